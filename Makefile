@@ -1,0 +1,81 @@
+# Everything a contributor runs. Each target makes the environment that it needs, from nothing.
+#   make demo    a training run that goes through planned faults, and the report of it
+#   make test    the tests
+#   make check   format, lint, types, import order
+#   make bench   the benchmarks, beside another library that restarts in place
+#   make docs    the documentation, into build/site
+
+PYTHON ?= python3
+# Installed first and by exact version: a CPU build is enough for all that is here, and plain
+# `torch` may fetch gigabytes of CUDA packages. On a machine with GPUs: make TORCH=torch ...
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH_VENV := .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
+BENCH_STAMP := $(BENCH_VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# One rule for every environment: `$(call environment,FOLDER,EXTRAS)`.
+define environment
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install --quiet '$(TORCH)'
+$(1)/bin/python -m pip install --quiet --editable '.[$(2)]'
+touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call environment,$(VENV),dev$(,)demo)
+
+# Apart from .venv, so that the library compared with never stands beside the tests. Its
+# requirements are torch, psutil, and small pure-Python packages: as torch is there already, it
+# brings no CUDA package along.
+$(BENCH_STAMP): pyproject.toml
+	$(call environment,$(BENCH_VENV),bench$(,)demo)
+
+# A comma that `call` does not take for the end of an argument.
+, := ,
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	rm -rf build/demo
+	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
+		--events-dir build/demo examples/digits.py
+	$(BIN)/outlast report build/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(BENCH_STAMP)
+	$(BENCH_BIN)/python -m benchmarks
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs-installed
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
+		2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Training jobs that outlast their faults."""

@@ -1,0 +1,108 @@
+"""Protocol code without input and output: coroutines that yield store operations.
+
+The protocol (`barrier.py`, `protocol.py`, and the state machine of `outlast.inprocess`) is
+written as coroutines that say `await link.append(...)`. Who drives them decides what that means:
+`drive()` performs each operation on a real store, blocking; the deterministic simulation performs
+them one at a time in an order of its own choosing, and may stop a member for good between any
+two. So the code that is proven by simulation is the code that runs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from outlast.coordination.store import Store
+
+__all__ = ["Link", "Op", "drive", "perform_on"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One store operation. `name` is a method of `Store`."""
+
+    name: str
+    key: str
+    value: bytes = b""
+    amount: int = 0
+    timeout: float | None = None
+
+
+@types.coroutine
+def _perform(op: Op) -> Generator[Op, Any, Any]:
+    return (yield op)
+
+
+class Link:
+    """A store as the protocol sees it: every operation is a point where the driver decides.
+
+    Args:
+        prefix: put before every key, so that calls of one job do not meet.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+
+    async def put(self, key: str, value: bytes) -> None:
+        await _perform(Op("put", self.prefix + key, value))
+
+    async def claim(self, key: str, value: bytes) -> bytes:
+        return cast(bytes, await _perform(Op("claim", self.prefix + key, value)))
+
+    async def read(self, key: str) -> bytes | None:
+        return cast("bytes | None", await _perform(Op("read", self.prefix + key)))
+
+    async def wait_for(self, key: str, timeout: float | None) -> bytes:
+        return cast(bytes, await _perform(Op("wait_for", self.prefix + key, timeout=timeout)))
+
+    async def add(self, key: str, amount: int) -> int:
+        return cast(int, await _perform(Op("add", self.prefix + key, amount=amount)))
+
+    async def append(self, key: str, value: bytes) -> None:
+        await _perform(Op("append", self.prefix + key, value))
+
+    async def delete(self, key: str) -> None:
+        await _perform(Op("delete", self.prefix + key))
+
+
+def perform_on(store: Store) -> Callable[[Op], Any]:
+    """A performer for `drive()` that runs each operation on `store`, in this thread."""
+
+    def perform(op: Op) -> Any:
+        if op.name == "wait_for":
+            return store.wait_for(op.key, op.timeout)
+        if op.name == "add":
+            return store.add(op.key, op.amount)
+        if op.name in ("read", "delete"):
+            return getattr(store, op.name)(op.key)
+        return getattr(store, op.name)(op.key, op.value)
+
+    return perform
+
+
+def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Op], Any]) -> T:
+    """Runs `coroutine` to its end, performing the operations that it asks for.
+
+    An exception of an operation is raised in the coroutine, at its `await`; what the coroutine
+    returns or raises is returned or raised here.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            try:
+                op = coroutine.send(result) if error is None else coroutine.throw(error)
+            except StopIteration as stop:
+                return cast(T, stop.value)
+            result, error = None, None
+            try:
+                result = perform(op)
+            except BaseException as e:  # noqa: BLE001 - handed to the coroutine, whose business it is
+                error = e
+    finally:
+        error = None  # the exception holds this frame: without this the two would be a cycle
+        coroutine.close()

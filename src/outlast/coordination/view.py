@@ -1,0 +1,113 @@
+"""Views: who takes part in an iteration. Pure functions, no store.
+
+A *member* is one process in the job, with an id for life. The decision for iteration k+1 is a
+`ViewRecord`: the places of iteration k, who was lost since, who came. From it every member works
+out the same slots: a newcomer takes the place of a lost member, first the one it asks for (a
+launcher starts the replacement of rank 2 as rank 2), so that survivors keep their ranks; the
+others are appended. Places that stay empty are the *terminated ranks*, which the rank assignment
+then closes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+__all__ = ["Joiner", "ViewRecord", "decide"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joiner:
+    """A process that asks to take part.
+
+    `preferred` is the rank that it was started as, or -1; `token` stands in its request only.
+    """
+
+    member: int
+    preferred: int = -1
+    token: str = dataclasses.field(default="", compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewRecord:
+    """The agreed facts that iteration `iteration` starts from.
+
+    Attributes:
+        iteration: its number.
+        base: the member at each rank of the iteration before; `None` where the place is empty.
+        lost: members of `base` that are out of the job.
+        joiners: who comes in, in the order in which they asked.
+    """
+
+    iteration: int
+    base: tuple[int | None, ...]
+    lost: frozenset[int] = frozenset()
+    joiners: tuple[Joiner, ...] = ()
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """The members that a barrier of this iteration waits for."""
+        present = {m for m in self.base if m is not None and m not in self.lost}
+        return frozenset(present | {j.member for j in self.joiners})
+
+    def slots(self) -> tuple[int | None, ...]:
+        """The member at each place, newcomers in; `None` where a place is empty."""
+        slots = [None if m in self.lost else m for m in self.base]
+        waiting = list(self.joiners)
+        for joiner in self.joiners:
+            if 0 <= joiner.preferred < len(slots) and slots[joiner.preferred] is None:
+                slots[joiner.preferred] = joiner.member
+                waiting.remove(joiner)
+        empty = [place for place, member in enumerate(slots) if member is None]
+        for place, joiner in zip(empty, waiting, strict=False):
+            slots[place] = joiner.member
+        slots.extend(joiner.member for joiner in waiting[len(empty) :])
+        return tuple(slots)
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            {
+                "iteration": self.iteration,
+                "base": self.base,
+                "lost": sorted(self.lost),
+                "joiners": [[j.member, j.preferred] for j in self.joiners],
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> ViewRecord:
+        values: dict[str, Any] = json.loads(data)
+        return cls(
+            iteration=values["iteration"],
+            base=tuple(values["base"]),
+            lost=frozenset(values["lost"]),
+            joiners=tuple(Joiner(m, p) for m, p in values["joiners"]),
+        )
+
+
+def decide(
+    iteration: int,
+    roster: dict[int, int],
+    world_size: int,
+    lost: frozenset[int],
+    joiners: list[Joiner],
+) -> ViewRecord:
+    """The record for iteration `iteration`, from what is known when the one before has ended.
+
+    Args:
+        iteration: the number of the new iteration.
+        roster: the member at each rank, of those that started the iteration before.
+        world_size: of the iteration before; ranks that nobody holds are empty places.
+        lost: every member in the ledger.
+        joiners: everyone that ever asked to join; who is already in, or lost, is left out.
+    """
+    base = tuple(roster.get(rank) for rank in range(world_size))
+    inside = set(base)
+    return ViewRecord(
+        iteration=iteration,
+        base=base,
+        lost=frozenset(m for m in base if m is not None and m in lost),
+        joiners=tuple(j for j in joiners if j.member not in inside and j.member not in lost),
+    )

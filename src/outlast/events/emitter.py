@@ -1,0 +1,82 @@
+"""Fills in who and where, and measures: the only timers of the project are spans.
+
+An `Emitter` belongs to one process. `place()` tells it which iteration, member and rank the
+process is at; every event after that carries them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from outlast.clock import Clock, MonotonicClock
+from outlast.events.sink import NullSink, Sink
+from outlast.events.types import Event
+
+__all__ = ["Emitter", "Span"]
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclasses.dataclass
+class Span:
+    """A stretch of time; `seconds` is set when it ends."""
+
+    seconds: float = 0.0
+
+
+class Emitter:
+    """Writes events to a sink, with the process's place filled in.
+
+    Args:
+        sink: where events go; nowhere by default.
+        clock: the clock that stamps and measures.
+        host: name of this host; asked of the system by default.
+    """
+
+    def __init__(
+        self, sink: Sink | None = None, *, clock: Clock | None = None, host: str | None = None
+    ) -> None:
+        self.sink: Sink = NullSink() if sink is None else sink
+        self.clock: Clock = MonotonicClock() if clock is None else clock
+        self.host = socket.gethostname() if host is None else host
+        self.iteration = -1
+        self.member = -1
+        self.rank = -1
+
+    def place(
+        self, *, iteration: int | None = None, member: int | None = None, rank: int | None = None
+    ) -> None:
+        """Sets what later events carry; `None` leaves a value as it is."""
+        self.iteration = self.iteration if iteration is None else iteration
+        self.member = self.member if member is None else member
+        self.rank = self.rank if rank is None else rank
+
+    def emit(self, event: Event) -> None:
+        """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
+        monitor can speak of another process.
+        """
+        self.sink.write(
+            dataclasses.replace(
+                event,
+                iteration=self.iteration if event.iteration < 0 else event.iteration,
+                member=self.member if event.member < 0 else event.member,
+                rank=self.rank if event.rank < 0 else event.rank,
+                host=event.host or self.host,
+                pid=os.getpid() if event.pid < 0 else event.pid,
+                time=event.time or self.clock.now(),
+            )
+        )
+
+    @contextmanager
+    def span(self, event: type[E], **fields: object) -> Iterator[Span]:
+        """Measures the body, and emits `event(seconds=..., **fields)` when it ends normally."""
+        span = Span()
+        start = self.clock.now()
+        yield span
+        span.seconds = self.clock.now() - start
+        self.emit(event(seconds=span.seconds, **fields))  # type: ignore[call-arg,arg-type]

@@ -1,0 +1,77 @@
+"""Tells the calls of a wrapper apart: each call counts its iterations from 0 again.
+
+A process that calls a wrapped function twice writes both calls to one log. A call of a process
+begins where it is given a place after it has completed, or a place in an earlier iteration than
+it was in. What other processes write (a monitor, a joiner) belongs to the call that their host
+was in at the time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from outlast.events.types import Assigned, Completed, Entered, Event
+
+__all__ = ["Process", "main_processes", "split_calls"]
+
+Process = tuple[str, int]
+"""Host and process id."""
+
+
+def main_processes(events: Iterable[Event]) -> set[Process]:
+    """The processes that are ranks themselves, rather than speak of one as a monitor does."""
+    return {(event.host, event.pid) for event in events if isinstance(event, Assigned | Entered)}
+
+
+def split_calls(events: Iterable[Event]) -> list[list[Event]]:
+    """The events of each call, in the order of the calls; at least one list."""
+    by_process: dict[Process, list[Event]] = defaultdict(list)
+    for event in events:
+        by_process[event.host, event.pid].append(event)
+    for log in by_process.values():
+        log.sort(key=lambda event: event.time)
+    ranks = main_processes(event for log in by_process.values() for event in log)
+
+    calls: dict[int, list[Event]] = defaultdict(list, {0: []})
+    ends = _Ends()
+    for process in sorted(ranks, key=lambda process: by_process[process][0].time):
+        segments = _segments(by_process[process])
+        first = ends.call_at(process[0], segments[0][0].time)
+        for number, segment in enumerate(segments, start=first):
+            calls[number].extend(segment)
+            if segment is not segments[-1]:
+                ends.record(process[0], number, segment[-1].time)
+    for process, log in by_process.items():
+        if process not in ranks:
+            for event in log:
+                calls[ends.call_at(event.host, event.time)].append(event)
+    return [calls[number] for number in range(max(calls) + 1)]
+
+
+def _segments(log: list[Event]) -> list[list[Event]]:
+    segments: list[list[Event]] = [[]]
+    iteration, completed = -1, False
+    for event in log:
+        if isinstance(event, Assigned | Entered):
+            if completed or event.iteration < iteration:
+                segments.append([])
+                completed = False
+            iteration = event.iteration
+        completed = completed or isinstance(event, Completed)
+        segments[-1].append(event)
+    return segments
+
+
+class _Ends:
+    """When each host was done with each call, as far as a process went on to the next one."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, dict[int, float]] = defaultdict(dict)
+
+    def record(self, host: str, call: int, time: float) -> None:
+        ends = self._ends[host]
+        ends[call] = max(time, ends.get(call, time))
+
+    def call_at(self, host: str, time: float) -> int:
+        return sum(end < time for end in self._ends[host].values())

@@ -1,0 +1,83 @@
+"""Where events go: a JSONL file a process, a list in memory, nowhere.
+
+A sink is called from several threads. `JsonlSink` writes one line with one `write` to a file
+opened for appending, so that lines of threads never mix, and a killed process leaves at most one
+torn line, its last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from outlast.events.types import Event, event_to_dict
+
+__all__ = ["JsonlSink", "MemorySink", "NullSink", "Sink"]
+
+
+class Sink(Protocol):
+    """Takes events. Must be callable from any thread."""
+
+    def write(self, event: Event) -> None:
+        """Takes one event."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the sink holds. No event is written afterwards."""
+        ...
+
+
+class NullSink:
+    """Drops every event."""
+
+    def write(self, event: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MemorySink:
+    """Keeps events in `events`, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonlSink:
+    """Appends events to a file, a JSON object a line.
+
+    Args:
+        path: the file; its directory is made where it is missing, and must be the user's own
+            choice: nothing is written outside it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o644)
+        self._lock = threading.Lock()
+
+    def write(self, event: Event) -> None:
+        line = json.dumps(event_to_dict(event), separators=(",", ":")) + "\n"
+        with self._lock:
+            if self._fd >= 0:
+                os.write(self._fd, line.encode())
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

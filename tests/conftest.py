@@ -1,0 +1,40 @@
+"""What holds for every test: nothing is left behind, and no example is failed for being slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from leaks import no_leaks
+
+# No deadline: the machine is shared, and a property is true or false at any speed.
+hypothesis.settings.register_profile("outlast", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("outlast")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _what_libraries_hold_for_life() -> None:
+    """Have libuv open the pipe that it opens once a process, at its first store, and never closes.
+
+    Without this it would be the first test with a store that seems to leak it.
+    """
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    # Set up before any fixture that a test asks for, and so torn down after them all.
+    with no_leaks():
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,287 @@
+"""The report: the first cause, what each phase took, who was lost, and what no clock can tell."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.events import (
+    EVENT_TYPES,
+    Entered,
+    Event,
+    Fault,
+    InterruptSwallowed,
+    Joined,
+    MonitorRestarted,
+    Note,
+    Seen,
+    WorkerExited,
+)
+from outlast.events.report import build, to_json
+from stories import (
+    ABORT,
+    ASSIGN,
+    FINALIZE,
+    HEALTH,
+    INTERRUPT,
+    RESTART,
+    SEEN,
+    Story,
+)
+
+
+def run_with_an_exception() -> Story:
+    story = Story()
+    story.begin(at=1.0)
+    story.fault(2, at=11.0)
+    story.restart(at=11.0, late=0.25)
+    story.complete(at=21.5)
+    return story
+
+
+def run_with_a_death() -> Story:
+    story = Story()
+    story.begin(at=1.0)
+    for peer in (0, 3):  # the echo is written before the monitor's word
+        story.fault(peer, at=10.75, cause="connection closed by peer", consequence=True)
+    story.death(1, at=11.0)
+    story.restart(at=11.0, lost=[1], joiners=["a"])
+    story.complete(at=21.5)
+    return story
+
+
+def test_an_exception_is_told_with_its_rank_and_all_phases() -> None:
+    report = build(run_with_an_exception().events)
+    (restart,) = report.restarts
+    assert restart.cause is not None
+    assert (restart.cause.rank, restart.cause.host) == (2, "a")
+    assert restart.cause.interruption == "EXCEPTION"
+    assert restart.cause.message == "ValueError: a bad batch"
+    assert restart.at == 10.0  # from the first event of the host
+    phases = restart.phases
+    assert phases.detection == SEEN + 0.25
+    assert phases.abort == ABORT
+    assert phases.interrupt == INTERRUPT
+    assert phases.finalize == FINALIZE
+    assert phases.health_check == 2 * HEALTH  # after the fault, and before the next entry
+    assert phases.termination_barrier == ASSIGN  # the last to arrive waits least
+    assert phases.start_barrier == phases.initialize == phases.assignment == ASSIGN
+    assert phases.total == RESTART
+    assert not phases.total_from_seen
+
+
+def test_totals() -> None:
+    report = build(run_with_an_exception().events)
+    assert (report.calls, report.world_size, report.completed) == (1, 4, 4)
+    assert (report.lost, report.joined, report.replaced) == (0, 0, 0)
+    assert report.recovery_seconds == RESTART
+    (host,) = report.hosts
+    assert host.wall_seconds == 20.5
+    assert host.productive_seconds == 20.0
+    assert report.goodput == host.goodput == 20.0 / 20.5
+
+
+def test_a_death_known_only_to_its_monitor_is_the_first_cause() -> None:
+    report = build(run_with_a_death().events)
+    (restart,) = report.restarts
+    assert restart.cause is not None
+    assert (restart.cause.rank, restart.cause.interruption) == (1, "TERMINATED")
+    assert [(other.rank, other.consequence) for other in restart.others] == [(0, True), (3, True)]
+    (lost,) = restart.lost
+    assert (lost.rank, lost.member, lost.reason) == (1, 1, "terminated")
+    (joined,) = restart.joined
+    assert (joined.rank, joined.member) == (3, 4)
+    assert (restart.world_size_before, restart.world_size_after) == (4, 4)
+    assert (report.lost, report.joined, report.replaced) == (1, 1, 1)
+
+
+def test_an_echo_is_the_cause_where_there_is_nothing_else() -> None:
+    story = Story()
+    story.begin(at=0.0)
+    story.fault(3, at=1.0, consequence=True)
+    story.restart(at=1.0)
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.rank == 3
+
+
+def test_the_launcher_knows_how_a_process_died() -> None:
+    story = run_with_a_death()
+    story.events.append(
+        WorkerExited(host="a", pid=1, time=11.0, worker_pid=1001, exit_code=-9, member=-1)
+    )
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.exit == "killed by SIGKILL"
+
+
+def test_a_fault_that_two_processes_report_counts_once() -> None:
+    story = Story()
+    story.begin(at=0.0)
+    story.fault(0, at=1.0, interruption="BASE_EXCEPTION", cause="SystemExit: 3")
+    story.death(0, at=1.25)
+    story.restart(at=1.0, lost=[0])
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.message == "SystemExit: 3"
+    assert restart.others == ()
+
+
+def test_clocks_of_two_hosts_are_never_compared() -> None:
+    story = Story(hosts=["a", "a", "b", "b"], offsets={"a": 0.0, "b": 90_000.0})
+    story.begin(at=0.0)
+    story.fault(3, at=5.0)
+    story.restart(at=5.0, late=0.25)
+    story.complete(at=10.5)
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.at == 5.0
+    assert restart.phases.detection == SEEN + 0.25  # of the survivors on host b
+    assert restart.phases.total == RESTART
+
+
+def test_a_host_that_had_seen_the_end_did_not_begin_it() -> None:
+    story = Story(hosts=["a", "b"], offsets={"a": 500.0, "b": 0.0})
+    story.begin(at=0.0)
+    story.fault(1, at=5.0, cause="the first")
+    story.restart(at=5.0)
+    # Rank 0's own fault has the lower rank, and the clock of its host says nothing.
+    story.iteration = 0
+    story.fault(0, at=5.0 + 2 * SEEN, cause="after it had seen")
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.message == "the first"
+
+
+def test_without_a_survivor_on_its_host_the_total_begins_where_it_was_seen() -> None:
+    story = Story(hosts=["a", "b", "b"])
+    story.begin(at=0.0)
+    story.death(0, at=5.0)
+    story.restart(at=5.0, lost=[0])
+    (restart,) = build(story.events).restarts
+    assert restart.phases.detection is None
+    assert restart.phases.total == RESTART - SEEN
+    assert restart.phases.total_from_seen
+
+
+def test_a_joiner_ends_an_iteration_without_a_fault() -> None:
+    story = Story(hosts=["a", "a"])
+    story.begin(at=0.0)
+    story.restart(at=5.0, joiners=["a"])
+    (restart,) = build(story.events).restarts
+    assert restart.cause is None
+    assert [party.rank for party in restart.joined] == [2]
+    assert (restart.world_size_before, restart.world_size_after) == (2, 3)
+
+
+def test_a_fault_that_ends_the_run_is_told() -> None:
+    story = Story(hosts=["a", "a"])
+    story.begin(at=0.0)
+    story.fault(1, at=5.0)
+    story.write(0, Seen(reason="fault"), 5.0)
+    report = build(story.events)
+    (restart,) = report.restarts
+    assert not restart.resumed
+    assert restart.phases.total is None
+    assert report.completed == 0
+
+
+def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
+    story = Story(hosts=["a", "a"])
+    story.begin(at=0.0)
+    story.fault(1, at=5.0)
+    story.restart(at=5.0)
+    story.events = [
+        event
+        for event in story.events
+        if not (isinstance(event, Entered) and event.iteration == 1)  # initialize failed
+    ]
+    story.fault(0, at=5.5, cause="in initialize")
+    story.restart(at=5.5)
+    first, second = build(story.events).restarts
+    assert not first.resumed
+    assert second.cause is not None
+    assert second.cause.message == "in initialize"
+    assert second.phases.total == RESTART
+
+
+def test_each_call_of_a_wrapper_counts_its_iterations_anew() -> None:
+    story = run_with_an_exception()
+    story.iteration = 0
+    story.begin(at=30.0)
+    story.fault(0, at=31.0, cause="in the second call")
+    story.death(1, at=31.0)
+    story.restart(at=31.0, lost=[1], joiners=["a"])
+    story.complete(at=32.0)
+    report = build(story.events)
+    assert report.calls == 2
+    first, second = report.restarts
+    assert (first.call, second.call) == (0, 1)
+    assert second.cause is not None
+    assert second.cause.message == "in the second call"
+    assert [party.member for party in second.joined] == [4]
+    assert report.completed == 4
+    assert report.hosts[0].wall_seconds == 20.5 + 2.0
+
+
+def test_notes_are_counted_and_waiting_joiners_told() -> None:
+    story = run_with_an_exception()
+    for _ in range(3):
+        story.write(0, Note(name="checkpoint.saved"), 12.0)
+    story.write(0, MonitorRestarted(), 12.0)
+    story.write(1, InterruptSwallowed(where="train.py:7", iteration=0), 11.0)
+    story.events.append(Joined(member=9, host="b", pid=77, time=3.0, iteration=-1))
+    report = build(story.events)
+    assert report.notes == {"checkpoint.saved": 3}
+    assert report.monitors_restarted == 1
+    assert [party.member for party in report.waiting] == [9]
+    assert report.restarts[0].swallowed == ("train.py:7",)
+
+
+def test_nothing_at_all() -> None:
+    report = build([])
+    assert report.restarts == ()
+    assert report.goodput is None
+    assert '"restarts": []' in to_json(report)
+
+
+@pytest.mark.parametrize("make", [run_with_an_exception, run_with_a_death])
+def test_the_order_of_files_does_not_matter(make: object) -> None:
+    events = make().events  # type: ignore[operator]
+    processes = sorted({event.pid for event in events})
+    for seed in range(5):
+        random.Random(seed).shuffle(processes)
+        shuffled = [event for pid in processes for event in events if event.pid == pid]
+        assert build(shuffled) == build(events)
+
+
+def _events() -> st.SearchStrategy[Event]:
+    small = st.integers(-1, 3)
+    common = {
+        "iteration": small,
+        "member": small,
+        "rank": small,
+        "host": st.sampled_from(["a", "b"]),
+        "pid": st.integers(1, 4),
+        "time": st.floats(0, 100),
+    }
+    return st.one_of([st.builds(kind, **common) for kind in EVENT_TYPES.values()])
+
+
+@given(st.lists(_events(), max_size=60))
+def test_any_events_make_a_report(events: list[Event]) -> None:
+    report = build(events)
+    assert to_json(report)
+    for restart in report.restarts:
+        phases = restart.phases
+        for seconds in (phases.detection, phases.interrupt, phases.total):
+            assert seconds is None or seconds >= 0
+        others = {other.consequence for other in restart.others}
+        assert restart.cause is None or not (restart.cause.consequence and False in others)
+    for host in report.hosts:
+        assert 0 <= host.productive_seconds
+    lost = sum(isinstance(event, Fault) for event in events)
+    assert sum((r.cause is not None) + len(r.others) for r in report.restarts) <= lost

@@ -1,0 +1,86 @@
+"""Logs are read strictly: a torn last line is forgiven, all else is an error with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import EventLogError
+from outlast.events import JsonlSink, Seen, event_to_dict
+from outlast.events.report import build, load
+from stories import Story
+
+GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
+
+
+def test_what_sinks_write_is_read_back(tmp_path: Path) -> None:
+    story = Story(hosts=["a", "b"])
+    story.begin(at=1.0)
+    story.complete(at=2.0)
+    for pid in (1000, 1001):
+        sink = JsonlSink(tmp_path / f"{pid}.jsonl")
+        for event in story.events:
+            if event.pid == pid:
+                sink.write(event)
+        sink.close()
+    (tmp_path / "notes.txt").write_text("no log")
+    assert load(tmp_path) == sorted(story.events, key=lambda event: event.pid)
+
+
+def test_a_torn_last_line_is_passed_over_and_told(tmp_path: Path) -> None:
+    (tmp_path / "killed.jsonl").write_text(GOOD + "\n" + GOOD[:30])
+    report = build(load(tmp_path))
+    assert report.torn_logs == ("killed.jsonl",)
+    assert report.notes == {}
+    assert report.events == 1
+
+
+def test_a_last_line_without_its_end_is_read(tmp_path: Path) -> None:
+    (tmp_path / "killed.jsonl").write_text(GOOD + "\n" + GOOD)
+    report = build(load(tmp_path))
+    assert report.torn_logs == ()
+    assert report.events == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (GOOD[:30], "not JSON"),
+        ("", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('"\udcff"', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"kind": "no such"}', "unknown kind"),
+        ("{}", "unknown kind"),
+        ('{"kind": "seen", "time": "noon"}', "'time' of 'seen' is 'noon', not float"),
+        ('{"kind": "seen", "rank": true}', "'rank' of 'seen' is True, not int"),
+        ('{"kind": "seen", "host": null}', "'host' of 'seen' is None, not str"),
+        ('{"kind": "entered", "active": 1}', "'active' of 'entered' is 1, not bool"),
+        ('{"kind": "note", "data": []}', "'data' of 'note'"),
+    ],
+)
+def test_a_corrupt_line_is_an_error_with_its_place(tmp_path: Path, line: str, what: str) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_bytes(f"{GOOD}\n{line}\n{GOOD}\n".encode(errors="surrogateescape"))
+    with pytest.raises(EventLogError, match=what) as caught:
+        load(tmp_path)
+    assert f"{path}, line 2" in str(caught.value)
+
+
+def test_fields_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"kind": "seen", "colour": "blue"}\n')
+    assert load(tmp_path) == [Seen()]
+
+
+def test_an_empty_log_is_a_log(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    assert load(tmp_path) == []
+
+
+def test_a_directory_without_logs(tmp_path: Path) -> None:
+    with pytest.raises(EventLogError, match="no event logs"):
+        load(tmp_path)
+    with pytest.raises(EventLogError, match="no such directory"):
+        load(tmp_path / "missing")

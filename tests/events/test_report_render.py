@@ -1,0 +1,118 @@
+"""What `outlast report` prints: whole lines at 100 columns, every fact, nothing taken as markup."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outlast.events import JsonlSink, Note, WorkerExited
+from outlast.events.report import build, load, render, to_json
+from outlast.events.report_words import duration, one_line, plural, share
+from stories import Story
+
+
+def a_run() -> Story:
+    story = Story()
+    story.begin(at=1.0)
+    trace = 'Traceback:\n  File "/home/me/train.py", line 41, in step\n    raise ValueError\n'
+    message = "ValueError: [bold]no markup[/bold] \x1b[31m" + "a long message " * 12
+    story.fault(2, at=11.0, cause=message, traceback=trace)
+    story.restart(at=11.0)
+    story.fault(0, at=15.0, cause="connection closed by peer", consequence=True)
+    story.death(1, at=15.25)
+    story.restart(at=15.25, lost=[1], joiners=["a"])
+    story.restart(at=20.0, joiners=["a"])
+    story.write(0, Note(name="checkpoint.saved"), 21.0)
+    story.complete(at=31.5)
+    story.events.append(WorkerExited(host="a", pid=1, time=15.3, worker_pid=1001, exit_code=-9))
+    return story
+
+
+def log(story: Story, folder: Path) -> Path:
+    sink = JsonlSink(folder / "all.jsonl")
+    for event in story.events:
+        sink.write(event)
+    sink.close()
+    return folder
+
+
+def printed(folder: Path, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    render(folder, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_story_of_a_run(tmp_path: Path) -> None:
+    text = printed(log(a_run(), tmp_path))
+    assert "5 ranks · 1 host · 3 restarts · 1 lost, 1 replaced" in text
+    assert "Rank 2 on a raised an exception: ValueError: [bold]no markup[/bold]" in text
+    assert "(train.py, line 41, in step)" in " ".join(text.split())
+    assert "Rank 1 on a died: main process ended [killed by SIGKILL]." in text
+    assert "probably in consequence" in text
+    assert "Lost: rank 1 on a (terminated)." in text
+    assert "Joined: rank 3 on a." in text
+    assert "new ranks came to join" in text
+    assert "500.0 ms after the fault" in text
+    assert "5 ranks completed the function." in text
+    assert "checkpoint.saved 1" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_table_rows_are_not_wrapped(tmp_path: Path, width: int) -> None:
+    lines = printed(log(a_run(), tmp_path), width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    for number in "123":  # one row in each table, and one heading
+        starts = [line for line in lines if line.strip().startswith((number + " ", number + "."))]
+        assert len(starts) == 3, lines
+
+
+def test_every_phase_has_its_column_at_100(tmp_path: Path) -> None:
+    text = printed(log(a_run(), tmp_path))
+    (row,) = [line for line in text.splitlines() if "detect" in line]
+    assert "start bar." in row
+    assert "total" in row
+    assert "…" not in row
+
+
+def test_a_run_without_faults(tmp_path: Path) -> None:
+    story = Story(hosts=["a"])
+    story.begin(at=0.0)
+    story.complete(at=10.0)
+    text = printed(log(story, tmp_path))
+    assert "1 rank · 1 host · 0 restarts" in text
+    assert "goodput 100 %" in text
+
+
+def test_a_run_that_never_ended(tmp_path: Path) -> None:
+    story = Story(hosts=["a", "a"])
+    story.begin(at=0.0)
+    story.death(0, at=1.0)
+    text = printed(log(story, tmp_path))
+    assert "No rank entered the function again." in text
+    assert "No rank is known to have completed" in text
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    report = json.loads(to_json(build(load(log(a_run(), tmp_path)))))
+    assert report["restarts"][0]["cause"]["rank"] == 2
+    assert report["restarts"][1]["phases"]["total"] == 0.5
+    assert report["replaced"] == 1
+
+
+def test_words() -> None:
+    assert [duration(s) for s in (0.0005, 0.0123, 4.56, 200.0)] == [
+        "500 µs",
+        "12.3 ms",
+        "4.56 s",
+        "3 min 20 s",
+    ]
+    assert [plural(n, "rank") for n in (1, 2)] == ["1 rank", "2 ranks"]
+    assert [plural(n, "process") for n in (1, 2)] == ["1 process", "2 processes"]
+    assert [share(part) for part in (0.5, 0.999999, 1.0)] == ["50.00 %", "99.99 %", "100 %"]
+    assert one_line("\n  a\tb\x07 \nc") == "a�b�"

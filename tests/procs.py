@@ -1,0 +1,290 @@
+"""Rank processes for tests: real ones, each in a session of its own, none left over afterwards.
+
+    with Job(tmp_path, script, nprocs=4) as job:
+        job.start_all()
+        job.wait_for_line(0, lambda line: line.get("event") == "training")
+        job.kill(2)
+        job.start(2)                       # a new process in its place
+        assert set(job.wait_all().values()) == {0}
+        assert job.lines(3)[-1]["step"] == 100
+
+A script prints JSON objects, one a line; other lines are left to people. Every process carries the
+job's id in its environment, children that went to a session of their own included, and so the end
+of the block finds them all. Every time limit here is a net: none is a measure of anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+MARKER = "OUTLAST_TEST_ID"
+NET_S = 120.0
+"""How long a test waits for what must come; under pytest's own limit, so that the job cleans up."""
+LINGER_S = 15.0
+"""How long helpers of a rank, its monitor say, may take to end after it."""
+
+Line = dict[str, Any]
+
+_given_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and was not given before.
+
+    It lies below the range from which the kernel takes the ports of outgoing connections, so that
+    none of those takes it before the job's store does.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
+        if port in _given_ports:
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given_ports.add(port)
+        return port
+    raise RuntimeError("no free port")
+
+
+class Job:
+    """The processes of one job on this machine, started from one script."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        script: Path | str,
+        nprocs: int = 4,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.nprocs = nprocs
+        self.port = free_port()
+        self._folder = tmp_path / f"job-{self.id[:8]}"
+        self._folder.mkdir(parents=True)
+        self._command = [sys.executable, str(script), *args]
+        self._env = dict(env or {})
+        self._started: dict[int, list[subprocess.Popen[bytes]]] = {}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for attempts in self._started.values():
+            for process in attempts:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # its session began with it
+                process.wait()
+        left = self._reap_leftovers()
+        if left and error is None:
+            raise AssertionError("processes outlived their job:\n" + "\n".join(left))
+
+    # ------------------------------------------------------------------ starting and ending
+
+    def start(self, rank: int, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start `rank`, or start it anew after its process has ended."""
+        attempts = self._started.setdefault(rank, [])
+        assert not attempts or attempts[-1].poll() is not None, f"rank {rank} is still running"
+        with (
+            self._file(rank, len(attempts), "out").open("wb") as out,
+            self._file(rank, len(attempts), "err").open("wb") as err,
+        ):
+            process = subprocess.Popen(
+                self._command,
+                env=self._environment(rank) | dict(env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        attempts.append(process)
+        return process
+
+    def start_all(self) -> None:
+        """Start every rank, 0 to `nprocs` - 1."""
+        for rank in range(self.nprocs):
+            self.start(rank)
+
+    def pid(self, rank: int) -> int:
+        """The process id of the rank's latest process."""
+        return self._latest(rank).pid
+
+    def running(self, rank: int) -> bool:
+        """Whether the rank's latest process has not ended."""
+        return self._latest(rank).poll() is None
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to the rank's latest process."""
+        self._latest(rank).send_signal(number)
+
+    def kill(self, rank: int) -> None:
+        """Kill the rank's latest process, and see it end."""
+        self.send(rank, signal.SIGKILL)
+        self.wait(rank)
+
+    # ------------------------------------------------------------------------------ waiting
+
+    def wait(self, rank: int, timeout: float = NET_S) -> int:
+        """The exit code of the rank's latest process, once it has ended."""
+        return self._wait(rank, time.monotonic() + timeout)
+
+    def wait_all(self, timeout: float = NET_S) -> dict[int, int]:
+        """The exit code of every rank's latest process, once all have ended."""
+        deadline = time.monotonic() + timeout
+        return {rank: self._wait(rank, deadline) for rank in sorted(self._started)}
+
+    def wait_for_line(
+        self, rank: int, predicate: Callable[[Line], object], timeout: float = NET_S
+    ) -> Line:
+        """The first JSON line of `rank` that `predicate` accepts, as soon as it is printed.
+
+        Lines that were printed before the call count too. A rank that ends without such a line
+        fails the test at once.
+        """
+        deadline = time.monotonic() + timeout
+        seen = 0
+        while True:
+            ended = not self.running(rank)  # asked first: what it printed last is read below
+            lines = self.lines(rank)
+            for line in lines[seen:]:
+                if predicate(line):
+                    return line
+            seen = len(lines)
+            if ended:
+                self._fail(f"rank {rank} ended without the line waited for")
+            if time.monotonic() > deadline:
+                self._fail(f"rank {rank} has not printed the line waited for in {timeout} s")
+            time.sleep(0.005)
+
+    # ------------------------------------------------------------------------------ reading
+
+    def output(self, rank: int) -> str:
+        """What the rank has printed so far, all its processes after each other."""
+        return self._read(rank, "out")
+
+    def errors(self, rank: int) -> str:
+        """What the rank has written to its stderr so far, all its processes after each other."""
+        return self._read(rank, "err")
+
+    def lines(self, rank: int) -> list[Line]:
+        """The JSON objects that the rank has printed so far, one a line."""
+        whole = (line for line in self.output(rank).splitlines(keepends=True) if line[-1] == "\n")
+        return [json.loads(line) for line in whole if line.startswith("{")]
+
+    # ------------------------------------------------------------------------------ private
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.nprocs),
+            "LOCAL_WORLD_SIZE": str(self.nprocs),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            **self._env,
+            MARKER: self.id,
+        }
+
+    def _file(self, rank: int, attempt: int, kind: str) -> Path:
+        return self._folder / f"rank{rank}.{attempt}.{kind}"
+
+    def _latest(self, rank: int) -> subprocess.Popen[bytes]:
+        return self._started[rank][-1]
+
+    def _read(self, rank: int, kind: str) -> str:
+        return "".join(
+            self._file(rank, attempt, kind).read_text(errors="replace")
+            for attempt in range(len(self._started[rank]))
+        )
+
+    def _wait(self, rank: int, deadline: float) -> int:
+        process = self._latest(rank)
+        if not _ended(process, deadline):
+            # The fault handler that every rank has prints all its stacks before it dies of this.
+            for other in self._started:
+                if self.running(other):
+                    self.send(other, signal.SIGABRT)
+            _ended(process, time.monotonic() + LINGER_S)
+            self._fail(f"rank {rank} was still running at the end of the time it had")
+        return process.wait()
+
+    def _fail(self, why: str) -> None:
+        parts = [why]
+        for rank in sorted(self._started):
+            for title, text in (("out", self.output(rank)), ("err", self.errors(rank))):
+                parts.append(f"---- rank {rank}, {title}, its last lines:\n{text[-4000:]}")
+        raise AssertionError("\n".join(parts))
+
+    def _reap_leftovers(self) -> list[str]:
+        """Wait for the helpers of ended ranks to end; kill, and describe, those that do not."""
+        deadline = time.monotonic() + LINGER_S
+        while (left := self._marked()) and time.monotonic() < deadline:
+            psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+        described = []
+        for process in left:
+            described.append(_describe(process))
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=LINGER_S)
+        return described
+
+    def _marked(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    process.environ().get(MARKER) == self.id
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue  # it has ended, or is another user's
+        return found
+
+
+def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait for a process's end by its pidfd: at once when it comes, and not past `deadline`."""
+    if process.poll() is not None:
+        return True
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"  - {process.pid}, {process.status()}: {process.cmdline()}"
+    except psutil.Error as error:
+        return f"  - {process.pid}, {type(error).__name__}"
