@@ -8,6 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from events.stories import (
+    ABORT,
+    ASSIGN,
+    FINALIZE,
+    HEALTH,
+    INTERRUPT,
+    RESTART,
+    SEEN,
+    Story,
+)
 from outlast.events import (
     EVENT_TYPES,
     Entered,
@@ -21,16 +31,6 @@ from outlast.events import (
     WorkerExited,
 )
 from outlast.events.report import build, to_json
-from stories import (
-    ABORT,
-    ASSIGN,
-    FINALIZE,
-    HEALTH,
-    INTERRUPT,
-    RESTART,
-    SEEN,
-    Story,
-)
 
 
 def run_with_an_exception() -> Story:
@@ -116,6 +116,17 @@ def test_the_launcher_knows_how_a_process_died() -> None:
     (restart,) = build(story.events).restarts
     assert restart.cause is not None
     assert restart.cause.exit == "killed by SIGKILL"
+
+
+def test_how_a_survivor_ended_later_is_no_part_of_its_fault() -> None:
+    story = run_with_an_exception()
+    for member in range(4):
+        story.events.append(
+            WorkerExited(host="a", pid=1, time=22.0, worker_pid=1000 + member, exit_code=0)
+        )
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.exit == ""
 
 
 def test_a_fault_that_two_processes_report_counts_once() -> None:
@@ -282,6 +293,18 @@ def test_any_events_make_a_report(events: list[Event]) -> None:
         others = {other.consequence for other in restart.others}
         assert restart.cause is None or not (restart.cause.consequence and False in others)
     for host in report.hosts:
-        assert 0 <= host.productive_seconds
+        assert host.productive_seconds >= 0
     lost = sum(isinstance(event, Fault) for event in events)
     assert sum((r.cause is not None) + len(r.others) for r in report.restarts) <= lost
+
+
+def test_a_thousand_restarts_make_a_report_in_one_pass() -> None:
+    story = Story()
+    story.begin(at=0.0)
+    for moment in range(1, 1001):
+        story.fault(moment % 4, at=float(moment))
+        story.restart(at=float(moment))
+    story.complete(at=1002.0)
+    report = build(story.events)
+    assert len(report.restarts) == 1000
+    assert all(restart.phases.total == RESTART for restart in report.restarts)

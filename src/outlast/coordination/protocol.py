@@ -7,6 +7,7 @@ Keys of iteration k (under the prefix of one call):
     over/k     how the iteration ended: restart | completed   first claim wins
     done/k     how many have returned from the function
     fault/k    log of the faults
+    store/k    where the function finds a store of its own
     term/k     barrier after everyone has left the function
 
 and of the whole call: `ledger` (members lost for good), `joins` (who asked to take part),
@@ -213,7 +214,7 @@ class Job:
         for name in ("start", "term"):
             for part in ("arrived", "count", "done"):
                 await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("over", "done", "fault"):
+        for key in ("over", "done", "fault", "store"):
             await self.link.delete(f"{key}/{iteration}")
 
     async def end_of_job(self) -> LostRecord | None:

@@ -105,10 +105,9 @@ def render(directory: str | os.PathLike[str], console: Console) -> None:
 
 def _restarts(call: Call) -> list[Restart]:
     found = []
-    entered = [event for event in call.events if isinstance(event, Entered)]
     for iteration in call.iterations():
         faults = call.faults(iteration)
-        seen = [e for e in call.events if isinstance(e, Seen) and e.iteration == iteration]
+        seen = [event for event in call.during(iteration) if isinstance(event, Seen)]
         if not faults and not seen and iteration + 1 not in call.views:
             continue
         moment = faults[0] if faults else (seen[0] if seen else _first_of(call, iteration + 1))
@@ -126,11 +125,11 @@ def _restarts(call: Call) -> list[Restart]:
                 joined=call.joined(iteration),
                 world_size_before=call.world_size(iteration),
                 world_size_after=call.world_size(iteration + 1),
-                resumed=any(e.iteration == iteration + 1 for e in entered),
+                resumed=any(isinstance(e, Entered) for e in call.during(iteration + 1)),
                 swallowed=tuple(
                     event.where
-                    for event in call.events
-                    if isinstance(event, InterruptSwallowed) and event.iteration == iteration
+                    for event in call.during(iteration)
+                    if isinstance(event, InterruptSwallowed)
                 ),
             )
         )

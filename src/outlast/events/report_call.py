@@ -13,7 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from outlast.events.report_calls import Process, main_processes
 from outlast.events.report_model import Cause, Party
-from outlast.events.types import Assigned, Entered, Event, Fault, Lost, Seen, WorkerExited
+from outlast.events.types import (
+    Assigned,
+    Completed,
+    Entered,
+    Event,
+    Fault,
+    Lost,
+    Seen,
+    WorkerExited,
+)
 
 __all__ = ["Call", "exits_of"]
 
@@ -37,7 +46,6 @@ class Call:
 
     Attributes:
         views: the members of each iteration, with the event that gave each its place.
-        tracks: what each member's own process wrote, in order.
     """
 
     def __init__(
@@ -53,19 +61,32 @@ class Call:
         self._exits = exits
         self._processes: dict[int, Process] = {}
         self.views: dict[int, dict[int, Assigned | Entered]] = defaultdict(dict)
-        self.tracks: dict[int, list[Event]] = defaultdict(list)
+        self._in_iteration: dict[int, list[Event]] = defaultdict(list)
+        self._tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        self._firsts: dict[int, int] = {}
+        self._lasts: dict[int, int] = {}
+        self._completed = {event.member for event in events if isinstance(event, Completed)}
         ranks = main_processes(self.events)
         for event in self.events:
+            self._in_iteration[event.iteration].append(event)
             if (event.host, event.pid) in ranks and event.member >= 0:
-                self.tracks[event.member].append(event)
+                self._tracks[event.member, event.iteration].append(event)
                 self._processes[event.member] = (event.host, event.pid)
             if isinstance(event, Assigned | Entered) and event.member >= 0:
                 self.views[event.iteration].setdefault(event.member, event)
+        for iteration in sorted(self.views):
+            for member in self.views[iteration]:
+                self._firsts.setdefault(member, iteration)
+                self._lasts[member] = iteration
 
     def iterations(self) -> list[int]:
         """Every iteration that some event tells of."""
         ended = {event.iteration for event in self.events if isinstance(event, Fault | Seen)}
         return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
+
+    def during(self, iteration: int) -> Sequence[Event]:
+        """The events of one iteration, in the order of time."""
+        return self._in_iteration.get(iteration, ())
 
     def at(self, event: Event) -> float:
         """Seconds from the first event of the host until `event`."""
@@ -91,12 +112,12 @@ class Call:
 
         A fault that two processes report, the failed one and its monitor, counts once.
         """
-        firsts = _first_seen(self.events, iteration)
+        firsts = _first_seen(self.during(iteration))
 
         def order(fault: Fault) -> tuple[bool, bool, int]:
             return fault.consequence, firsts.get(fault.host, fault.time) < fault.time, fault.rank
 
-        found = [e for e in self.events if isinstance(e, Fault) and e.iteration == iteration]
+        found = [event for event in self.during(iteration) if isinstance(event, Fault)]
         heads: dict[str, list[Fault]] = defaultdict(list)
         for fault in found:  # in the order of time, which holds within each host
             heads[fault.host].append(fault)
@@ -120,7 +141,7 @@ class Call:
             interruption=fault.interruption,
             message=fault.cause,
             traceback=fault.traceback,
-            exit=self._exit(fault.member),
+            exit=self._exit(fault.member, fault.iteration),
             consequence=fault.consequence,
             at=self.at(fault),
         )
@@ -130,18 +151,17 @@ class Call:
         view = self.views.get(iteration, {})
         reasons = {
             event.member: event.reason
-            for event in self.events
-            if isinstance(event, Lost) and event.iteration in (iteration, iteration + 1)
+            for event in (*self.during(iteration), *self.during(iteration + 1))
+            if isinstance(event, Lost)
         }
         if self.views.get(iteration + 1):
-            gone = {m for m in view if m not in self.views[iteration + 1]}
-            gone = {m for m in gone if not any(m in self.views[k] for k in self._after(iteration))}
+            gone = {member for member in view if self._lasts[member] == iteration}
         else:
             gone = set(reasons) & set(view)
         faults = {fault.member: fault for fault in self.faults(iteration)}
         parties = []
         for member in gone:
-            reason = reasons.get(member) or self._exit(member)
+            reason = reasons.get(member) or self._exit(member, iteration)
             if not reason and member in faults:
                 reason = faults[member].interruption
             parties.append(_party(view[member], reason))
@@ -149,37 +169,29 @@ class Call:
 
     def joined(self, iteration: int) -> tuple[Party, ...]:
         """Who is in the iteration after this one, and was in none before."""
-        before = {m for k, view in self.views.items() if k <= iteration for m in view}
         view = self.views.get(iteration + 1, {})
-        new = [_party(event, "") for member, event in view.items() if member not in before]
+        new = [_party(view[member], "") for member in view if self._firsts[member] > iteration]
         return tuple(sorted(new, key=lambda party: party.rank))
 
     def recovery(self, member: int, iteration: int) -> list[Event]:
         """What the member's process wrote from the end of the iteration to its next entry."""
-        track = self.tracks[member]
-        start, end = 0, len(track)
-        for index, event in enumerate(track):
-            if isinstance(event, Assigned | Entered) and event.iteration == iteration:
-                start = index + 1
-            if isinstance(event, Entered) and event.iteration == iteration + 1:
-                end = index + 1
-                break
-            if event.iteration > iteration + 1:
-                end = index
-                break
-        return track[start:end]
+        before = self._tracks[member, iteration]
+        after = self._tracks[member, iteration + 1]
+        placed = [i for i, event in enumerate(before) if isinstance(event, Assigned | Entered)]
+        entered = [i for i, event in enumerate(after) if isinstance(event, Entered)]
+        return before[placed[-1] + 1 :] + after[: entered[0] + 1 if entered else None]
 
-    def _after(self, iteration: int) -> list[int]:
-        return [later for later in self.views if later > iteration]
-
-    def _exit(self, member: int) -> str:
+    def _exit(self, member: int, iteration: int) -> str:
+        """How the member's process ended, if it was lost there; else its end came later."""
+        if member in self._completed or self._lasts.get(member, iteration) > iteration:
+            return ""
         return self._exits.get(self._processes.get(member, ("", -1)), "")
 
 
-def _first_seen(events: Iterable[Event], iteration: int) -> dict[str, float]:
+def _first_seen(events: Iterable[Event]) -> dict[str, float]:
     firsts: dict[str, float] = {}
     for event in events:
-        if isinstance(event, Seen) and event.iteration == iteration:
+        if isinstance(event, Seen):
             firsts.setdefault(event.host, event.time)
     return firsts
 

@@ -53,28 +53,28 @@ def productive_time(call: Call) -> dict[str, tuple[float, float]]:
     own = [event for event in call.events if event.member >= 0]  # not those of a launcher
     for host in {event.host for event in own if isinstance(event, Entered)}:
         here = [event for event in own if event.host == host]
-        entered = [event for event in here if isinstance(event, Entered)]
+        first = next(event for event in here if isinstance(event, Entered))
         end = here[-1].time
         productive = 0.0
-        for iteration in {event.iteration for event in entered}:
-            productive += _productive(here, iteration, end)
-        hosts[host] = end - entered[0].time, productive
+        for iteration in call.views:
+            productive += _productive(call.during(iteration), host, end)
+        hosts[host] = end - first.time, productive
     return hosts
 
 
-def _productive(here: list[Event], iteration: int, end: float) -> float:
+def _productive(events: Iterable[Event], host: str, end: float) -> float:
     """From the last active rank's entry until the host knows of an end, or one of them leaves."""
-    entered = [e for e in here if isinstance(e, Entered) and e.iteration == iteration]
+    here = [event for event in events if event.member >= 0 and event.host == host]
+    entered = [event for event in here if isinstance(event, Entered)]
     working = [event for event in entered if event.active] or entered
+    if not working:
+        return 0.0
     members = {event.member for event in working}
     stops = [
         event.time
         for event in here
-        if event.iteration == iteration
-        and (
-            isinstance(event, Fault | Seen | Lost)
-            or (isinstance(event, LeftFunction) and event.member in members)
-        )
+        if isinstance(event, Fault | Seen | Lost)
+        or (isinstance(event, LeftFunction) and event.member in members)
     ]
     return max(0.0, min(stops, default=end) - working[-1].time)
 

@@ -30,12 +30,12 @@ __all__ = ["render_report"]
 _PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
     ("detect", lambda phases: phases.detection),
     ("abort", lambda phases: phases.abort),
-    ("interr.", lambda phases: phases.interrupt),
+    ("leave", lambda phases: phases.interrupt),
     ("finalize", lambda phases: phases.finalize),
     ("health", lambda phases: phases.health_check),
-    ("term bar.", lambda phases: phases.termination_barrier),
+    ("meet", lambda phases: phases.termination_barrier),
     ("assign", lambda phases: phases.assignment),
-    ("start bar.", lambda phases: phases.start_barrier),
+    ("start", lambda phases: phases.start_barrier),
     ("init", lambda phases: phases.initialize),
     ("total", lambda phases: phases.total),
 )
@@ -46,7 +46,7 @@ def render_report(report: Report, console: Console) -> None:
     console.print(_summary(report))
     if report.restarts:
         console.print()
-        console.print(_restart_table(report.restarts))
+        console.print(_restart_table(report.restarts, console.width))
         console.print(_phase_table(report.restarts))
         console.print()
         for number, restart in enumerate(report.restarts, start=1):
@@ -71,13 +71,14 @@ def _summary(report: Report) -> Text:
     return Text(" · ".join(parts), style="bold")
 
 
-def _restart_table(restarts: Iterable[Restart]) -> Table:
+def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
     table = _table("What happened")
-    table.add_column("#", justify="right")
+    table.add_column("#", justify="right", no_wrap=True)
     table.add_column("at", justify="right", no_wrap=True)
-    table.add_column("first cause", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=14)
-    table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=14)
+    # The one column of any length: it is cut to what the others, at their widest, leave.
+    table.add_column("first cause", no_wrap=True, overflow="ellipsis", max_width=width - 54)
+    table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=10)
+    table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=10)
     table.add_column("ranks", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
@@ -95,12 +96,13 @@ def _restart_table(restarts: Iterable[Restart]) -> Table:
 
 def _phase_table(restarts: Iterable[Restart]) -> Table:
     table = _table("What each part took (of the slowest survivor, in ms)")
-    table.add_column("#", justify="right")
+    table.add_column("#", justify="right", no_wrap=True)
     for name, _ in _PHASES:
-        table.add_column(name, justify="right", no_wrap=True, min_width=6)
+        table.add_column(name, justify="right", no_wrap=True, min_width=5)
     for number, restart in enumerate(restarts, start=1):
         values = [_milliseconds(get(restart.phases)) for _, get in _PHASES]
         table.add_row(str(number), *values)
+    table.caption = "leave: from the abort's end; meet, start: barriers, of the last to arrive"
     return table
 
 
@@ -109,8 +111,10 @@ def _table(title: str) -> Table:
         title=title,
         title_justify="left",
         title_style="italic",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
         expand=False,
     )
 

@@ -17,6 +17,7 @@ _DID = {
     "TERMINATED": "died",
     "UNRESPONSIVE": "was not heard of any more",
 }
+_LONGEST = 240
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 
 
@@ -102,13 +103,15 @@ def _what_failed(restart: Restart) -> Iterable[str]:
         return
     yield f"Rank {cause.rank} on {one_line(cause.host)} {_did(cause)}."
     for other in restart.others:
-        echo = ", probably in consequence" if other.consequence else ""
-        yield f"Rank {other.rank} {_did(other)}, too{echo}."
+        how = "probably in consequence" if other.consequence else "too"
+        yield f"Rank {other.rank}, {how}, {_did(other)}."
 
 
 def _did(cause: Cause) -> str:
     words = _DID.get(cause.interruption.upper().rpartition(".")[2], "failed")
     message = one_line(cause.message)
+    if len(message) > _LONGEST:
+        message = message[:_LONGEST] + "…"
     text = f"{words}: {message}" if message else words
     frames = list(_LAST_FRAME.finditer(cause.traceback))
     if frames:

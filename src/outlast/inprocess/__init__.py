@@ -1,1 +1,58 @@
-"""Restart in place."""
+"""Restart in place: a fault on any rank restarts the function on every healthy rank.
+
+Change `import nvidia_resiliency_ext.inprocess as inprocess` to `import outlast.inprocess as
+inprocess`; the names are the same.
+"""
+
+from outlast.inprocess import (
+    abort,
+    attribution,
+    exception,
+    finalize,
+    health_check,
+    initialize,
+    rank_assignment,
+    rank_filter,
+    state,
+    store,
+)
+from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.compose import Compose
+from outlast.inprocess.exception import (
+    HealthCheckError,
+    InternalError,
+    RankShouldRestart,
+    RestartAbort,
+    RestartError,
+    TimeoutError,
+)
+from outlast.inprocess.machine import GrowPolicy
+from outlast.inprocess.progress import Adaptive
+from outlast.inprocess.state import State, Status
+from outlast.inprocess.wrapper import Wrapper
+
+__all__ = [
+    "Adaptive",
+    "CallWrapper",
+    "Compose",
+    "GrowPolicy",
+    "HealthCheckError",
+    "InternalError",
+    "RankShouldRestart",
+    "RestartAbort",
+    "RestartError",
+    "State",
+    "Status",
+    "TimeoutError",
+    "Wrapper",
+    "abort",
+    "attribution",
+    "exception",
+    "finalize",
+    "health_check",
+    "initialize",
+    "rank_assignment",
+    "rank_filter",
+    "state",
+    "store",
+]

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from outlast.clock import Clock
@@ -147,7 +148,11 @@ class Host(Protocol):
         """Works out this member's place: rank assignment and filter."""
         ...
 
-    def initialize(self, iteration: int) -> FaultRecord | None:
+    async def publish(self, link: Link, iteration: int) -> None:
+        """Says what the others must know before they start, as the store of the iteration."""
+        ...
+
+    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         """Runs initialize and the health check; returns the fault if initialize raised one."""
         ...
 
@@ -169,6 +174,10 @@ class Host(Protocol):
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         """A fault of this member from the exception that ends it."""
+        ...
+
+    def timing(self, name: str) -> AbstractContextManager[object]:
+        """Measures the wait at a barrier: `start`, `term`."""
         ...
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
@@ -260,7 +269,8 @@ class Machine:
             self.link, name, self.member, self.record.expected,
             rank=place.rank, world_size=place.world_size,
         )
-        await self._pass(name, self.record.expected)
+        with self.host.timing("start"):
+            await self._pass(name, self.record.expected)
         arrived = await barrier.arrivals(self.link, name)
         if self._same_view(arrived) and await self.job.over(k) is None:
             return Phase.INITIALIZE
@@ -268,7 +278,7 @@ class Machine:
         return Phase.SETTLE
 
     async def _initialize(self) -> Phase:
-        fault = self.host.initialize(self.iteration)
+        fault = await self.host.initialize(self.link, self.iteration)
         if fault is None:
             return Phase.RUN
         await self.job.report_fault(fault)
@@ -308,7 +318,8 @@ class Machine:
         k = self.iteration
         await self.host.settle(k)
         await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
-        await self._pass(f"term/{k}", self.record.expected)
+        with self.host.timing("term"):
+            await self._pass(f"term/{k}", self.record.expected)
         return Phase.DECIDE
 
     async def _decide(self) -> Phase:
@@ -332,6 +343,7 @@ class Machine:
 
     async def _assign(self) -> Phase:
         self.place = self.host.assign(self.record, self.member)
+        await self.host.publish(self.link, self.iteration)
         return Phase.START
 
     # -- parts of transitions ----------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from outlast.coordination.ops import Link, Op, _perform
@@ -113,7 +114,10 @@ class _Host:
         self.place = Place(rank, size, rank < active)
         return self.place
 
-    def initialize(self, iteration: int) -> FaultRecord | None:
+    async def publish(self, link: Link, iteration: int) -> None:
+        self.world.maybe_fail(self, "publish")
+
+    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         if self.world.spend("faults", 0.05):
             return self.fault(iteration, "EXCEPTION", "initialize")
         return None
@@ -141,6 +145,9 @@ class _Host:
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         return self.fault(iteration, "BASE_EXCEPTION", repr(error))
+
+    def timing(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         pass

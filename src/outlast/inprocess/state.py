@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["State", "Status"]
+__all__ = ["LazyStore", "State", "Status"]
 
 
 class Status(enum.Enum):
@@ -17,6 +18,33 @@ class Status(enum.Enum):
     INACTIVE = "INACTIVE"
     ABORTING = "ABORTING"
     ABORTED = "ABORTED"
+
+
+class LazyStore:
+    """A store that is connected to when it is first asked for. Most iterations never are."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._store: Any = None
+
+    def get(self) -> Any:
+        """The store; connected once."""
+        if self._store is None:
+            self._store = self._connect()
+        return self._store
+
+
+class _StoreField:
+    """A field that may be given a `LazyStore`, and reads as the store behind it."""
+
+    def __get__(self, state: State | None, owner: type[State]) -> Any:
+        if state is None:
+            return None  # the default of the field
+        held = state.__dict__["store"]
+        return held.get() if isinstance(held, LazyStore) else held
+
+    def __set__(self, state: State, value: Any) -> None:
+        state.__dict__["store"] = value
 
 
 @dataclasses.dataclass
@@ -40,7 +68,7 @@ class State:
     active_world_size: int = 0
     iteration: int = 0
     status: Status = Status.INITIALIZED
-    store: Any = dataclasses.field(default=None, repr=False, compare=False)
+    store: Any = dataclasses.field(default=_StoreField(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.active_world_size:
@@ -53,4 +81,5 @@ class State:
 
     def copy(self, **changes: Any) -> State:
         """A copy, with `changes` made in it."""
-        return dataclasses.replace(self, **changes)
+        values = {f.name: self.__dict__[f.name] for f in dataclasses.fields(self)}
+        return State(**{**values, **changes})

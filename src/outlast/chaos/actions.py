@@ -1,0 +1,132 @@
+"""What each kind of fault does to the process that it is fired in: real ones, none is acted.
+
+`fire` returns where the process may live on: after a SIGTERM that is handled, after the SIGCONT
+that follows a SIGSTOP, and after the end of another process (the monitor).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from outlast.chaos.kinds import Kind
+from outlast.chaos.memory import exhaust_memory
+from outlast.errors import ChaosError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["UNSENT_TAG", "fire"]
+
+UNSENT_TAG = 0x6F75_7461
+"""Tag of the message that `HANG_COLLECTIVE` waits for. Nobody may send it."""
+
+_A_LONG_TIME_S = 1e6
+
+
+def fire(
+    kind: Kind | str,
+    *,
+    monitor_pid: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    message: str = "a planned exception",
+) -> None:
+    """Does one fault to this process, now.
+
+    Args:
+        kind: which.
+        monitor_pid: the process that `KILL_MONITOR` kills.
+        group: the group in which `HANG_COLLECTIVE` hangs; the default group by default.
+        message: what the exception of `EXCEPTION` says.
+
+    Raises:
+        ChaosError: for `EXCEPTION`; or if the fault cannot be done here, saying why.
+        ValueError: if there is no such kind.
+    """
+    kind = Kind(kind)
+    if kind is Kind.EXCEPTION:
+        raise ChaosError(message)
+    if kind is Kind.KILL_MONITOR:
+        _kill_monitor(monitor_pid)
+    elif kind is Kind.HANG_COLLECTIVE:
+        _hang_collective(group)
+    else:
+        _ACTIONS[kind]()
+
+
+def _system_exit() -> NoReturn:
+    raise SystemExit(1)
+
+
+def _send_self(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _oom_kill() -> None:
+    try:
+        exhaust_memory()
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang_gil() -> None:
+    # A mutex that is locked twice by one thread: unlike sleep() or pause(), the wait for it does
+    # not end when a signal handler has run, so that nothing but the death of the process ends it.
+    # PyDLL does not let go of the GIL around a call. Zeros are a valid, normal mutex.
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    mutex = ctypes.create_string_buffer(256)
+    lock(mutex)
+    lock(mutex)
+
+
+def _hang() -> NoReturn:
+    while True:
+        time.sleep(_A_LONG_TIME_S)
+
+
+def _hang_collective(group: dist.ProcessGroup | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise ChaosError(f"{Kind.HANG_COLLECTIVE}: torch.distributed is not initialized")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size < 2:
+        raise ChaosError(f"{Kind.HANG_COLLECTIVE}: the group has one rank, and no peer")
+    # A message of a tag that nobody sends, and not one collective more than the peers make: that
+    # would be matched with their next one and corrupt it, in place of hanging.
+    config = dist.get_backend_config(group)
+    device = "cpu" if "cpu:" in config and "cpu:nccl" not in config else "cuda"
+    peer = (rank + 1) % size
+    source = peer if group is None else dist.get_global_rank(group, peer)
+    dist.recv(torch.zeros(1, device=device), src=source, group=group, tag=UNSENT_TAG)
+    if device == "cuda":
+        torch.cuda.synchronize()  # there, recv only queues the wait
+
+
+def _kill_monitor(pid: int | None) -> None:
+    if pid is None:
+        raise ChaosError(f"{Kind.KILL_MONITOR}: this rank has no monitor process")
+    os.kill(pid, signal.SIGKILL)
+
+
+_ACTIONS: dict[Kind, Callable[[], None]] = {
+    Kind.SYSTEM_EXIT: _system_exit,
+    Kind.SIGKILL: _send_self(signal.SIGKILL),
+    Kind.SIGTERM: _send_self(signal.SIGTERM),
+    Kind.SIGSTOP: _send_self(signal.SIGSTOP),
+    Kind.SEGFAULT: _segfault,
+    Kind.ABORT: os.abort,
+    Kind.OUT_OF_MEMORY: exhaust_memory,
+    Kind.OOM_KILL: _oom_kill,
+    Kind.HANG_GIL: _hang_gil,
+    Kind.HANG: _hang,
+}

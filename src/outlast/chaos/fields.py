@@ -1,0 +1,114 @@
+"""Reads the fields of a JSON object, and says exactly which one is wrong, and what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from outlast.chaos.kinds import Kind
+from outlast.errors import ChaosError
+
+__all__ = ["Fields", "load_json"]
+
+
+def load_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        ChaosError: if it cannot be read, or is no JSON; names the file.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ChaosError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ChaosError(f"{path}: not JSON: {error}") from error
+
+
+class Fields:
+    """The fields of one object of a plan; every method raises `ChaosError` for what is wrong.
+
+    Args:
+        values: what should be the object.
+        where: what an error calls it.
+        allowed: the names that it may have.
+    """
+
+    def __init__(self, values: Any, where: str, allowed: tuple[str, ...]) -> None:
+        self._where = where
+        if not isinstance(values, dict):
+            raise ChaosError(f"{where}: is {_show(values)}, not an object with {list(allowed)}")
+        unknown = [name for name in values if name not in allowed]
+        if unknown:
+            raise ChaosError(f"{where}: unknown field {unknown[0]!r}; allowed are {list(allowed)}")
+        self._values = values
+
+    def has(self, name: str) -> bool:
+        """Whether the field is given; `null` is as good as none."""
+        return self._values.get(name) is not None
+
+    def integer(self, name: str) -> int:
+        """A whole number from 0."""
+        return self._integer(self._get(name), name)
+
+    def number(self, name: str, low: float, high: float) -> float:
+        """A finite number from `low` to `high`."""
+        value = self._get(name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not math.isfinite(value) or not low <= value <= high:
+            allowed = f"from {low}" if high == math.inf else f"from {low} to {high}"
+            raise self._wrong(name, value, f"a number {allowed}")
+        return float(value)
+
+    def kind(self, name: str) -> Kind:
+        """A kind of fault."""
+        return self._kind(self._get(name), name)
+
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """Kinds of fault, at least one."""
+        return tuple(self._kind(value, f"{name}[{i}]") for i, value in self._list(name))
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Whole numbers from 0, at least one."""
+        return tuple(self._integer(value, f"{name}[{i}]") for i, value in self._list(name))
+
+    def items(self, name: str) -> list[Any]:
+        """What the list holds, of any kind; nothing where it is not given."""
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._wrong(name, value, "a list")
+        return value
+
+    def _list(self, name: str) -> list[tuple[int, Any]]:
+        value = self._get(name)
+        if not isinstance(value, list) or not value:
+            raise self._wrong(name, value, "a list of at least one")
+        return list(enumerate(value))
+
+    def _get(self, name: str) -> Any:
+        if name not in self._values:
+            raise ChaosError(f"{self._where}: field {name!r} is missing")
+        return self._values[name]
+
+    def _integer(self, value: Any, name: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(name, value, "a whole number from 0")
+        return value
+
+    def _kind(self, value: Any, name: str) -> Kind:
+        allowed = [kind.value for kind in Kind]
+        if value not in allowed:
+            raise self._wrong(name, value, f"one of {allowed}")
+        return Kind(value)
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> ChaosError:
+        return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; allowed is {allowed}")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

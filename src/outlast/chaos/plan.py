@@ -1,0 +1,189 @@
+"""Plans: which rank has which fault, and when; written in Python, or in a JSON file.
+
+    {
+      "faults": [
+        {"rank": 1, "kind": "exception", "iteration": 0, "step": 20},
+        {"rank": 2, "kind": "sigkill", "step": 60},
+        {"rank": 0, "kind": "hang", "after_seconds": 3}
+      ],
+      "random": {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}
+    }
+
+All conditions of an entry must hold: `iteration` exactly, `step` and `after_seconds` at least.
+At least, so that a fault is not missed where a restart resumes past its step. An entry without a
+condition fires when its rank first enters the training function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outlast.chaos.fields import Fields, load_json
+from outlast.chaos.kinds import Kind
+from outlast.errors import ChaosError
+
+__all__ = ["Moment", "Plan", "PlannedFault", "RandomFaults", "fail_at"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Where a process is: a place in the job, and the seconds since its injector began."""
+
+    rank: int
+    iteration: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFault:
+    """One fault of one rank.
+
+    Attributes:
+        rank: the rank of the iteration, which need not be the one it began with.
+        iteration: only in this iteration.
+        step: at this step, or the first one after it.
+        after_seconds: not before the process has run this long.
+    """
+
+    rank: int
+    kind: Kind
+    iteration: int | None = None
+    step: int | None = None
+    after_seconds: float | None = None
+
+    def due(self, moment: Moment) -> bool:
+        """Whether every condition holds."""
+        return (
+            moment.rank == self.rank
+            and (self.iteration is None or moment.iteration == self.iteration)
+            and (self.step is None or moment.step >= self.step)
+            and (self.after_seconds is None or moment.seconds >= self.after_seconds)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFaults:
+    """Faults by chance, the same ones for the same seed.
+
+    Attributes:
+        rate_per_step: the chance of a fault at one step of one rank.
+        kinds: drawn from with equal chances.
+        max_faults: of the whole job.
+        ranks: which ranks may have them; all by default.
+    """
+
+    seed: int
+    rate_per_step: float
+    kinds: tuple[Kind, ...]
+    max_faults: int
+    ranks: tuple[int, ...] | None = None
+
+    def draw(self, moment: Moment) -> Kind | None:
+        """The fault of this rank at this step of this iteration, or none."""
+        if self.ranks is not None and moment.rank not in self.ranks:
+            return None
+        # A generator for each moment: what one rank draws does not depend on what others did.
+        key = f"{self.seed}/{moment.rank}/{moment.iteration}/{moment.step}"
+        generator = random.Random(key)
+        if generator.random() >= self.rate_per_step:
+            return None
+        return generator.choice(self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Planned faults, random faults, or both."""
+
+    faults: tuple[PlannedFault, ...] = ()
+    random: RandomFaults | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan from a JSON file.
+
+        Raises:
+            ChaosError: if it cannot be read or is no plan; names file, entry, field, and what
+                is allowed there.
+        """
+        return cls._parse(load_json(Path(path)), f"{path}: ")
+
+    @classmethod
+    def parse(cls, values: Any) -> Plan:
+        """The plan that `values`, an object read from JSON, describes.
+
+        Raises:
+            ChaosError: as `load` does.
+        """
+        return cls._parse(values, "")
+
+    @classmethod
+    def _parse(cls, values: Any, where: str) -> Plan:
+        fields = Fields(values, where + "plan", ("faults", "random"))
+        faults = tuple(
+            _parse_fault(entry, f"{where}faults[{index}]")
+            for index, entry in enumerate(fields.items("faults"))
+        )
+        by_chance = None
+        if fields.has("random"):
+            by_chance = _parse_random(values["random"], where + "random")
+        if not faults and by_chance is None:
+            raise ChaosError(f"{where}plan: no faults; give 'faults', 'random', or both")
+        return cls(faults=faults, random=by_chance)
+
+    def to_json(self) -> str:
+        """The plan as `load` reads it."""
+        faults = [_without_none(dataclasses.asdict(fault)) for fault in self.faults]
+        values: dict[str, Any] = {"faults": faults} if faults else {}
+        if self.random is not None:
+            values["random"] = _without_none(dataclasses.asdict(self.random))
+        return json.dumps(values, indent=2)
+
+
+def fail_at(
+    rank: int,
+    step: int | None = None,
+    *,
+    iteration: int | None = None,
+    after_seconds: float | None = None,
+    kind: Kind | str = Kind.EXCEPTION,
+) -> PlannedFault:
+    """A planned fault, for plans written in Python: `Plan(faults=(fail_at(1, step=20),))`."""
+    return PlannedFault(
+        rank=rank, kind=Kind(kind), iteration=iteration, step=step, after_seconds=after_seconds
+    )
+
+
+def _parse_fault(values: Any, where: str) -> PlannedFault:
+    fields = Fields(values, where, ("rank", "kind", "iteration", "step", "after_seconds"))
+    return PlannedFault(
+        rank=fields.integer("rank"),
+        kind=fields.kind("kind"),
+        iteration=fields.integer("iteration") if fields.has("iteration") else None,
+        step=fields.integer("step") if fields.has("step") else None,
+        after_seconds=(
+            fields.number("after_seconds", 0, math.inf) if fields.has("after_seconds") else None
+        ),
+    )
+
+
+def _parse_random(values: Any, where: str) -> RandomFaults:
+    fields = Fields(values, where, ("seed", "rate_per_step", "kinds", "max_faults", "ranks"))
+    return RandomFaults(
+        seed=fields.integer("seed"),
+        rate_per_step=fields.number("rate_per_step", 0, 1),
+        kinds=fields.kinds("kinds"),
+        max_faults=fields.integer("max_faults"),
+        ranks=fields.integers("ranks") if fields.has("ranks") else None,
+    )
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,121 @@
+"""Ends the distributed work that is in flight, from another thread, within milliseconds.
+
+* NCCL groups by their own abort, all at once, each in a thread of its own, because one that is
+  stuck must not hold up the others.
+* gloo groups by their sockets (see `gloo.py`), sub-groups and DDP's groups too.
+* A rank may also be stuck in the making of a group, where it waits on the group's store for a
+  peer that will never come. So the connections to that store which this iteration has opened are
+  shut down as well. Connections that were open before the wrapped call are not touched.
+
+What a group owns is released afterwards, in the thread that used it (`release`).
+"""
+
+from __future__ import annotations
+
+import abc
+import gc
+import logging
+import os
+import socket
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.inprocess import gloo
+from outlast.inprocess.environment import store_endpoint
+from outlast.inprocess.state import State
+
+__all__ = ["Abort", "AbortTorchDistributed", "release"]
+
+log = logging.getLogger("outlast.inprocess")
+
+
+class Abort(abc.ABC):
+    """Ends in-flight work. Called in another thread than the function's."""
+
+    def prepare(self) -> None:
+        """Called once, before the first iteration: the time to note what is not to be touched."""
+
+    @abc.abstractmethod
+    def __call__(self, state: State) -> State:
+        """Ends in-flight work; the function's thread gets an exception or goes on."""
+
+
+class AbortTorchDistributed(Abort):
+    """Ends the collectives of every process group that `torch.distributed` knows of."""
+
+    def __init__(self) -> None:
+        self._foreign: frozenset[int] = frozenset()
+
+    def prepare(self) -> None:
+        self._foreign = frozenset(gloo.socket_inodes().values())
+
+    def __call__(self, state: State) -> State:
+        threads = [
+            threading.Thread(target=_abort_nccl, args=(backend,), daemon=True)
+            for backend in _nccl_backends()
+        ]
+        for thread in threads:
+            thread.start()
+        for descriptor, inode in gloo.pair_sockets().items():
+            if inode not in self._foreign:
+                gloo.shut_down(descriptor, inode)
+        self._leave_store()
+        for thread in threads:
+            thread.join()
+        return state
+
+    def _leave_store(self) -> None:
+        endpoint = store_endpoint()
+        if endpoint is None:
+            return
+        for descriptor, inode in gloo.socket_inodes().items():
+            if inode not in self._foreign and _peer_port(descriptor) == endpoint[1]:
+                gloo.shut_down(descriptor, inode)
+
+
+def release() -> None:
+    """Gives back what the groups hold: descriptors, threads, the default group's name.
+
+    Called in the function's thread after it has left the function, so that nothing is destroyed
+    under its hands. Reference cycles (a DDP module has some) keep groups alive, hence the
+    collection; the wrapper has frozen what was there before, so it is short.
+    """
+    if dist.is_available() and dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception:
+            log.exception("a process group could not be destroyed; the restart goes on")
+    gc.collect()
+
+
+def _nccl_backends() -> list[Any]:
+    if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+        return []
+    backends = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # a group without a CUDA backend
+        if hasattr(backend, "abort"):
+            backends.append(backend)
+    return backends
+
+
+def _abort_nccl(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError:
+        log.exception("an NCCL communicator could not be aborted; the restart goes on")
+
+
+def _peer_port(descriptor: int) -> int | None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            peer = connection.getpeername()
+    except OSError:
+        return None  # not connected
+    return int(peer[1]) if isinstance(peer, tuple) else None

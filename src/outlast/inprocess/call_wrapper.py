@@ -1,0 +1,99 @@
+"""The wrapped function's handle to its wrapper."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from outlast.clock import Clock
+from outlast.inprocess.gate import AtomicGate
+from outlast.inprocess.interrupt import Interrupter
+from outlast.inprocess.observers import observers
+from outlast.inprocess.progress import GapEstimator
+from outlast.inprocess.shared import SharedPage
+from outlast.inprocess.state import State
+
+__all__ = ["CallWrapper"]
+
+
+class CallWrapper:
+    """Passed to the function for an argument annotated `CallWrapper`.
+
+    Attributes:
+        iteration: of the current restart, from 0.
+        state: this rank's place in the iteration.
+        monitor_pid: process id of this rank's monitor process.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        page: SharedPage,
+        gate: AtomicGate,
+        interrupter: Interrupter,
+        clock: Clock,
+        estimator: GapEstimator | None,
+        monitor_pid: int | None,
+    ) -> None:
+        self.state = state
+        self.monitor_pid = monitor_pid
+        self._page = page
+        self._gate = gate
+        self._interrupter = interrupter
+        self._clock = clock
+        self._estimator = estimator
+        self._last_ping: float | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Of the current restart, from 0."""
+        return self.state.iteration
+
+    def ping(self) -> None:
+        """Says that the function makes progress.
+
+        The first ping of an iteration arms the progress timeout: from then on a rank that does
+        not ping within `soft_timeout` is interrupted, within `hard_timeout` terminated. Costs
+        about a microsecond; call it once a step.
+        """
+        now = self._clock.now()
+        page = self._page
+        if self._estimator is not None:
+            if self._last_ping is not None:
+                self._estimator.observe(now - self._last_ping)
+            page.soft_limit = self._estimator.limit
+        self._last_ping = now
+        page.progress = now
+        page.pings += 1
+        for observer in observers():
+            observer.pinged(self, page.pings)
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """A context in which the function is not interrupted. Re-entrant; for this thread.
+
+        A termination waits until the thread is outside; once it is under way, entering raises
+        `RankShouldRestart`. The hard timeout still applies.
+        """
+        return self._gate
+
+    @contextmanager
+    def long_phase(self, limit: datetime.timedelta | None = None) -> Iterator[None]:
+        """Declares that no ping will come for a while: an evaluation, a save, a first step.
+
+        Args:
+            limit: how long the phase may take before the rank counts as hung; `None` is the soft
+                timeout of the settings (`Adaptive.initial`). The hard timeout goes by the same
+                time if that is longer.
+        """
+        page = self._page
+        before = page.soft_limit
+        page.long_limit = -1.0 if limit is None else limit.total_seconds()
+        page.progress = self._clock.now()
+        try:
+            yield
+        finally:
+            page.long_limit = 0.0
+            page.soft_limit = before
+            page.progress = self._clock.now()
+            self._last_ping = None

@@ -1,0 +1,82 @@
+"""Connections to the store: made with patience, broken when nobody can wait any longer."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.coordination.torch_store import TorchStore
+from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess import gloo
+from outlast.inprocess.store import StoreMixin
+
+__all__ = ["Connection", "connect"]
+
+
+class Connection(TorchStore):
+    """A `Store` over one connection of its own, which another thread can break."""
+
+    def __init__(self, store: Any, where: str, sockets: dict[int, int]) -> None:
+        super().__init__(store, where)
+        self._sockets = sockets
+
+    def break_off(self) -> None:
+        """Ends the connection: an operation that waits on it fails at once (`StoreError`)."""
+        for descriptor, inode in self._sockets.items():
+            gloo.shut_down(descriptor, inode)
+
+
+def connect(
+    factory: type[StoreMixin],
+    kwargs: Mapping[str, Any],
+    endpoint: tuple[str, int] | None,
+    timeout: float,
+) -> Connection:
+    """Connects to the store, which may still be on its way up.
+
+    torch's own client waits as well, but twice as long as it is told, and with a log line a try;
+    so first a plain connection is tried until the server is there.
+
+    Args:
+        factory, kwargs: of the wrapper.
+        endpoint: host and port; `None` for a store without a server.
+        timeout: in seconds.
+
+    Raises:
+        TimeoutError: naming host and port, when nobody answers in time.
+        StoreError: when somebody answers who is no such store.
+    """
+    options = dict(kwargs)
+    where = str(options.get("file_name", factory.__name__))
+    if endpoint is not None:
+        where = f"{endpoint[0]}:{endpoint[1]}"
+        _await_server(endpoint, timeout)
+        options.update(host_name=endpoint[0], port=endpoint[1])
+    before = set(gloo.socket_inodes().values())
+    try:
+        store = factory(**options)
+    except RuntimeError as e:
+        first_line = str(e).partition("\n")[0]
+        raise StoreError(f"{where} does not answer as a store: {first_line}") from e
+    made = {fd: inode for fd, inode in gloo.socket_inodes().items() if inode not in before}
+    return Connection(store, where, made if endpoint is not None else {})
+
+
+def _await_server(endpoint: tuple[str, int], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    pause = 0.002
+    while True:
+        try:
+            with socket.create_connection(endpoint, timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as e:
+            # Nothing tells a client that a server is up: there is no event to wait for here.
+            if time.monotonic() + pause > deadline:
+                raise TimeoutError(
+                    f"the store at {endpoint[0]}:{endpoint[1]} could not be reached within "
+                    f"{timeout} s: {e}"
+                ) from e
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)

@@ -1,0 +1,105 @@
+"""The one place of this room that reads and writes `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Launch", "exported", "publish_place", "read_launch", "store_endpoint"]
+
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+          "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says.
+
+    Attributes:
+        rank, world_size: place at the start; 0 and 1 without a launcher.
+        host, port: of the store; `None` where the launcher names none.
+        agent_store: a launcher hosts the store there already (torchrun, `outlast run`).
+        replacement: how often this rank was replaced before.
+        events_dir: where to write events, or an empty string.
+    """
+
+    rank: int
+    world_size: int
+    host: str | None
+    port: int | None
+    agent_store: bool
+    replacement: int
+    events_dir: str
+
+
+def read_launch() -> Launch:
+    """Reads the launcher's variables.
+
+    Raises:
+        ValueError: naming the variable that is no number, or out of range.
+    """
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
+    port = _number("MASTER_PORT", 0)
+    if world_size > 1 and not port:
+        raise ValueError(f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: where is the store?")
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        host=os.environ.get("MASTER_ADDR"),
+        port=port or None,
+        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        replacement=_number("OUTLAST_REPLACEMENT", 0),
+        events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
+    )
+
+
+def store_endpoint() -> tuple[str, int] | None:
+    """Where `init_process_group` finds its store, as the environment says now."""
+    port = _number("MASTER_PORT", 0)
+    return (os.environ.get("MASTER_ADDR", ""), port) if port else None
+
+
+@contextmanager
+def exported() -> Iterator[None]:
+    """Puts the variables that `publish_place` writes back to what they were."""
+    before = {name: os.environ.get(name) for name in _PLACE}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def publish_place(
+    rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]
+) -> None:
+    """Tells the function its place, and where `init_process_group` finds the iteration's store.
+
+    torch is told that the store is hosted already, as it is under torchrun: it then makes no
+    server of its own.
+    """
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR=endpoint[0],
+        MASTER_PORT=str(endpoint[1]),
+        TORCHELASTIC_USE_AGENT_STORE=str(True),
+        TORCHELASTIC_RESTART_COUNT=str(iteration),
+    )
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number") from None

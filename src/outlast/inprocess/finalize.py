@@ -1,0 +1,112 @@
+"""What brings a rank to where a restart can be tried: runs after the abort."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import datetime
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from outlast.errors import TimeoutError
+from outlast.inprocess.arguments import check_callable, check_timeout
+from outlast.inprocess.state import State
+
+__all__ = ["Finalize", "ThreadedFinalize", "run_within"]
+
+
+class Finalize(abc.ABC):
+    """Runs on every rank after the abort of an iteration, before its health check.
+
+    What it raises goes up as it is: this rank leaves, the others go on without it.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self, state: State, train_ex: BaseException | None = None
+    ) -> tuple[State, BaseException | None]:
+        """Does its work; returns both arguments, changed or not.
+
+        Args:
+            state: of the iteration that has ended.
+            train_ex: what the function raised on this rank by itself; `None` if it was
+                interrupted because of another rank.
+        """
+
+
+@dataclasses.dataclass(eq=False)
+class ThreadedFinalize(Finalize):
+    """Runs `fn(*args, **kwargs)` in a thread, for `timeout` at most.
+
+    The thread has the CUDA device of its caller as its current device. When the time is over the
+    thread is left to itself, because Python cannot end one: it is a daemon, and does not hold up
+    the end of the process.
+
+    Args:
+        timeout: how long `fn` may take.
+        fn: what to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TimeoutError: when called, if `fn` has not returned within `timeout`; names both. What
+            `fn` raises goes up as it is.
+    """
+
+    timeout: datetime.timedelta
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_timeout("timeout", self.timeout)
+        check_callable("fn", self.fn)
+        if not isinstance(self.args, tuple | list):
+            raise TypeError(f"args must be a tuple, not {self.args!r}")
+        if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
+            raise TypeError(f"kwargs must be a mapping, not {self.kwargs!r}")
+
+    def __call__(
+        self, state: State, train_ex: BaseException | None = None
+    ) -> tuple[State, BaseException | None]:
+        name = getattr(self.fn, "__qualname__", None) or repr(self.fn)
+        run_within(
+            self.timeout,
+            f"rank {state.rank}: ThreadedFinalize: {name}",
+            lambda: self.fn(*self.args, **(self.kwargs or {})),
+        )
+        return state, train_ex
+
+
+def run_within(timeout: datetime.timedelta, what: str, call: Callable[[], Any]) -> None:
+    """Runs `call` in a daemon thread, and waits for it for `timeout` at most.
+
+    Raises:
+        TimeoutError: if it is not done by then; begins with `what`. What `call` raises goes up as
+            it is.
+    """
+    raised: list[BaseException] = []
+    # A new thread starts on device 0, whatever the device of this one is.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            call()
+        except BaseException as e:  # noqa: BLE001  it is raised again in the calling thread
+            raised.append(e)
+
+    thread = threading.Thread(target=run, name="outlast-run-within", daemon=True)
+    thread.start()
+    thread.join(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
+    if thread.is_alive():
+        raise TimeoutError(f"{what} was not done within timeout={timeout.total_seconds()} s")
+    if raised:
+        try:
+            raise raised[0]
+        finally:
+            raised.clear()  # else the exception and this frame hold each other

@@ -1,0 +1,115 @@
+"""Ends gloo's collectives that are in flight, by shutting down the sockets of its pairs.
+
+Gloo has no abort that works: the backend's `abort()` and `shutdown()` return at once and the
+collective goes on until its timeout (seen on torch 2.13). What does work is `shutdown(2)` on the
+connected sockets: every blocked operation raises within a millisecond. The hard part is to know
+which of a process's sockets are gloo's, and to touch no other.
+
+Gloo's own event loop tells. Each of its connections is registered in an epoll instance together
+with a pointer to the C++ object that handles it, and Linux shows both in
+`/proc/self/fdinfo/<epoll fd>` (`tfd` and `data`, see proc_pid_fdinfo(5)). From that pointer the
+object's run-time type name follows as the Itanium C++ ABI lays it out: the first word of the
+object is its vtable, the word before that the type_info, whose second word is the name:
+`N4gloo9transport3tcp4PairE`. Memory is read through `/proc/self/mem`, where a wrong address is an
+error and not a crash, so that event loops which keep something else in `data` (libuv and Python
+keep the descriptor itself) are passed over. Listening sockets have another type and are left
+alone: shutting one down ends the process (std::terminate).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["pair_sockets", "shut_down", "socket_inodes"]
+
+_EVENT = re.compile(rb"^tfd:\s+(\d+) events:\s+[0-9a-f]+ data:\s+([0-9a-f]+)", re.MULTILINE)
+_FDS = Path("/proc/self/fd")
+
+
+def pair_sockets() -> dict[int, int]:
+    """The sockets of gloo's connected pairs in this process: inode by descriptor."""
+    found: dict[int, int] = {}
+    memory = -1
+    try:
+        for epoll in _descriptors("anon_inode:[eventpoll]"):
+            try:
+                registered = Path(f"/proc/self/fdinfo/{epoll}").read_bytes()
+            except OSError:
+                continue  # closed by its own thread meanwhile
+            for descriptor, data in _EVENT.findall(registered):
+                address = int(data, 16)
+                if address < 1 << 16:
+                    continue  # a descriptor, not a pointer
+                if memory < 0:
+                    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+                name = _type_name(memory, address)
+                if name.startswith(b"N4gloo9transport3tcp") and b"Pair" in name:
+                    inode = _inode(int(descriptor))
+                    if inode is not None:
+                        found[int(descriptor)] = inode
+    finally:
+        if memory >= 0:
+            os.close(memory)
+    return found
+
+
+def socket_inodes() -> dict[int, int]:
+    """All sockets of this process: inode by descriptor."""
+    inodes = ((fd, _inode(fd)) for fd in _descriptors("socket:["))
+    return {fd: inode for fd, inode in inodes if inode is not None}
+
+
+def shut_down(descriptor: int, inode: int) -> bool:
+    """Shuts a connection down, if the descriptor still is the socket `inode`; says whether.
+
+    The descriptor is duplicated first: should its owner close it now, the duplicate is still the
+    same socket, and no other file that takes its number is touched.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return False
+    with socket.socket(fileno=duplicate) as connection:
+        if _inode(duplicate) != inode:
+            return False
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False  # not connected any more
+    return True
+
+
+def _descriptors(kind: str) -> Iterator[int]:
+    for name in os.listdir(_FDS):
+        try:
+            if os.readlink(_FDS / name).startswith(kind):
+                yield int(name)
+        except OSError:
+            continue  # closed meanwhile
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        target = os.readlink(_FDS / str(descriptor))
+    except OSError:
+        return None
+    return int(target[8:-1]) if target.startswith("socket:[") else None
+
+
+def _type_name(memory: int, address: int) -> bytes:
+    try:
+        vtable = _word(memory, address)
+        type_info = _word(memory, vtable - 8)
+        name = _word(memory, type_info + 8)
+        return os.pread(memory, 80, name).partition(b"\0")[0]
+    except (OSError, OverflowError, struct.error):
+        return b""
+
+
+def _word(memory: int, address: int) -> int:
+    return int(struct.unpack("=Q", os.pread(memory, 8, address))[0])

@@ -1,0 +1,91 @@
+"""How ranks tell each other their group keys, through the store."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+
+from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess.state import State
+
+__all__ = ["KeyExchange"]
+
+
+class KeyExchange:
+    """Gives each healthy rank the keys of all of them.
+
+    There may be several exchanges in one iteration (by node, then by rack). Each rank numbers its
+    own in the store, so that the n-th of one rank meets the n-th of another, whichever objects
+    they are made by. That holds because all ranks run the same parts; a rank that is marked by an
+    earlier exchange takes part in no later one, and nobody waits for it.
+
+    A rank removes what it wrote in earlier iterations: nobody reads it any more, since everyone
+    has left those.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[tuple[int, str]] = []
+
+    def exchange(
+        self, state: State, key: str, healthy: Collection[int], timeout: datetime.timedelta
+    ) -> dict[int, str]:
+        """Publishes `key` as that of `state.rank`, and waits for those of all `healthy` ranks.
+
+        Raises:
+            TimeoutError: if a rank did not publish within `timeout`; names those that did not.
+            StoreError: if the store fails.
+        """
+        store = state.store
+        if store is None:
+            raise ValueError("state.store is None: keys are exchanged through a store")
+        try:
+            self._forget_before(state.iteration, store)
+            keys = self._publish(state, key, healthy)
+            missing = _await(store, keys, timeout)
+            if not missing:
+                values = store.multi_get(list(keys.values()))
+                return {r: bytes(v).decode() for r, v in zip(keys, values, strict=True)}
+        except (dist.DistError, RuntimeError) as e:
+            raise StoreError(
+                f"rank {state.rank}: the group keys of iteration {state.iteration} cannot be "
+                f"exchanged: {e}"
+            ) from e
+        raise TimeoutError(
+            f"rank {state.rank}: FilterGroupedByKey: in iteration {state.iteration}, ranks "
+            f"{missing} did not publish their keys within timeout={timeout.total_seconds()} s"
+        )
+
+    def _publish(self, state: State, key: str, healthy: Collection[int]) -> dict[int, str]:
+        """Writes the key; returns where each rank's key is, by rank."""
+        prefix = f"outlast/group/{state.iteration}"
+        counter = f"{prefix}/exchanges/{state.rank}"
+        number = state.store.add(counter, 1)
+        keys = {rank: f"{prefix}/{number}/{rank}" for rank in sorted(healthy)}
+        state.store.set(keys[state.rank], key)
+        self._written += [(state.iteration, counter), (state.iteration, keys[state.rank])]
+        return keys
+
+    def _forget_before(self, iteration: int, store: Any) -> None:
+        for written, key in self._written:
+            if written < iteration:
+                with contextlib.suppress(RuntimeError):  # not every store can remove a key
+                    store.delete_key(key)
+        # What is left is of this iteration, or of a call of the wrapper that is over.
+        self._written = [entry for entry in self._written if entry[0] == iteration]
+
+
+def _await(store: Any, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:
+    """Waits for `keys`; returns the ranks whose key is not there when the time is over."""
+    try:
+        store.wait(list(keys.values()), timeout)
+    except dist.DistNetworkError:
+        raise
+    except (dist.DistError, RuntimeError):  # FileStore tells a timeout by a RuntimeError
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if missing:
+            return missing
+    return []

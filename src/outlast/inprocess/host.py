@@ -1,0 +1,316 @@
+"""The rank-local side of the state machine: what happens in this process, in which thread.
+
+`RankHost` is driven by `machine.py` in the function's thread. It enters and leaves the function,
+judges how it ended, and runs abort, finalize and health check at their places.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from outlast.clock import MonotonicClock
+from outlast.coordination.ops import Link
+from outlast.coordination.records import FaultRecord
+from outlast.coordination.view import ViewRecord
+from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
+from outlast.events import (
+    Assigned,
+    BarrierPassed,
+    Emitter,
+    Entered,
+    Fault,
+    FinalizeDone,
+    HealthCheckDone,
+    InitializeDone,
+    Joined,
+    LeftFunction,
+)
+from outlast.inprocess import abort
+from outlast.inprocess.consequence import describe, is_consequence, let_go
+from outlast.inprocess.environment import Launch, publish_place
+from outlast.inprocess.gate import AtomicGate
+from outlast.inprocess.interrupt import Interrupter
+from outlast.inprocess.iteration_store import IterationStore
+from outlast.inprocess.machine import Interrupted, Limits, Phase, Place, Raised, Returned
+from outlast.inprocess.settings import Settings
+from outlast.inprocess.shared import Activity, SharedPage
+from outlast.inprocess.state import LazyStore, State, Status
+from outlast.inprocess.view_change import place_of
+from outlast.inprocess.watcher import Guard, Watcher
+
+__all__ = ["RankHost"]
+
+log = logging.getLogger("outlast.inprocess")
+
+
+class RankHost:
+    """See the module. The session sets `watcher`, `call_function` and `repair`."""
+
+    watcher: Watcher
+    call_function: Callable[[State], Any]
+    repair: Callable[[], None]
+
+    def __init__(
+        self,
+        settings: Settings,
+        launch: Launch,
+        page: SharedPage,
+        gate: AtomicGate,
+        interrupter: Interrupter,
+        emitter: Emitter,
+        prefix: str,
+        address: str,
+    ) -> None:
+        self.settings, self.launch, self.page = settings, launch, page
+        self.gate, self.interrupter, self.emitter = gate, interrupter, emitter
+        self.prefix = prefix
+        self.iteration_store = IterationStore(address)
+        self.clock = MonotonicClock()
+        self.token = secrets.token_hex(8)
+        self.preferred_rank = launch.rank
+        self.grow = settings.grow_policy
+        held = settings.await_replacements
+        self.limits = Limits(
+            barrier=settings.barrier_timeout.total_seconds(),
+            completion=settings.completion_timeout.total_seconds(),
+            backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
+            await_size=0 if held is None else launch.world_size,
+            await_seconds=0.0 if held is None else held.total_seconds(),
+        )
+        self.state = State(
+            rank=launch.rank,
+            world_size=launch.world_size,
+            initial_rank=launch.rank,
+            initial_world_size=launch.world_size,
+        )
+        self.guard: Guard | None = None
+        self.error: BaseException | None = None
+        self.joining = False
+
+    # -- places ------------------------------------------------------------------------------
+
+    def at(self, phase: Phase, iteration: int, member: int) -> None:
+        self.page.iteration, self.page.member = iteration, member
+        self.page.activity = Activity.DONE if phase is Phase.DONE else Activity.WAITING
+        self.emitter.place(iteration=iteration, member=member)
+        if phase is Phase.JOIN and not self.joining:
+            self.joining = True
+            self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
+
+    def assign(self, record: ViewRecord, member: int) -> Place:
+        self.emitter.place(iteration=record.iteration)
+        start = self.clock.now()
+        before = self.state.copy(
+            iteration=record.iteration,
+            status=Status.INITIALIZED,
+            store=LazyStore(self.iteration_store.connect),
+        )
+        state = place_of(
+            record, member, before, self.settings.rank_assignment, self.settings.rank_filter
+        )
+        if self.joining:
+            state.initial_rank, self.joining = state.rank, False
+        self.state = state
+        self.page.rank = state.rank
+        self.emitter.place(rank=state.rank)
+        self.emitter.emit(
+            Assigned(
+                world_size=state.world_size,
+                active_world_size=state.active_world_size,
+                active=state.active,
+                seconds=self.clock.now() - start,
+            )
+        )
+        return Place(state.rank, state.world_size, state.active)
+
+    # -- in the iteration --------------------------------------------------------------------
+
+    async def publish(self, link: Link, iteration: int) -> None:
+        if self.state.rank == 0:
+            await link.put(f"store/{iteration}", self.iteration_store.serve().encode())
+
+    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
+        where = await link.read(f"store/{iteration}")
+        if where is None:
+            raise InternalError(f"rank 0 named no store for iteration {iteration}")
+        self.iteration_store.where = where.decode()
+        self.gate.reset()
+        self.page.pings = 0
+        self.page.soft_limit = self.page.long_limit = 0.0
+        self.guard = self.watcher.guard(f"{self.prefix}over/{iteration}")
+        publish_place(
+            self.state.rank, self.state.active_world_size, iteration, self.iteration_store.endpoint
+        )
+        initialize = self.settings.initialize
+        if initialize is not None:
+            try:
+                with self._user_code(), self.emitter.span(InitializeDone):
+                    self.state = initialize(self.state)
+            except Exception as e:
+                self.error = e
+                return self._own_fault(e, "initialize: ")
+        self._check_health(None)
+        return None
+
+    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+        guard, page = self._guard(), self.page
+        self.state.status = Status.ACTIVE
+        self.emitter.emit(Entered())
+        page.progress = self.clock.now()
+        page.activity = Activity.FUNCTION
+        value, error = None, RankShouldRestart("over before it began")
+        if not guard.seen.is_set():
+            value, error = self.interrupter.run(lambda: self.call_function(self.state))
+        # In this order: once `left` is set, the watcher does not touch `activity` any more.
+        guard.left.set()
+        if not guard.seen.is_set():
+            page.activity = Activity.WAITING
+        outcome = self._judge(value, error, guard.seen.is_set())
+        kind = "interrupted" if isinstance(outcome, Interrupted) else (
+            "raised" if isinstance(outcome, Raised) else "returned"
+        )
+        self.emitter.emit(LeftFunction(outcome=kind))
+        return outcome
+
+    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
+        if not self.state.active:
+            self.emitter.emit(Entered(active=False))
+        guard = self._guard()
+        guard.left.set()
+        return guard.wait(timeout)
+
+    async def settle(self, iteration: int) -> None:
+        guard, self.guard = self.guard, None
+        self.state.status = Status.ABORTING
+        if guard is not None:
+            guard.left.set()
+            guard.wait(None)  # for the abort; one that hangs is ended by the hard timeout
+        self.state.status = Status.ABORTED
+        error, self.error = self.error, None
+        train_ex = None if error is None or is_consequence(error) else error
+        if error is not None:
+            let_go(error)
+        with self._user_code():
+            with self.emitter.span(FinalizeDone):
+                abort.release()
+                self.iteration_store.close()
+                if self.settings.finalize is not None:
+                    self.state, train_ex = self.settings.finalize(self.state, train_ex)
+        self._check_health(train_ex)
+        self.repair()
+
+    # -- faults ------------------------------------------------------------------------------
+
+    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
+        return self._record(iteration, interruption, cause, "", False)
+
+    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
+        record = self._record(
+            iteration, "BASE_EXCEPTION", describe(error), _text(error), is_consequence(error)
+        )
+        self._emit(record)
+        return record
+
+    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+        if cause is not None:
+            log.warning(
+                "restart of iteration %d: rank %d on %s: %s",
+                cause.iteration, cause.rank, cause.host, cause.cause,
+            )
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[object]:
+        with self.emitter.span(BarrierPassed, name=name) as span:
+            yield span
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _guard(self) -> Guard:
+        if self.guard is None:
+            raise InternalError("the function is entered without a guard")
+        return self.guard
+
+    def _judge(
+        self, value: Any, error: BaseException | None, seen: bool
+    ) -> Returned | Raised | Interrupted:
+        if error is None:
+            return Returned(value)
+        if seen and (isinstance(error, RankShouldRestart) or is_consequence(error)):
+            let_go(error)
+            return Interrupted()
+        if isinstance(error, Exception | RankShouldRestart):
+            self.error = error
+            return Raised(self._own_fault(error))
+        raise error
+
+    def _own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
+        record = self._record(
+            self.state.iteration, "EXCEPTION", where + describe(error), _text(error),
+            is_consequence(error),
+        )
+        self._emit(record)
+        return record
+
+    def _record(
+        self, iteration: int, interruption: str, cause: str, text: str, consequence: bool
+    ) -> FaultRecord:
+        return FaultRecord(
+            iteration=iteration,
+            member=self.page.member,
+            rank=self.state.rank,
+            host=self.emitter.host,
+            pid=os.getpid(),
+            interruption=interruption,
+            cause=cause,
+            traceback=text,
+            consequence=consequence,
+            pings=self.page.pings,
+        )
+
+    def _emit(self, record: FaultRecord) -> None:
+        self.emitter.emit(
+            Fault(
+                iteration=record.iteration,
+                interruption=record.interruption,
+                cause=record.cause,
+                traceback=record.traceback,
+                consequence=record.consequence,
+            )
+        )
+
+    def _check_health(self, train_ex: BaseException | None) -> None:
+        check = self.settings.health_check
+        if check is None:
+            return
+        try:
+            with self._user_code(), self.emitter.span(HealthCheckDone):
+                self.state, _ = check(self.state, train_ex)
+        except HealthCheckError:
+            raise
+        except Exception as e:
+            raise HealthCheckError(
+                f"rank {self.state.rank} on {self.emitter.host}: {describe(e)}"
+            ) from e
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """User code around the function: the hard timeout applies to it."""
+        self.page.progress = self.clock.now()
+        self.page.pings = 0
+        self.page.activity = Activity.USER
+        try:
+            yield
+        finally:
+            self.page.activity = Activity.WAITING
+
+
+def _text(error: BaseException) -> str:
+    """The traceback, its end if it is long: the store is no place for megabytes."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return text[-8000:]

@@ -1,0 +1,70 @@
+"""What a rank does before the function in every iteration."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from outlast.errors import RestartAbort
+from outlast.inprocess.arguments import check_int
+from outlast.inprocess.state import State
+
+__all__ = ["Initialize", "RetryController"]
+
+
+class Initialize(abc.ABC):
+    """Runs on every rank before the function, in every iteration, the first one included.
+
+    An `Exception` that it raises restarts all ranks, as one of the function does; `RestartAbort`
+    ends the job on all of them.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: State) -> State:
+        """Does its work; returns the state, changed or not."""
+
+
+@dataclasses.dataclass(eq=False)
+class RetryController(Initialize):
+    """Ends the job when it was restarted too often, or has become too small.
+
+    Args:
+        max_iterations: how many iterations there may be, the first run counted; `None` for any
+            number.
+        min_world_size: the fewest ranks, the warm reserve included, that it is worth going on
+            with.
+        min_active_world_size: the fewest ranks that call the function.
+
+    Raises:
+        RestartAbort: when called in a state that is past a limit; names the limit and the values.
+    """
+
+    max_iterations: int | None = None
+    min_world_size: int = 1
+    min_active_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_iterations is not None:
+            check_int("max_iterations", self.max_iterations, at_least=1)
+        check_int("min_world_size", self.min_world_size, at_least=0)
+        check_int("min_active_world_size", self.min_active_world_size, at_least=0)
+
+    def __call__(self, state: State) -> State:
+        passed = []
+        if self.max_iterations is not None and state.iteration >= self.max_iterations:
+            passed.append(
+                f"iteration {state.iteration} (counted from 0) reaches "
+                f"max_iterations={self.max_iterations}"
+            )
+        if state.world_size < self.min_world_size:
+            passed.append(
+                f"world size {state.world_size} is below min_world_size={self.min_world_size}"
+            )
+        if state.active_world_size < self.min_active_world_size:
+            passed.append(
+                f"active world size {state.active_world_size} is below "
+                f"min_active_world_size={self.min_active_world_size}"
+            )
+        if passed:
+            raise RestartAbort(f"rank {state.rank}: RetryController: {'; '.join(passed)}")
+        return state

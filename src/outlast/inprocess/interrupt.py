@@ -1,0 +1,182 @@
+"""Getting the main thread out of the function, wherever it is, and nowhere else.
+
+Two ways. *Signal*: SIGURG to the thread, whose Python handler raises `RankShouldRestart`. A signal
+also wakes blocking calls (`time.sleep`, `queue.get`, a socket). SIGURG, because its default action
+is to be ignored: one that is still on its way when the handler has been restored does no harm.
+*Asynchronous exception* (`PyThreadState_SetAsyncExc`), where a signal cannot be used: the function
+runs in another thread than the main one, or the user has a handler of his own for SIGURG. It lands
+at the next bytecode, so it does not wake a call that blocks in C.
+
+Where may it be raised? In user code only.
+
+* `run()` is the boundary. Python runs a signal handler in the main thread, between two bytecodes,
+  and hands it the frame that was interrupted. While that frame is the boundary's own, the handler
+  does not raise; so the lines of `run()` around the call need no protection, and there is no
+  moment between "still inside" and "caught".
+* Library code that the user calls (`ping`, `atomic`) raises a *shield*, a counter that only this
+  thread writes. Before the increment and after the decrement nothing of the library is half
+  done, so an interrupt there is one in user code.
+* With the asynchronous exception the requester decides, and the exception lands a little later.
+  So both entering a shield and leaving the function wait until no request is being made (`_busy`)
+  and then let one that is under way land, or take it back, before they go on.
+
+User code may swallow the interrupt (`except BaseException`). The requester therefore repeats it
+until the thread has left, and is told where it was swallowed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from outlast.errors import RankShouldRestart
+
+__all__ = ["INTERRUPT_SIGNAL", "Interrupter"]
+
+INTERRUPT_SIGNAL = signal.SIGURG
+
+_set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_set_async_exc.restype = ctypes.c_int
+_clear_async_exc = ctypes.PyDLL(None).PyThreadState_SetAsyncExc
+_clear_async_exc.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+
+
+class Interrupter:
+    """Interrupts the thread that made this object, while it is in `run()`."""
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.landed = 0
+        self._shields = 0
+        self._inside = False
+        self._wanted = False
+        self._busy = False
+        self._previous: Any = None
+        self._installed = False
+
+    # -- the thread itself -------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Takes the signal, if this is the main thread and nobody else has it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        previous = signal.getsignal(INTERRUPT_SIGNAL)
+        if previous in (signal.SIG_DFL, signal.SIG_IGN):
+            self._previous = signal.signal(INTERRUPT_SIGNAL, self._handle)
+            self._installed = True
+
+    def restore(self) -> None:
+        """Gives the signal back, unless the user has taken it meanwhile."""
+        if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
+            signal.signal(INTERRUPT_SIGNAL, self._previous)
+        self._installed = False
+
+    def run(self, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Calls `function`; returns its value, or the exception that it ended with."""
+        value: Any = None
+        error: BaseException | None = None
+        self._inside = True
+        try:
+            try:
+                value = _user_region(function)
+            except BaseException as e:  # noqa: BLE001 - every ending is the caller's to judge
+                error = e
+            self._inside = False
+        except RankShouldRestart as late:  # an asynchronous one, in the lines above
+            error = late
+            self._inside = False
+        self._let_requests_end()
+        return value, error
+
+    def shield(self) -> None:
+        """From here on no interrupt is raised in this thread, until `unshield()`."""
+        self._shields += 1
+        if self._busy:
+            try:
+                self._let_requests_land()
+            except BaseException:
+                self._shields -= 1
+                raise
+
+    def unshield(self) -> None:
+        self._shields -= 1
+
+    # -- the requester's thread --------------------------------------------------------------
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether the signal is ours to use."""
+        return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
+
+    def request(self) -> str:
+        """Asks the thread to leave the function; returns how: `signal`, `async`, or `none` if it
+        is not in user code at this moment."""
+        if not self._inside:
+            return "none"
+        self._wanted = True
+        if self.by_signal:
+            signal.pthread_kill(self.ident, INTERRUPT_SIGNAL)
+            return "signal"
+        self._busy = True
+        try:
+            # Read again: from here on the thread does not leave or enter a shield unseen.
+            if not self._inside or self._shields:
+                return "none"
+            _set_async_exc(self.ident, RankShouldRestart)
+            self.landed += 1
+            return "async"
+        finally:
+            self._busy = False
+
+    def where(self) -> str:
+        """The place the thread is in, innermost first, as `file:line function`."""
+        frame = sys._current_frames().get(self.ident)
+        places = []
+        while frame is not None and frame.f_code is not _REGION and len(places) < 4:
+            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        return " < ".join(places)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        at_boundary = frame is not None and frame.f_code is _BOUNDARY
+        if self._wanted and self._inside and not self._shields and not at_boundary:
+            self.landed += 1
+            raise RankShouldRestart("another rank failed, or the job changes its size")
+
+    def _let_requests_land(self) -> None:
+        while self._busy:
+            time.sleep(0)
+        for _ in range(2):  # a loop's jump is a point where a pending exception is raised
+            pass
+
+    def _let_requests_end(self) -> None:
+        """Out of the function: takes back a request that has not landed yet. No new one is made,
+        since `_inside` is false; one that lands in these lines is dropped."""
+        for _ in range(3):
+            try:
+                while self._busy:
+                    time.sleep(0)
+                _clear_async_exc(self.ident, None)
+                self._wanted = False
+                return
+            except RankShouldRestart:
+                continue
+
+
+def _user_region(function: Callable[[], Any]) -> Any:
+    """A frame of its own for the user's side of the boundary: `function` may be written in C, and
+    then the innermost Python frame while it runs is this one, not the boundary's."""
+    return function()
+
+
+_BOUNDARY: CodeType = Interrupter.run.__code__
+_REGION: CodeType = _user_region.__code__

@@ -1,0 +1,76 @@
+"""A store of its own for every iteration: where the function's process group comes together.
+
+torch keeps a group's addresses under names that are the same in every iteration, so two
+iterations must not share a store. Rank 0 of the iteration serves a fresh one in its main process,
+on a port that the system chooses, and `MASTER_ADDR` and `MASTER_PORT` name it while the function
+runs: a plain `init_process_group()` works in every iteration and under every launcher. It is gone
+with the iteration, so nothing adds up over a thousand restarts. That it dies with rank 0 does no
+harm: then the iteration is over.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any
+
+from outlast.errors import InternalError
+from outlast.inprocess.store import TCPStore
+
+__all__ = ["IterationStore", "local_address"]
+
+
+class IterationStore:
+    """Serves the store of one iteration after another, or connects to it.
+
+    Args:
+        address: of this host, as other ranks reach it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.where = ""
+        self._server: Any = None
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of the present iteration's store."""
+        host, _, port = self.where.rpartition(":")
+        return host, int(port)
+
+    def serve(self) -> str:
+        """Starts a server; returns where it is."""
+        self.close()
+        # Multi-tenant: a function that insists on a server of its own in rank 0 shares this one.
+        self._server = TCPStore.serve(host_name=self.address, port=0, multi_tenant=True)
+        self.where = f"{self.address}:{self._server.port}"
+        return self.where
+
+    def connect(self) -> Any:
+        """A connection to it, for `State.store`."""
+        if not self.where:
+            raise InternalError("the iteration has no store yet")
+        host, port = self.endpoint
+        return TCPStore(host_name=host, port=port)
+
+    def close(self) -> None:
+        """Ends the server, if this rank has one."""
+        self._server = None
+        self.where = ""
+
+
+def local_address(store: tuple[str, int] | None) -> str:
+    """The address of this host that faces the job's store: loopback if the store is on loopback.
+
+    Args:
+        store: host and port of the job's store; `None` for one without a server.
+    """
+    if store is None:
+        return socket.gethostbyname(socket.gethostname())
+    address = str(socket.getaddrinfo(store[0], store[1], type=socket.SOCK_STREAM)[0][4][0])
+    if ipaddress.ip_address(address).is_loopback:
+        return address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, store[1] or 1))  # a datagram socket sends nothing for this
+        return str(probe.getsockname()[0])

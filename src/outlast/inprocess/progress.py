@@ -1,0 +1,91 @@
+"""When a rank counts as hung: fixed timeouts, or one that follows the job's own pace.
+
+`Adaptive` learns from the gaps between pings, as TCP learns its retransmission timeout from
+round-trip times (RFC 6298): a smoothed mean and a smoothed mean deviation, and the limit is
+
+    mean + deviations * deviation, but at least factor * the longest recent gap, and `floor`.
+
+So a hang is seen in a few step times. Until `warmup` gaps are known, the limit is `initial`.
+Phases that are known to be long are declared (`CallWrapper.long_phase`); their time is neither
+judged by the limit nor learned from.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+
+__all__ = ["Adaptive", "GapEstimator"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """A soft timeout that follows the gaps between pings; give it as `soft_timeout=`.
+
+    Attributes:
+        initial: the soft timeout until enough gaps are known, and in a declared long phase that
+            names none of its own.
+        floor: the limit never gets below it.
+        factor: the limit is at least so many times the longest of the recent gaps.
+        deviations: mean deviations above the mean gap.
+        warmup: how many gaps to see first. The first steps of a job are its slowest.
+    """
+
+    initial: datetime.timedelta = datetime.timedelta(seconds=60)
+    floor: datetime.timedelta = datetime.timedelta(milliseconds=500)
+    factor: float = 4.0
+    deviations: float = 8.0
+    warmup: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "floor"):
+            value = getattr(self, name)
+            if not isinstance(value, datetime.timedelta):
+                raise TypeError(f"Adaptive {name} must be a timedelta, not {type(value).__name__}")
+            if value <= datetime.timedelta(0):
+                raise ValueError(f"Adaptive {name} must be positive, not {value}")
+        if self.floor > self.initial:
+            raise ValueError(f"Adaptive floor={self.floor} must not exceed initial={self.initial}")
+        if self.factor < 1 or self.deviations < 0 or self.warmup < 1:
+            raise ValueError(
+                f"Adaptive needs factor >= 1, deviations >= 0, warmup >= 1, not factor="
+                f"{self.factor}, deviations={self.deviations}, warmup={self.warmup}"
+            )
+
+
+class GapEstimator:
+    """The limit, in seconds, from the gaps seen so far."""
+
+    # Weights of RFC 6298, section 2.
+    _MEAN_WEIGHT = 1 / 8
+    _DEVIATION_WEIGHT = 1 / 4
+    _RECENT = 64
+
+    def __init__(self, settings: Adaptive) -> None:
+        self.settings = settings
+        self._seen = 0
+        self._mean = 0.0
+        self._deviation = 0.0
+        self._recent: collections.deque[float] = collections.deque(maxlen=self._RECENT)
+
+    def observe(self, gap: float) -> None:
+        """Learns from the time between two pings, in seconds."""
+        if self._seen == 0:
+            self._mean, self._deviation = gap, gap / 2
+        else:
+            error = abs(gap - self._mean)
+            self._deviation += self._DEVIATION_WEIGHT * (error - self._deviation)
+            self._mean += self._MEAN_WEIGHT * (gap - self._mean)
+        self._seen += 1
+        self._recent.append(gap)
+
+    @property
+    def limit(self) -> float:
+        """How long without a ping is healthy, in seconds."""
+        initial = self.settings.initial.total_seconds()
+        if self._seen < self.settings.warmup:
+            return initial
+        learned = self._mean + self.settings.deviations * self._deviation
+        learned = max(learned, self.settings.factor * max(self._recent))
+        return min(initial, max(self.settings.floor.total_seconds(), learned))

@@ -1,0 +1,205 @@
+"""New ranks for the next iteration, when places of the last one are empty.
+
+Every rank calls the assignment with its own state: `state.rank` is its place before, newcomers
+placed, and `state.world_size` the number of places, the empty ones included. The empty places are
+the *terminated ranks*. An assignment gives the rank its new place and size, and returns the
+terminated ranks that it has left for others to deal with. All ranks come to the same
+arrangement without talking, because each works from the same sizes and terminated ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import datetime
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+from outlast.errors import RankDiscarded
+from outlast.inprocess.arguments import check_callable, check_timeout
+from outlast.inprocess.grouping import KeyExchange
+from outlast.inprocess.state import State
+
+__all__ = [
+    "AwaitReplacements",
+    "FillGaps",
+    "FilterGroupedByKey",
+    "MarkedRanks",
+    "RankAssignment",
+    "ShiftRanks",
+]
+
+
+class RankAssignment(abc.ABC):
+    """Arranges the ranks of the next iteration.
+
+    An exception that it raises goes up as it is: this rank leaves, the others go on without it.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        """Returns the state with its new `rank` and `world_size`, and the terminated ranks that
+        are still to be dealt with: none of them may be left after the last assignment.
+
+        Args:
+            state: of this rank; `rank` is below `world_size`.
+            terminated_ranks: ranks below `world_size` that are not to be in the next iteration.
+
+        Raises:
+            RankDiscarded: if this rank is one of those.
+        """
+
+
+class MarkedRanks(frozenset[int]):
+    """Terminated ranks, some of them with the reason for which a policy marked them.
+
+    Attributes:
+        why: the reasons, by rank.
+    """
+
+    why: Mapping[int, str]
+
+    def __new__(cls, ranks: Iterable[int], why: Mapping[int, str]) -> MarkedRanks:
+        """Makes the set."""
+        marked = super().__new__(cls, ranks)
+        marked.why = why
+        return marked
+
+
+@dataclasses.dataclass(eq=False)
+class ShiftRanks(RankAssignment):
+    """Closes the gaps: every rank moves to the left by the number of gaps left of it.
+
+    The order is kept, and with it which ranks are neighbours.
+    """
+
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        _check_kept(self, state, terminated_ranks)
+        gaps = sum(gap < state.rank for gap in terminated_ranks)
+        return _moved(state, state.rank - gaps, terminated_ranks), frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class FillGaps(RankAssignment):
+    """Fills the gaps from the end: as few ranks move as can be.
+
+    With n ranks left, those whose rank is below n keep it. The others, in their order, move into
+    the gaps, in theirs.
+    """
+
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        _check_kept(self, state, terminated_ranks)
+        size = state.world_size - len(terminated_ranks)
+        rank = state.rank
+        if rank >= size:
+            gaps = [gap for gap in sorted(terminated_ranks) if gap < size]
+            before = sum(other not in terminated_ranks for other in range(size, rank))
+            rank = gaps[before]
+        return _moved(state, rank, terminated_ranks), frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class FilterGroupedByKey(RankAssignment):
+    """Marks every rank of a group that is not healthy enough, e.g. of a node that lost a GPU.
+
+    It moves nobody: the policy that drops the marked ranks stands left of it, as in
+    `Compose(ShiftRanks(), FilterGroupedByKey(lambda rank, size: rank // 8, lambda n: n == 8))`.
+
+    Args:
+        key_or_fn: the group: a string, the key of this process (e.g. its host name), or
+            `fn(rank, world_size)`, which gives the key of any rank, and is asked for the healthy
+            ones with their places before. Keys that are strings are exchanged through
+            `state.store`; a function is asked on each rank, and must give the same there.
+        condition: given the number of healthy ranks of a group, says whether they are to stay.
+            Must say the same on each rank.
+        timeout: of the exchange.
+
+    Raises:
+        TimeoutError: when called, if a healthy rank has not published its key within `timeout`;
+            names it.
+    """
+
+    key_or_fn: str | Callable[[int, int], Hashable]
+    condition: Callable[[int], bool]
+    timeout: datetime.timedelta = datetime.timedelta(seconds=60)
+    _exchange: KeyExchange = dataclasses.field(default_factory=KeyExchange, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key_or_fn, str) and not callable(self.key_or_fn):
+            raise TypeError(f"key_or_fn must be a str or callable, not {self.key_or_fn!r}")
+        check_callable("condition", self.condition)
+        check_timeout("timeout", self.timeout)
+
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        if state.rank in terminated_ranks:
+            return state, terminated_ranks  # the policy that follows will say so
+        keys = self._keys(state, terminated_ranks)
+        counts = collections.Counter(keys.values())
+        failed = {key for key, count in counts.items() if not self.condition(count)}
+        why = {
+            rank: f"its group {key!r} has {counts[key]} healthy ranks, which fails the condition "
+            "of FilterGroupedByKey"
+            for rank, key in keys.items()
+            if key in failed
+        }
+        why_before: Mapping[int, str] = getattr(terminated_ranks, "why", {})
+        return state, MarkedRanks(terminated_ranks | why.keys(), {**why_before, **why})
+
+    def _keys(self, state: State, terminated_ranks: frozenset[int]) -> Mapping[int, Hashable]:
+        healthy = [rank for rank in range(state.world_size) if rank not in terminated_ranks]
+        if isinstance(self.key_or_fn, str):
+            return self._exchange.exchange(state, self.key_or_fn, healthy, self.timeout)
+        return {rank: self.key_or_fn(rank, state.world_size) for rank in healthy}
+
+
+@dataclasses.dataclass(eq=False)
+class AwaitReplacements(RankAssignment):
+    """Holds a restart until lost ranks were replaced, so that the job keeps its size.
+
+    The wrapper looks for it among the parts of the rank assignment, and waits, before it decides
+    who takes part, until there are as many processes as at the start, for `timeout` at most. As
+    an assignment it changes nothing, and can stand anywhere: `Compose(ShiftRanks(),
+    AwaitReplacements(timeout))`.
+
+    Args:
+        timeout: how long a restart is held at most.
+    """
+
+    timeout: datetime.timedelta
+
+    def __post_init__(self) -> None:
+        check_timeout("timeout", self.timeout)
+
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        return state, terminated_ranks
+
+
+def _check_kept(policy: object, state: State, terminated_ranks: frozenset[int]) -> None:
+    """Raises `RankDiscarded` if the rank is not to be in the next iteration."""
+    unknown = sorted(rank for rank in terminated_ranks if not 0 <= rank < state.world_size)
+    if unknown:
+        raise ValueError(f"terminated_ranks: {unknown} are no ranks of {state.world_size}")
+    if state.rank in terminated_ranks:
+        reasons: Mapping[int, str] = getattr(terminated_ranks, "why", {})
+        why = reasons.get(
+            state.rank, f"it is one of the terminated ranks {sorted(terminated_ranks)}"
+        )
+        raise RankDiscarded(
+            f"rank {state.rank} (initial rank {state.initial_rank}) is left out of iteration "
+            f"{state.iteration} by {type(policy).__name__}: {why}"
+        )
+
+
+def _moved(state: State, rank: int, terminated_ranks: frozenset[int]) -> State:
+    size = state.world_size - len(terminated_ranks)
+    return state.copy(rank=rank, world_size=size, active_world_size=size)

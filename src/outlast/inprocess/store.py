@@ -1,0 +1,107 @@
+"""Stores that a wrapper can talk through; `store_factory=` takes one of these, or a subclass.
+
+`TCPStore` is served by the launcher where it hosts one (torchrun, `outlast run`), and else by the
+monitor process of rank 0, so that the job survives the death of rank 0's main process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from outlast.errors import StoreError
+from outlast.inprocess.environment import read_launch
+
+__all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
+
+_TIMEOUT = datetime.timedelta(seconds=300)
+
+
+class StoreMixin:
+    """What makes a torch store usable as `store_factory`."""
+
+    @classmethod
+    def endpoint(cls, **kwargs: Any) -> tuple[str, int] | None:
+        """Host and port that the store is reached at, for stores that somebody must serve;
+        `None` for stores without a server. `kwargs` are the wrapper's `store_kwargs`."""
+        return None
+
+    @classmethod
+    def serve(cls, **kwargs: Any) -> Any:
+        """Serves the store in this process, for as long as the returned object lives. It has an
+        attribute `port`."""
+        raise NotImplementedError(f"{cls.__name__} has no server")
+
+
+class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc]
+    """torch's TCP store. Host and port default to MASTER_ADDR and MASTER_PORT."""
+
+    def __init__(
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: datetime.timedelta = _TIMEOUT,
+        wait_for_workers: bool = False,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+        master_listen_fd: int | None = None,
+    ) -> None:
+        host, number = self.endpoint(host_name=host_name, port=port) or ("127.0.0.1", 0)
+        super().__init__(
+            host_name=host,
+            port=number,
+            world_size=world_size,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=wait_for_workers,
+            multi_tenant=multi_tenant,
+            use_libuv=use_libuv,
+            **({} if master_listen_fd is None else {"master_listen_fd": master_listen_fd}),
+        )
+
+    @classmethod
+    def endpoint(
+        cls, host_name: str | None = None, port: int | None = None, **kwargs: Any
+    ) -> tuple[str, int] | None:
+        launch = read_launch()
+        host = host_name or launch.host or "127.0.0.1"
+        number = port if port is not None else launch.port
+        return host, number or 0
+
+    @classmethod
+    def serve(cls, **kwargs: Any) -> Any:
+        """Serves on the address that the host name stands for, and on no other interface.
+
+        Raises:
+            StoreError: naming host and port, when that address cannot be bound.
+        """
+        host, port = cls.endpoint(**kwargs) or ("127.0.0.1", 0)
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.create_server(address[:2], family=family, backlog=4096)
+        except OSError as e:
+            raise StoreError(f"the store cannot be served at {host}:{port}: {e.strerror}") from e
+        chosen = listener.getsockname()[1]
+        options = {**kwargs, "host_name": host, "port": chosen, "is_master": True}
+        return cls(**options, master_listen_fd=listener.detach())
+
+
+class FileStore(dist.FileStore, StoreMixin):  # type: ignore[misc]
+    """torch's store in a file that all ranks share. It polls the file: slower than TCP."""
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        super().__init__(file_name, world_size)
+
+
+class PrefixStore(dist.PrefixStore, StoreMixin):  # type: ignore[misc]
+    """A store that puts `prefix` before every key of another."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__(prefix, store)

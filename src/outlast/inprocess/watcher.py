@@ -1,0 +1,186 @@
+"""The monitor thread: it alone blocks on the store, on a connection of its own.
+
+The function's thread never waits in C: a signal (Ctrl-C, ours) could not be handled there. It
+hands every wait to this thread and waits for the answer in Python. While the function runs, the
+wait is the *guard* of the iteration: until `over/k` appears, an event, no poll.
+
+When the guard finds that the iteration is to end, in this order: no `atomic()` is entered any
+more; the abort runs; the function's thread is interrupted, again and again until it has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from outlast.coordination.ops import Op
+from outlast.coordination.protocol import COMPLETED
+from outlast.coordination.store import KeyTimeout
+from outlast.errors import StoreError
+from outlast.events import (
+    AbortDone,
+    Emitter,
+    InterruptSent,
+    InterruptSwallowed,
+    Seen,
+)
+from outlast.inprocess.connection import Connection
+from outlast.inprocess.gate import AtomicGate
+from outlast.inprocess.interrupt import Interrupter
+from outlast.inprocess.shared import Activity, SharedPage
+
+__all__ = ["Guard", "Watcher"]
+
+log = logging.getLogger("outlast.inprocess")
+
+T = TypeVar("T")
+
+
+class Guard:
+    """What the guard of one iteration knows.
+
+    Attributes:
+        seen: set when the iteration is known to end in a restart.
+        left: set by the function's thread when it is out of the function.
+        how: the future end of the iteration; a `StoreError` if the store is lost.
+    """
+
+    def __init__(self) -> None:
+        self.seen = threading.Event()
+        self.left = threading.Event()
+        self.how: Future[bytes] = Future()
+
+    def wait(self, timeout: float | None) -> bytes:
+        """Waits for the end of the iteration.
+
+        Raises:
+            KeyTimeout: after `timeout` seconds.
+        """
+        try:
+            return self.how.result(timeout)
+        except FutureTimeout:
+            raise KeyTimeout(f"the iteration was not over within {timeout} s") from None
+
+
+class Watcher:
+    """A thread with a connection of its own.
+
+    Args:
+        connection: only this thread uses it.
+        gate, interrupter, page: of the function's thread.
+        abort: ends in-flight work.
+        emitter: takes the events.
+        retry: pause before an interrupt is repeated, in seconds.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        gate: AtomicGate,
+        interrupter: Interrupter,
+        page: SharedPage,
+        abort: Callable[[], None],
+        emitter: Emitter,
+        retry: float = 0.02,
+    ) -> None:
+        self._connection = connection
+        self._gate = gate
+        self._interrupter = interrupter
+        self._page = page
+        self._abort = abort
+        self._emitter = emitter
+        self._retry = retry
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, op: Op) -> bytes:
+        """Performs a wait for the function's thread."""
+        return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
+
+    def guard(self, key: str) -> Guard:
+        """Starts to guard the iteration that `key` is the end of."""
+        guard = Guard()
+        self._tasks.put(lambda: self._guard(key, guard))
+        return guard
+
+    def close(self, timeout: float) -> None:
+        """Ends the thread, breaking off what it may still wait for."""
+        self._tasks.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._connection.break_off()
+            self._thread.join(timeout)
+
+    def break_off(self) -> None:
+        """Ends the wait that is under way, whose asker has gone away."""
+        self._connection.break_off()
+
+    # -- in the thread -----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(work())
+            except Exception as e:  # noqa: BLE001 - raised in the thread that asked
+                future.set_exception(e)
+
+        self._tasks.put(task)
+        return future
+
+    def _guard(self, key: str, guard: Guard) -> None:
+        outcome: Any
+        try:
+            outcome = self._connection.wait_for(key, None)
+        except StoreError as e:
+            outcome = e
+        if outcome != COMPLETED:
+            self._end_iteration(guard, repr(outcome))
+        if isinstance(outcome, StoreError):
+            guard.how.set_exception(outcome)
+        else:
+            guard.how.set_result(outcome)
+
+    def _end_iteration(self, guard: Guard, reason: str) -> None:
+        guard.seen.set()
+        self._emitter.emit(Seen(reason=reason))
+        self._gate.begin_termination()
+        self._page.progress = self._emitter.clock.now()
+        self._page.activity = Activity.LEAVING
+        start, error = self._emitter.clock.now(), ""
+        try:
+            self._abort()
+        except Exception as e:
+            log.exception("abort raised an exception; the restart goes on")
+            error = repr(e)
+        seconds = self._emitter.clock.now() - start
+        self._emitter.emit(AbortDone(seconds=seconds, error=error))
+        self._interrupt(guard)
+
+    def _interrupt(self, guard: Guard) -> None:
+        pause, landed = self._retry, self._interrupter.landed
+        told = ""
+        while not guard.left.is_set():
+            how = self._interrupter.request()
+            if how not in ("none", told):
+                self._emitter.emit(InterruptSent(how=how))
+                told = how
+            if guard.left.wait(pause):
+                return
+            if self._interrupter.landed > landed:
+                landed = self._interrupter.landed
+                where = self._interrupter.where()
+                log.warning("the interrupt was swallowed, it is repeated; now at %s", where)
+                self._emitter.emit(InterruptSwallowed(where=where))
+            pause = min(2 * pause, 1.0)

@@ -1,0 +1,167 @@
+"""`Wrapper`: the decorator that gives a function restarts in place."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from outlast.events import Sink
+from outlast.inprocess.abort import Abort, AbortTorchDistributed
+from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.finalize import Finalize
+from outlast.inprocess.health_check import HealthCheck
+from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.machine import GrowPolicy
+from outlast.inprocess.progress import Adaptive
+from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
+from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.session import run_call
+from outlast.inprocess.settings import Settings
+from outlast.inprocess.store import TCPStore
+
+__all__ = ["Wrapper"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _seconds(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
+
+
+class Wrapper:
+    """Restarts the decorated function in place on a fault of any rank, in the same processes.
+
+    On a fault the function is restarted on all healthy ranks at once; ranks that are terminated,
+    missing or unhealthy are left out; processes that ask to join are taken in. This goes on until
+    every rank has completed, or a condition ends it. The decorated function returns what the
+    function returns; on ranks of the warm reserve it returns `None`.
+
+    In every iteration: barrier, `initialize`, `health_check`, the function (or the wait of a
+    reserve rank), completion; on a fault: it is recorded, `abort`, the function is interrupted,
+    `finalize`, `health_check`, barrier, `rank_assignment`, `rank_filter`, next iteration. `RANK`
+    and `WORLD_SIZE` are set before the function is called; it makes its own process group.
+
+    Args:
+        store_factory: a subclass of `StoreMixin`; makes the store that ranks talk through.
+        store_kwargs: keyword arguments for it (`host_name=`, `port=`).
+        initialize: rank-local, before the function in every iteration.
+        abort: ends in-flight work from another thread.
+        finalize: rank-local, after the abort: brings the process to where a restart can be tried.
+        health_check: rank-local; raises when this rank must not go on.
+        rank_assignment: new ranks and world size for the next iteration.
+        rank_filter: which ranks call the function; the others are a warm reserve.
+        monitor_thread_interval: backstop of the monitor thread's waits.
+        monitor_process_interval: between two heartbeats of the monitor process.
+        progress_watchdog_interval: how often progress timestamps are taken by themselves.
+        soft_timeout: without progress for this long, the function is interrupted everywhere; a
+            duration, or `Adaptive` to follow the job's own pace.
+        hard_timeout: without progress for this long, the rank's process is terminated.
+        heartbeat_timeout: a rank not heard of for this long is taken as missing.
+        barrier_timeout: of the barriers, and of reaching the store.
+        completion_timeout: from this rank's return from the function to everybody's.
+        last_call_wait: at most this long for other ranks to report faults of the same moment;
+            over as soon as every member is accounted for, which here is always what ends it:
+            the barrier after the function accounts for every member.
+        termination_grace_time: between SIGTERM and SIGKILL of the hard timeout.
+        monitor_process_logfile: absolute path; `{rank}` is replaced by the initial rank.
+        enabled: `False` returns the function as it is.
+        grow_policy: when a process that asks to join is taken in.
+        event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
+
+    Raises:
+        TypeError, ValueError: naming the argument that is wrong. Calling the decorated function
+            while `torch.distributed` is initialized is a `ValueError`.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_factory: type[Any] = TCPStore,
+        store_kwargs: Mapping[str, Any] | None = None,
+        initialize: Initialize | None = None,
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - holds nothing of a call
+        finalize: Finalize | None = None,
+        health_check: HealthCheck | None = None,
+        rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008
+        rank_filter: RankFilter | None = None,
+        monitor_thread_interval: datetime.timedelta = _seconds(1),
+        monitor_process_interval: datetime.timedelta = _seconds(1),
+        progress_watchdog_interval: datetime.timedelta = _seconds(1),
+        soft_timeout: datetime.timedelta | Adaptive = _seconds(60),
+        hard_timeout: datetime.timedelta = _seconds(90),
+        heartbeat_timeout: datetime.timedelta = _seconds(30),
+        barrier_timeout: datetime.timedelta = _seconds(120),
+        completion_timeout: datetime.timedelta = _seconds(120),
+        last_call_wait: datetime.timedelta = _seconds(1),
+        termination_grace_time: datetime.timedelta = _seconds(5),
+        monitor_process_logfile: str | None = None,
+        enabled: bool = True,
+        grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,
+        event_sink: Sink | None = None,
+    ) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled must be a bool, not {enabled!r}")
+        self.enabled = enabled
+        self.event_sink = event_sink
+        self.settings = Settings(
+            store_factory=store_factory,
+            store_kwargs={} if store_kwargs is None else store_kwargs,
+            initialize=initialize,
+            abort=abort,
+            finalize=finalize,
+            health_check=health_check,
+            rank_assignment=rank_assignment,
+            rank_filter=rank_filter,
+            monitor_thread_interval=monitor_thread_interval,
+            monitor_process_interval=monitor_process_interval,
+            progress_watchdog_interval=progress_watchdog_interval,
+            soft_timeout=soft_timeout,
+            hard_timeout=hard_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            barrier_timeout=barrier_timeout,
+            completion_timeout=completion_timeout,
+            last_call_wait=last_call_wait,
+            termination_grace_time=termination_grace_time,
+            monitor_process_logfile=monitor_process_logfile,
+            grow_policy=grow_policy,
+        )
+
+    def __call__(self, function: F) -> F:
+        if not callable(function):
+            raise TypeError(f"Wrapper decorates a function, not {function!r}")
+        if not self.enabled:
+            return function
+        wanted = _call_wrapper_parameters(function)
+        name = getattr(function, "__qualname__", repr(function))
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            def once(call: CallWrapper) -> Any:
+                return function(*args, **{**kwargs, **dict.fromkeys(wanted, call)})
+
+            return run_call(self.settings, once, name, self.event_sink)
+
+        return typing.cast(F, wrapped)
+
+
+def _call_wrapper_parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that are annotated `CallWrapper` or `Optional[CallWrapper]`."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):  # annotations that cannot be resolved, or no function at all
+        hints = getattr(function, "__annotations__", {})
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []  # a builtin that does not tell
+    return [name for name in parameters if _is_call_wrapper(hints.get(name))]
+
+
+def _is_call_wrapper(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return "CallWrapper" in annotation
+    return annotation is CallWrapper or CallWrapper in typing.get_args(annotation)

@@ -1,0 +1,34 @@
+"""The `outlast` command: its sub-commands, one module each in `commands/`.
+
+Nothing is imported here, nor in the modules of the commands, that takes long: a command imports
+what it needs (torch above all) when it runs.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from outlast.launch.commands import report, run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="outlast",
+    help="PyTorch training jobs that outlast their faults.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (run, report):
+    command.register(app)
+
+
+@app.callback()
+def _outlast() -> None:
+    # Without a callback, typer makes the only command the whole program.
+    pass
+
+
+def main() -> None:
+    """Run the command line; ends the process with the command's exit code."""
+    app()

@@ -1,0 +1,1 @@
+"""The sub-commands of `outlast`, a module each; `register(app)` adds one."""

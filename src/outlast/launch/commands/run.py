@@ -1,0 +1,73 @@
+"""`outlast run`: start a script as a job of several processes on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, get_type_hints
+
+import typer
+
+from outlast.errors import LaunchError
+from outlast.launch.job import job_from_options
+from outlast.launch.options import RunOptions
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    # What follows the script is the script's, whatever it looks like. Both --dash-names and
+    # --under_score_names are known, as torchrun's are.
+    settings: dict[str, Any] = {
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
+    app.command("run", context_settings=settings)(_with_options_of(RunOptions, run))
+
+
+def run(options: RunOptions) -> None:
+    """Start SCRIPT in several processes on this machine, and see the job through its faults.
+
+    A script that uses outlast.inprocess.Wrapper keeps its survivors: a dead worker alone is
+    replaced. Any other script gets what torchrun gives it: a failure restarts all workers, if
+    --max-restarts allows.
+    """
+    try:
+        job = job_from_options(options)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from e
+    try:
+        from outlast.launch.agent import Agent  # torch comes with it
+
+        code = Agent(job).run()
+    except LaunchError as e:
+        typer.echo(f"outlast: error: {e}", err=True)
+        raise typer.Exit(1) from e
+    raise typer.Exit(code)
+
+
+def _with_options_of(options: type[RunOptions], function: Any) -> Any:
+    """`function(options)`, with a parameter for each field of `options` as typer reads them."""
+
+    def command(**values: Any) -> None:
+        function(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=(
+                inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            ),
+        )
+        for field in dataclasses.fields(options)
+    ]
+    # Lines within a paragraph are joined, or the help would keep the breaks of the source.
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    command.__annotations__ = hints
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command

@@ -1,0 +1,84 @@
+"""The variables that workers find, and the one place where this room reads `os.environ`.
+
+The names are torchrun's, so that a script cannot tell the difference; `OUTLAST_*` come on top.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from outlast.launch.job import Job
+
+__all__ = ["mark", "python", "warden_environment", "worker_environment"]
+
+_MARK = "OUTLAST_JOB"
+
+
+def python() -> str:
+    """The interpreter of workers: `PYTHON_EXEC`, as with torchrun, or the launcher's own."""
+    return os.environ.get("PYTHON_EXEC") or sys.executable
+
+
+def mark(job: Job) -> str:
+    """What the environment of every process of the job contains, and no other's."""
+    return f"{_MARK}={job.mark}"
+
+
+def warden_environment() -> dict[str, str]:
+    """The launcher's own, without the mark of a job in which the launcher itself may run."""
+    return {name: value for name, value in os.environ.items() if name != _MARK}
+
+
+def worker_environment(
+    job: Job,
+    *,
+    local_rank: int,
+    attempt: int,
+    replacement: int,
+    port: int,
+    error_file: Path,
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+        job: what was asked for.
+        local_rank: which worker; the rank too, on a job of one node.
+        attempt: how often all workers were restarted.
+        replacement: how often this one was replaced in this attempt.
+        port: of the launcher's store.
+        error_file: where torch's `@record` writes an exception.
+    """
+    nproc = str(job.nproc)
+    rank = str(local_rank)
+    given = dict(os.environ)
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": nproc,
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts or 0),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OUTLAST_AGENT": "1",
+        "OUTLAST_REPLACEMENT": str(replacement),
+        _MARK: job.mark,
+    }
+    if job.nproc > 1:
+        values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", "1")
+    if job.events_dir is not None:
+        values["OUTLAST_EVENTS_DIR"] = str(job.events_dir)
+    if job.chaos is not None:
+        values["OUTLAST_CHAOS"] = str(job.chaos)
+    return given | values

@@ -1,0 +1,44 @@
+"""Becomes a worker, after tying its life to the launcher's: run as a program, by path.
+
+    python -I -S shim.py LAUNCHER_PID COMMAND...
+
+It asks the kernel for SIGKILL when the launcher dies (PR_SET_PDEATHSIG, which survives `exec`),
+and then becomes COMMAND, in the same process. A `preexec_fn` would do the same without a second
+interpreter start (10 ms), but runs Python in a fork of a process that has threads in C++ (the
+store's), with whatever locks they held, and it costs `subprocess` its vfork.
+
+The signal is tied to the *thread* that started the process; the launcher starts all workers in
+its main thread, which lives as long as the launcher does.
+
+Nothing of outlast is imported here: start-up time is what counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+NOT_FOUND, NOT_RUNNABLE = 127, 126  # as shells do
+
+
+def main(arguments: list[str]) -> None:
+    """Become `arguments[1:]`, a child of the process `arguments[0]`."""
+    launcher, command = int(arguments[0]), arguments[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The launcher may have died before the request: then nobody sends the signal any more.
+    if os.getppid() != launcher:
+        os._exit(NOT_RUNNABLE)
+    try:
+        os.execvp(command[0], command)
+    except OSError as e:
+        sys.stderr.write(f"outlast: cannot run {command[0]!r}: {e.strerror}\n")
+        raise SystemExit(NOT_FOUND if isinstance(e, FileNotFoundError) else NOT_RUNNABLE) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

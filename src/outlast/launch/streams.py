@@ -1,0 +1,71 @@
+"""Which output of which worker goes into files, to the console, or both: torchrun's notation."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+__all__ = ["Routes", "Std", "parse_std"]
+
+
+class Std(enum.IntFlag):
+    """Standard streams of a process."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+def parse_std(text: str, nproc: int) -> dict[int, Std]:
+    """The streams meant for each local rank: `3` for all of them, or `0:1,1:2`; others none.
+
+    Raises:
+        ValueError: if `text` is neither, or names a local rank that there is not.
+    """
+    if ":" not in text:
+        return dict.fromkeys(range(nproc), _std(text, text))
+    chosen = dict.fromkeys(range(nproc), Std.NONE)
+    for item in text.split(","):
+        rank, _, value = item.partition(":")
+        if not rank.strip().isdecimal() or int(rank) >= nproc:
+            raise ValueError(f"{text!r}: {rank!r} is no local rank from 0 to {nproc - 1}")
+        chosen[int(rank)] = _std(value, text)
+    return chosen
+
+
+def _std(value: str, text: str) -> Std:
+    if value.strip() not in ("0", "1", "2", "3"):
+        raise ValueError(
+            f"{text!r}: {value!r} is none of 0 (nothing), 1 (stdout), 2 (stderr), 3 (both)"
+        )
+    return Std(int(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """Where the output of each local rank goes.
+
+    Attributes:
+        redirects: what goes into files only.
+        tee: what goes into files and to the console; it wins over `redirects`.
+        shown: the local ranks that the console shows at all.
+    """
+
+    redirects: dict[int, Std]
+    tee: dict[int, Std]
+    shown: frozenset[int]
+
+    @property
+    def any_file(self) -> bool:
+        """Whether any output goes into a file."""
+        return any([*self.redirects.values(), *self.tee.values()])
+
+    def to_file(self, local_rank: int, stream: Std) -> bool:
+        """Whether this stream goes into a file."""
+        return bool((self.redirects[local_rank] | self.tee[local_rank]) & stream)
+
+    def to_console(self, local_rank: int, stream: Std) -> bool:
+        """Whether this stream goes to the console."""
+        hidden = self.redirects[local_rank] & ~self.tee[local_rank]
+        return local_rank in self.shown and not hidden & stream

@@ -1,0 +1,246 @@
+"""The injector: what fires when, seen through an action that only notes it down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from outlast import chaos
+from outlast.chaos import Injector, Kind, MemoryFired, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.clock import FakeClock
+from outlast.errors import ChaosError
+from outlast.inprocess import observers
+
+
+@dataclass
+class State:
+    rank: int = 0
+
+
+@dataclass
+class Call:
+    iteration: int = 0
+    state: State = field(default_factory=State)
+    monitor_pid: int | None = 4321
+
+
+class Bench:
+    """An injector of some rank, with a clock of its own, and what it has done."""
+
+    def __init__(
+        self,
+        plan: Plan | Sequence[PlannedFault],
+        rank: int | None = 0,
+        fired: MemoryFired | None = None,
+    ) -> None:
+        self.clock = FakeClock(100.0)
+        self.done: list[str] = []
+        self.more: list[dict[str, Any]] = []
+        self.fired = fired or MemoryFired()
+        self.injector = Injector(
+            plan, rank=rank, clock=self.clock, fired=self.fired, action=self._act
+        )
+
+    def _act(self, kind: Kind, **more: Any) -> None:
+        self.done.append(kind.value)
+        self.more.append(more)
+
+
+def test_a_fault_fires_at_its_step_once() -> None:
+    bench = Bench([fail_at(0, step=3), fail_at(1, step=1)])
+    for step in range(1, 3):
+        bench.injector.step(step)
+    assert bench.done == []
+    for step in range(3, 6):
+        bench.injector.step(step)
+    assert bench.done == ["exception"]
+    assert "rank 0 fires exception (planned-0) at iteration 0, step 3" in bench.more[0]["message"]
+
+
+def test_a_restarted_or_replaced_rank_is_not_hit_again() -> None:
+    fired = MemoryFired()
+    plan = [fail_at(1, step=3, kind="sigkill")]
+    first = Bench(plan, rank=1, fired=fired)
+    first.injector.step(3, iteration=0)
+    first.injector.step(3, iteration=1)
+    replacement = Bench(plan, rank=1, fired=fired)
+    replacement.injector.step(3, iteration=1)
+    assert first.done == ["sigkill"]
+    assert replacement.done == []
+    (record,) = fired.records()
+    assert (record["kind"], record["rank"], record["step"]) == ("sigkill", 1, 3)
+    assert record["time"] == 100.0
+
+
+def test_the_rank_is_that_of_the_iteration() -> None:
+    bench = Bench([fail_at(2, iteration=1)])
+    bench.injector.entered(Call(iteration=0, state=State(rank=2)))
+    bench.injector.entered(Call(iteration=1, state=State(rank=1)))
+    assert bench.done == []
+    bench.injector.entered(Call(iteration=1, state=State(rank=2)))
+    assert bench.done == ["exception"]
+
+
+def test_pings_are_steps_of_their_iteration() -> None:
+    bench = Bench([fail_at(0, step=2)])
+    call = Call()
+    bench.injector.entered(call)
+    bench.injector.pinged(call, 1)
+    again = Call(iteration=1)
+    bench.injector.entered(again)
+    bench.injector.pinged(again, 1)
+    assert bench.done == []
+    bench.injector.pinged(again, 2)
+    assert bench.done == ["exception"]
+
+
+def test_pings_are_no_steps_once_the_script_counts_its_own() -> None:
+    bench = Bench([fail_at(0, step=60, kind="abort")])
+    call = Call()
+    bench.injector.entered(call)
+    bench.injector.step(50)
+    for ping in range(1, 100):
+        bench.injector.pinged(call, ping)
+    assert bench.done == []
+    again = Call(iteration=1)
+    bench.injector.entered(again)
+    bench.injector.pinged(again, 70)
+    assert bench.done == []
+    bench.injector.step(60)
+    assert bench.done == ["abort"]
+
+
+def test_a_fault_by_time_fires_at_the_next_sign_of_life() -> None:
+    bench = Bench([fail_at(0, after_seconds=3.0, kind="hang")])
+    call = Call()
+    bench.injector.entered(call)
+    bench.clock.advance(2.5)
+    bench.injector.pinged(call, 1)
+    assert bench.done == []
+    bench.clock.advance(0.5)
+    bench.injector.pinged(call, 2)
+    assert bench.done == ["hang"]
+
+
+def test_the_monitor_of_the_call_is_meant() -> None:
+    bench = Bench([fail_at(0, kind="kill_monitor")])
+    bench.injector.entered(Call(monitor_pid=77))
+    assert bench.more[0]["monitor_pid"] == 77
+
+
+def test_all_faults_of_a_moment_fire_in_the_order_of_the_plan() -> None:
+    bench = Bench([fail_at(0, kind="sigstop"), fail_at(0, kind="sigterm")])
+    bench.injector.entered(Call())
+    assert bench.done == ["sigstop", "sigterm"]
+
+
+def test_a_real_exception_goes_up() -> None:
+    injector = Injector([fail_at(0, step=1)], rank=0, fired=MemoryFired())
+    with pytest.raises(ChaosError, match="a planned fault: rank 0 fires exception"):
+        injector.step(1)
+    injector.step(2)
+
+
+def test_without_a_rank_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    bench = Bench([fail_at(0)], rank=None)
+    with pytest.raises(ValueError, match="rank is not known"):
+        bench.injector.step(1)
+    bench.injector.step(1, rank=0)
+    monkeypatch.setenv("RANK", "3")
+    bench = Bench([fail_at(3)], rank=None)
+    bench.injector.step(1)
+    assert bench.done == ["exception"]
+
+
+def test_chance_fires_no_more_than_it_may() -> None:
+    random = RandomFaults(seed=7, rate_per_step=0.5, kinds=(Kind.ABORT, Kind.HANG), max_faults=3)
+    fired = MemoryFired()
+    ranks = [Bench(Plan(random=random), rank=rank, fired=fired) for rank in range(4)]
+    for step in range(1, 100):
+        for bench in ranks:
+            bench.injector.step(step)
+    done = [bench.done for bench in ranks]
+    assert sum(map(len, done)) == 3
+
+    again = MemoryFired()
+    ranks = [Bench(Plan(random=random), rank=rank, fired=again) for rank in range(4)]
+    for step in range(1, 100):
+        for bench in ranks:
+            bench.injector.step(step)
+    assert [bench.done for bench in ranks] == done
+
+
+def test_an_entry_is_no_step_for_chance() -> None:
+    random = RandomFaults(seed=7, rate_per_step=1.0, kinds=(Kind.ABORT,), max_faults=9)
+    bench = Bench(Plan(random=random))
+    bench.injector.entered(Call())
+    assert bench.done == []
+    bench.injector.pinged(Call(), 1)
+    assert bench.done == ["abort"]
+
+
+def test_an_interrupt_before_the_act_gives_the_fault_back() -> None:
+    class Interrupted(MemoryFired):
+        def claim(self, key: str, record: dict[str, Any]) -> bool:
+            taken = super().claim(key, record)
+            record.clear()
+            return taken
+
+    bench = Bench([fail_at(0, step=1)], fired=Interrupted())
+
+    def interrupt(message: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outlast.chaos.injector.log.warning", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench.injector.step(1)
+    assert bench.done == []
+    bench.injector.step(1)
+    assert bench.done == ["exception"]
+
+
+def test_the_timer_fires_what_any_thread_may() -> None:
+    acted = threading.Event()
+    done: list[tuple[Kind, str]] = []
+
+    def act(kind: Kind, **_: Any) -> None:
+        done.append((kind, threading.current_thread().name))
+        acted.set()
+
+    plan = [
+        fail_at(0, after_seconds=0.0, kind="hang"),  # of the main thread, whenever it comes by
+        fail_at(0, after_seconds=0.0, step=5, kind="abort"),
+        fail_at(0, after_seconds=0.01, kind="sigterm"),
+    ]
+    injector = Injector(plan, rank=0, fired=MemoryFired(), action=act)
+    injector.start_timer()
+    assert acted.wait(timeout=60)
+    injector.close()
+    assert done == [(Kind.SIGTERM, "outlast-chaos-timer")]
+
+
+def test_a_timer_that_waits_ends_with_its_injector() -> None:
+    injector = Injector([fail_at(0, after_seconds=1e5, kind="abort")], rank=0, fired=MemoryFired())
+    injector.start_timer()
+    injector.close()
+    assert "outlast-chaos-timer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_installed_injector_is_reached_by_the_module() -> None:
+    chaos.step(1)  # nothing is installed
+    bench = Bench([fail_at(0, step=5)])
+    with chaos.installed(bench.injector) as injector:
+        assert injector in observers.observers()
+        with pytest.raises(RuntimeError, match="installed already"):
+            chaos.install(bench.injector)
+        chaos.step(5)
+    assert bench.done == ["exception"]
+    assert observers.observers() == ()
+    chaos.step(6)
+    chaos.uninstall()  # no harm

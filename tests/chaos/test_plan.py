@@ -1,0 +1,168 @@
+"""Plans: what is read, what is refused and how it is told, and what chance draws."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.chaos import Kind, Moment, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.errors import ChaosError
+
+RANDOM = {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}
+
+
+def at(rank: int = 0, iteration: int = 0, step: int = 0, seconds: float = 0.0) -> Moment:
+    return Moment(rank=rank, iteration=iteration, step=step, seconds=seconds)
+
+
+def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    faults = [
+        {"rank": 1, "kind": "exception", "iteration": 0, "step": 20},
+        {"rank": 2, "kind": "sigkill", "step": 60},
+        {"rank": 0, "kind": "hang", "after_seconds": 3},
+    ]
+    path.write_text(json.dumps({"faults": faults, "random": {**RANDOM, "ranks": [1, 2]}}))
+    plan = Plan.load(path)
+    assert plan.faults == (
+        PlannedFault(rank=1, kind=Kind.EXCEPTION, iteration=0, step=20),
+        fail_at(2, step=60, kind="sigkill"),
+        fail_at(0, after_seconds=3.0, kind=Kind.HANG),
+    )
+    assert plan.random == RandomFaults(
+        seed=7, rate_per_step=0.01, kinds=(Kind.EXCEPTION,), max_faults=5, ranks=(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "plan: is [], not an object with ['faults', 'random']"),
+        ({}, "plan: no faults; give 'faults', 'random', or both"),
+        ({"fault": []}, "plan: unknown field 'fault'; allowed are ['faults', 'random']"),
+        ({"faults": {}}, "plan: field 'faults' is {}; allowed is a list"),
+        ({"faults": [3]}, "faults[0]: is 3, not an object with"),
+        ({"faults": [{"kind": "hang"}]}, "faults[0]: field 'rank' is missing"),
+        ({"faults": [{"rank": 1}]}, "faults[0]: field 'kind' is missing"),
+        (
+            {"faults": [{"rank": 0, "kind": "hang"}, {"rank": -1, "kind": "hang"}]},
+            "faults[1]: field 'rank' is -1; allowed is a whole number from 0",
+        ),
+        ({"faults": [{"rank": True, "kind": "hang"}]}, "'rank' is True; allowed"),
+        (
+            {"faults": [{"rank": 1, "kind": "meteorite"}]},
+            "faults[0]: field 'kind' is 'meteorite'; allowed is one of ['exception', 'system_exit'",
+        ),
+        ({"faults": [{"rank": 1, "kind": ["hang"]}]}, "field 'kind' is ['hang']"),
+        ({"faults": [{"rank": 1, "kind": "hang", "step": 1.5}]}, "'step' is 1.5"),
+        (
+            {"faults": [{"rank": 1, "kind": "hang", "after_seconds": "soon"}]},
+            "'after_seconds' is 'soon'; allowed is a number from 0",
+        ),
+        ({"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]}, "is nan"),
+        ({"faults": [{"rank": 1, "kind": "hang", "setp": 1}]}, "unknown field 'setp'"),
+        ({"random": {**RANDOM, "rate_per_step": 2}}, "allowed is a number from 0 to 1"),
+        ({"random": {**RANDOM, "kinds": []}}, "allowed is a list of at least one"),
+        ({"random": {**RANDOM, "kinds": ["x"]}}, "random: field 'kinds[0]' is 'x'"),
+        ({"random": {**RANDOM, "ranks": [0, -1]}}, "random: field 'ranks[1]' is -1"),
+        ({"random": {"seed": 1}}, "random: field 'rate_per_step' is missing"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(values: Any, message: str) -> None:
+    with pytest.raises(ChaosError) as caught:
+        Plan.parse(values)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(ChaosError, match=r"plan\.json: cannot be read: No such file"):
+        Plan.load(path)
+    path.write_text('{"faults": [')
+    with pytest.raises(ChaosError, match=r"plan\.json: not JSON"):
+        Plan.load(path)
+    path.write_text('{"faults": [{"rank": 1}]}')
+    with pytest.raises(ChaosError, match=r"plan\.json: faults\[0\]: field 'kind' is missing"):
+        Plan.load(path)
+
+
+def test_all_conditions_must_hold() -> None:
+    fault = fail_at(1, step=20, iteration=2, after_seconds=3.0)
+    assert fault.due(at(1, 2, 20, 3.0))
+    assert fault.due(at(1, 2, 25, 9.0))  # a step or a time that is past counts
+    assert not fault.due(at(0, 2, 20, 3.0))
+    assert not fault.due(at(1, 3, 20, 3.0))
+    assert not fault.due(at(1, 2, 19, 3.0))
+    assert not fault.due(at(1, 2, 20, 2.9))
+    assert fail_at(1).due(at(1))
+
+
+kinds = st.sampled_from(Kind)
+counts = st.none() | st.integers(0, 10**9)
+faults = st.builds(
+    PlannedFault,
+    rank=st.integers(0, 10**6),
+    kind=kinds,
+    iteration=counts,
+    step=counts,
+    after_seconds=st.none() | st.floats(0, 1e9),
+)
+randoms = st.builds(
+    RandomFaults,
+    seed=st.integers(0),
+    rate_per_step=st.floats(0, 1),
+    kinds=st.lists(kinds, min_size=1).map(tuple),
+    max_faults=st.integers(0, 100),
+    ranks=st.none() | st.lists(st.integers(0, 9), min_size=1).map(tuple),
+)
+
+
+@given(st.lists(faults, min_size=1).map(tuple), st.none() | randoms)
+def test_a_plan_goes_to_json_and_back(
+    faults: tuple[PlannedFault, ...], random: RandomFaults | None
+) -> None:
+    plan = Plan(faults=faults, random=random)
+    assert Plan.parse(json.loads(plan.to_json())) == plan
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.sampled_from(["faults", "random", "rank", "kind", "seed"]), inner)
+    ),
+)
+
+
+@given(json_values)
+def test_any_json_is_a_plan_or_a_clear_error(values: Any) -> None:
+    with contextlib.suppress(ChaosError):
+        assert Plan.parse(values).to_json()
+
+
+@given(randoms, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_the_same_seed_draws_the_same(
+    random: RandomFaults, rank: int, iteration: int, step: int
+) -> None:
+    moment = at(rank, iteration, step)
+    kind = random.draw(moment)
+    assert kind == random.draw(moment)
+    assert kind is None or kind in random.kinds
+    if random.rate_per_step == 0 or (random.ranks is not None and rank not in random.ranks):
+        assert kind is None
+
+
+def test_chance_keeps_its_rate_and_uses_every_kind() -> None:
+    random = RandomFaults(seed=1, rate_per_step=0.1, kinds=(Kind.HANG, Kind.ABORT), max_faults=1)
+    drawn = [random.draw(at(rank, 0, step)) for rank in range(4) for step in range(2500)]
+    hits = [kind for kind in drawn if kind is not None]
+    assert 900 < len(hits) < 1100
+    assert set(hits) == set(random.kinds)
+    other = RandomFaults(seed=2, rate_per_step=0.1, kinds=random.kinds, max_faults=1)
+    assert drawn != [other.draw(at(rank, 0, step)) for rank in range(4) for step in range(2500)]

@@ -1,0 +1,226 @@
+"""`outlast run` as a real process, with workers that do what the test tells them by signals.
+
+    with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
+        first = run.ready(rank=1)
+        run.set_job("running")             # what outlast.inprocess.Wrapper would tell
+        os.kill(first.pid, signal.SIGKILL)
+        second = run.ready(rank=1)         # the next process of this rank
+        ...
+        assert run.wait() == 0
+
+Every process of a run carries its id in the environment; the end of the block fails if any of
+them is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from outlast.launch.store import JOB_KEY
+from procs import MARKER, NET_S
+
+WORKER = '''
+"""Says that it is there, then exits as it is told: SIGUSR1 is code 0, SIGUSR2 code 3."""
+import json, os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
+names = [n for n in os.environ if n.startswith(("OUTLAST_", "TORCHELASTIC_", "MASTER_", "RANK"))]
+env = {n: os.environ[n] for n in names}
+print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": env}), flush=True)
+while True:
+    signal.pause()
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a worker said when it was there; `more` holds what its script added."""
+
+    pid: int
+    rank: int
+    env: dict[str, str]
+    more: dict[str, Any]
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def succeed(self) -> None:
+        self.kill(signal.SIGUSR1)
+
+    def fail(self) -> None:
+        self.kill(signal.SIGUSR2)
+
+
+class Run:
+    """A running `outlast run`, and what it has written so far."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        script: str,
+        *options: str,
+        args: Iterable[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.temporary = tmp_path / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self.script = tmp_path / "script.py"
+        self.script.write_text(script)
+        self.out = ""
+        self.err = ""
+        self._taken: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outlast.launch", "run", *options, str(self.script), *args],
+            env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
+            assert stream is not None
+            self._selector.register(stream, selectors.EVENT_READ, name)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        left = self.leftovers()
+        self._selector.close()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        if error is None:
+            assert not left, f"left behind: {left}\n{self.err}"
+
+    # ---------------------------------------------------------------------------- waiting
+
+    def ready(self, rank: int) -> Ready:
+        """The next process of `rank` that is there, as soon as it is."""
+        said = self.until(lambda: self._said(rank), f"rank {rank} to be ready")
+        self._taken[rank] = self._taken.get(rank, 0) + 1
+        known = {name: said.pop(name) for name in ("pid", "rank", "env")}
+        return Ready(**known, more=said)
+
+    def until(self, found: Callable[[], Any], what: str) -> Any:
+        """What `found` returns once that is true; it is asked whenever there is new output."""
+        deadline = time.monotonic() + NET_S
+        while not (value := found()):
+            assert self._selector.get_map(), f"ended, waiting for {what}:\n{self.out}\n{self.err}"
+            assert self._read(deadline), f"waited in vain for {what}:\n{self.out}\n{self.err}"
+        return value
+
+    def until_said(self, text: str) -> None:
+        """Wait until `text` stands in what the launcher wrote to its stderr."""
+        self.until(lambda: text in self.err, repr(text))
+
+    def wait(self) -> int:
+        """The exit code, once it has ended and all its output is read."""
+        deadline = time.monotonic() + NET_S
+        while self._selector.get_map():
+            assert self._read(deadline), f"still running:\n{self.out}\n{self.err}"
+        return self.process.wait(NET_S)
+
+    # ---------------------------------------------------------------------------- looking
+
+    @property
+    def words(self) -> list[str]:
+        """The launcher's own lines."""
+        own = "[outlast] "
+        return [line[len(own) :] for line in self.err.splitlines() if line.startswith(own)]
+
+    def alive(self) -> list[psutil.Process]:
+        """All processes of the run, but for the launcher itself."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARKER) == self.id and process.pid != self.process.pid:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue  # it has ended, or is another user's
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What is left when the launcher is gone, and has not ended a moment later; killed."""
+        left = []
+        for process in self.alive():
+            if not ends(process.pid):
+                left.append(f"{process}")
+                process.kill()
+        return left
+
+    def set_job(self, state: str, **fields: Any) -> None:
+        """Write the record that `Wrapper` keeps in the launcher's store."""
+        env = self._said_any()["env"]
+        store = dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=NET_S),
+        )
+        store.set(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}))
+
+    # ---------------------------------------------------------------------------- private
+
+    def _read(self, deadline: float) -> bool:
+        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        for key, _ in ready:
+            data = os.read(key.fd, 65536)
+            setattr(self, key.data, getattr(self, key.data) + data.decode())
+            if not data:
+                self._selector.unregister(key.fileobj)
+        return bool(ready)
+
+    def _all_said(self) -> list[dict[str, Any]]:
+        whole = self.out[: self.out.rfind("\n") + 1]
+        texts = (line.partition(" ")[2] for line in whole.splitlines())
+        return [json.loads(text) for text in texts if text.startswith('{"pid"')]
+
+    def _said(self, rank: int) -> dict[str, Any] | None:
+        of_rank = [said for said in self._all_said() if said["rank"] == rank]
+        taken = self._taken.get(rank, 0)
+        return of_rank[taken] if len(of_rank) > taken else None
+
+    def _said_any(self) -> dict[str, Any]:
+        return self._all_said()[0]
+
+
+def ends(pid: int) -> bool:
+    """Wait for a process's end; whether it came."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        waiter = select.poll()
+        waiter.register(pidfd, select.POLLIN)
+        return bool(waiter.poll(15_000))
+    finally:
+        os.close(pidfd)

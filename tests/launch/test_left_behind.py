@@ -1,0 +1,153 @@
+"""No process is left behind, whatever died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.runs import WORKER, Run, ends
+from outlast.launch import shim
+
+# Starts a helper, and says which; the helper lives until it is killed.
+HELPER = """
+import signal, subprocess, sys
+code = "import signal\\nif %r: signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" % DEAF
+code += "print(flush=True)\\nwhile True: signal.pause()"
+def start(**more):
+    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **more)
+    p.stdout.readline()
+    return p.pid
+"""
+# Each worker has a helper in its own process group; and one in a session of its own, started by
+# a process that is gone, so that no tie is left from it to the worker.
+HELPERS = (
+    HELPER
+    + """
+near = start()
+far = int(subprocess.check_output([sys.executable, "-c", FAR]))
+"""
+    + WORKER.replace('"env": env', '"env": env, "near": near, "far": far')
+)
+
+
+def helpers(deaf: bool) -> str:
+    ours = f"DEAF = {deaf}\n"
+    return f"{ours}FAR = {ours + HELPER + 'print(start(start_new_session=True))'!r}\n{HELPERS}"
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_helpers_end_with_the_job(tmp_path: Path, deaf: bool) -> None:
+    with Run(tmp_path, helpers(deaf), "--nproc-per-node=1", "--grace=0.2") as run:
+        worker = run.ready(0)
+        worker.succeed()
+        assert run.wait() == 0
+        assert run.alive() == []
+
+
+def test_a_dead_workers_group_ends_with_it(tmp_path: Path) -> None:
+    with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2", "--grace=0.2") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running")
+        first[1].kill()
+        second = run.ready(1)
+        assert ends(first[1].more["near"])
+        # A helper in a session of its own may have to do what the worker could not any more.
+        assert psutil.pid_exists(first[1].more["far"])
+        run.set_job("completed")
+        first[0].succeed()
+        second.succeed()
+        assert run.wait() == 0
+
+
+def test_helpers_end_before_the_next_attempt(tmp_path: Path) -> None:
+    options = ("--nproc-per-node=1", "--max-restarts=1")
+    with Run(tmp_path, helpers(deaf=True), *options) as run:
+        first = run.ready(0)
+        first.fail()
+        second = run.ready(0)
+        for name in ("near", "far"):
+            assert not psutil.pid_exists(first.more[name])
+        second.succeed()
+        assert run.wait() == 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_launcher_killed(tmp_path: Path, wrapped: bool) -> None:
+    with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2") as run:
+        for rank in range(2):
+            run.ready(rank)
+        if wrapped:
+            run.set_job("running")
+        there = run.alive()
+        # Two workers with two helpers each, and the warden.
+        assert len(there) == 7
+        run.process.send_signal(signal.SIGKILL)
+        for process in there:
+            assert ends(process.pid), process
+    assert list(run.temporary.iterdir()) == []
+
+
+def test_the_launcher_and_the_warden_killed_at_once(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
+        workers = [run.ready(rank) for rank in range(2)]
+        (warden,) = wardens(run)
+        for process in (warden, psutil.Process(run.process.pid)):
+            process.send_signal(signal.SIGSTOP)  # so that neither sees the other's end
+        for process in (warden, psutil.Process(run.process.pid)):
+            process.send_signal(signal.SIGKILL)
+        for worker in workers:
+            assert ends(worker.pid)
+
+
+def test_the_warden_killed_is_started_anew(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=1") as run:
+        worker = run.ready(0)
+        run.set_job("running")
+        (first,) = wardens(run)
+        first.kill()
+        assert ends(first.pid)
+        # The launcher has seen it by the time that it has answered a death of a worker.
+        worker.fail()
+        assert run.wait() == 3
+
+
+def test_the_new_warden_does_its_work(tmp_path: Path) -> None:
+    with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2") as run:
+        workers = [run.ready(rank) for rank in range(2)]
+        run.set_job("running")
+        (first,) = wardens(run)
+        first.kill()
+        assert ends(first.pid)
+        workers[1].kill()
+        run.ready(1)  # so the launcher has seen all that ended before
+        there = run.alive()
+        assert [p.pid for p in wardens(run)] != [first.pid]
+        run.process.send_signal(signal.SIGKILL)
+        for process in there:
+            assert ends(process.pid), process
+
+
+def test_nothing_is_left_of_a_good_run(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
+        for rank in range(2):
+            run.ready(rank).succeed()
+        assert run.wait() == 0
+        assert run.alive() == []
+    assert list(run.temporary.iterdir()) == []
+
+
+def wardens(run: Run) -> list[psutil.Process]:
+    return [p for p in run.alive() if "warden.py" in " ".join(p.cmdline())]
+
+
+def test_a_worker_whose_launcher_is_gone_does_not_start() -> None:
+    # This process is not the launcher that the shim was told of.
+    command = [sys.executable, "-I", "-S", shim.__file__, str(os.getppid()), "echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", shim.NOT_RUNNABLE)

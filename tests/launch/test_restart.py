@@ -1,0 +1,94 @@
+"""A script that does not use Wrapper gets what torchrun gives it: all workers start again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.runs import WORKER, Run
+
+STUBBORN = WORKER.replace(
+    "names =", "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\nnames ="
+)
+WITH_STORE = """
+import datetime, json, os, signal, sys
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+old = store.check(["left by an attempt"])
+dist.barrier()
+store.set("left by an attempt", attempt)
+print(json.dumps({"pid": os.getpid(), "rank": dist.get_rank(), "env": {}, "old": old}), flush=True)
+if attempt == "0" and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_by_default_the_first_failure_ends_the_job(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=3") as run:
+        first = [run.ready(rank) for rank in range(3)]
+        first[1].fail()
+        assert run.wait() == 3
+    assert run.words[0] == f"rank 1 (pid {first[1].pid}) exited with code 3: this ends the job"
+
+
+def test_a_failure_restarts_all_from_scratch(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=1") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        first[0].kill()
+        second = [run.ready(rank) for rank in range(2)]
+        assert second[1].pid != first[1].pid
+        for ready in second:
+            assert ready.env["TORCHELASTIC_RESTART_COUNT"] == "1"
+            assert ready.env["TORCHELASTIC_MAX_RESTARTS"] == "1"
+            assert ready.env["OUTLAST_REPLACEMENT"] == "0"
+            assert ready.env["MASTER_PORT"] == first[0].env["MASTER_PORT"]
+        for ready in second:
+            ready.succeed()
+        assert run.wait() == 0
+    assert run.words[-1].endswith("was killed by SIGKILL: restarted")
+
+
+def test_the_restarts_are_limited(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=2") as run:
+        for _ in range(2):
+            ready = [run.ready(rank) for rank in range(2)]
+            ready[1].kill()
+        ready = [run.ready(rank) for rank in range(2)]
+        ready[0].fail()
+        assert run.wait() == 3
+    assert any(line.startswith(f"first cause: rank 0 (pid {ready[0].pid}") for line in run.words)
+
+
+def test_a_worker_that_does_not_end_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    with Run(tmp_path, STUBBORN, "--nproc-per-node=2", "--grace=0.2") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        first[0].fail()
+        assert run.wait() == 3
+    assert "[1] asked" in run.out.splitlines()
+    assert "killed, not having ended: rank 1" in run.words
+
+
+@pytest.mark.slow
+def test_the_new_attempt_finds_none_of_the_old_keys(tmp_path: Path) -> None:
+    with Run(tmp_path, WITH_STORE, "--nproc-per-node=2", "--max-restarts=1") as run:
+        for _ in range(2):
+            for rank in range(2):
+                assert run.ready(rank).more == {"old": False}
+        assert run.wait() == 0
+
+
+def test_a_signal_between_attempts_ends_the_job(tmp_path: Path) -> None:
+    with Run(tmp_path, STUBBORN, "--nproc-per-node=2", "--max-restarts=5", "--grace=40") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        first[0].fail()
+        run.until(lambda: "[1] asked" in run.out, "rank 1 to be asked to end")
+        run.process.send_signal(signal.SIGTERM)
+        run.until_said("SIGTERM: passed on")
+        first[1].succeed()
+        assert run.wait() == 128 + signal.SIGTERM

@@ -1,0 +1,87 @@
+"""Signals to the launcher reach the workers; whoever stays is killed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.runs import WORKER, Run
+
+TELLS = WORKER.replace(
+    "names =",
+    "def tell(number, _):\n"
+    "    print('got', signal.Signals(number).name, flush=True)\n"
+    "    if '--stay' not in sys.argv: sys.exit(0)\n"
+    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, tell)\n"
+    "names =",
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_signal_reaches_the_workers_as_it_is(
+    tmp_path: Path, number: signal.Signals, wrapped: bool
+) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=2", "--max-restarts=3") as run:
+        for rank in range(2):
+            run.ready(rank)
+        if wrapped:
+            run.set_job("running")
+        run.process.send_signal(number)
+        assert run.wait() == 128 + number
+    for rank in range(2):
+        assert f"[{rank}] got {number.name}" in run.out.splitlines()
+    assert run.words[-1] == f"job ended by {number.name}, exit code {128 + number}"
+
+
+def test_after_the_grace_time_workers_are_killed(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=0.2", args=["--stay"]) as run:
+        for rank in range(2):
+            run.ready(rank)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    assert "killed, not having ended: rank 0, 1" in run.words
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=1000", args=["--stay"]) as run:
+        for rank in range(2):
+            run.ready(rank)
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: run.out.count("got SIGINT") == 2, "both to be interrupted")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 128 + signal.SIGINT
+
+
+def test_later_signals_reach_the_workers_too(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=1", "--grace=1000", args=["--stay"]) as run:
+        worker = run.ready(0)
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: "got SIGINT" in run.out, "the first")
+        run.process.send_signal(signal.SIGTERM)
+        run.until(lambda: "got SIGTERM" in run.out, "the second")
+        worker.succeed()
+        assert run.wait() == 128 + signal.SIGINT
+
+
+def test_nobody_is_replaced_while_the_job_ends(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=1000", args=["--stay"]) as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running")
+        run.process.send_signal(signal.SIGTERM)
+        run.until(lambda: run.out.count("got SIGTERM") == 2, "both to be asked")
+        first[0].kill()
+        first[1].kill()
+        assert run.wait() == 128 + signal.SIGTERM
+    assert not any("replacement" in line for line in run.words)
+
+
+def test_a_stopped_worker_is_killed_too(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=0.2") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        first[1].kill(signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    assert "killed, not having ended: rank 1" in run.words
