@@ -137,7 +137,8 @@ def test_a_planned_exception_is_told_with_the_line_it_came_from(tmp_path: Path) 
     assert result.returncode == 1
     assert result.stdout.count("step") == 2
     assert "loop.py" in result.stderr
-    assert "ChaosError: a planned fault: rank 0 fires exception (planned-0)" in result.stderr
+    assert "rank 0 fires exception at iteration 0, step 3" in result.stderr
+    assert "ChaosError: a planned exception at iteration 0, step 3 (planned-0" in result.stderr
 
 
 @pytest.mark.parametrize("state", ["given", "derived"])

@@ -53,7 +53,7 @@ def test_the_story_of_a_run(tmp_path: Path) -> None:
     assert "Rank 2 on a raised an exception: ValueError: [bold]no markup[/bold]" in text
     assert "(train.py, line 41, in step)" in " ".join(text.split())
     assert "Rank 1 on a died: main process ended [killed by SIGKILL]." in text
-    assert "probably in consequence" in text
+    assert "Probably in consequence, rank 0 failed: connection closed by peer." in text
     assert "Lost: rank 1 on a (terminated)." in text
     assert "Joined: rank 3 on a." in text
     assert "new ranks came to join" in text
@@ -96,6 +96,30 @@ def test_a_run_that_never_ended(tmp_path: Path) -> None:
     text = printed(log(story, tmp_path))
     assert "No rank entered the function again." in text
     assert "No rank is known to have completed" in text
+
+
+def test_a_large_job_makes_no_endless_sentences(tmp_path: Path) -> None:
+    story = Story(hosts=["a"] * 40)
+    story.begin(at=0.0)
+    for rank in range(1, 40):
+        story.fault(rank, at=1.0, cause="x" * 500, consequence=True)
+    story.death(0, at=1.0)
+    story.restart(at=1.0, lost=range(20), joiners=["a"] * 20)
+    text = " ".join(printed(log(story, tmp_path)).split())
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 31 more failed: xxx" in text
+    assert "rank 7 on a and 12 more." in text
+    assert max(len(sentence) for sentence in text.split(". ")) < 900
+
+
+def test_an_echo_without_its_fault_is_told_as_such(tmp_path: Path) -> None:
+    story = Story(hosts=["a", "a"])
+    story.begin(at=0.0)
+    message = "RuntimeError: [/some/where/gloo/pair.cc:553] Connection closed by peer"
+    story.fault(0, at=1.0, cause=message, consequence=True)
+    story.restart(at=1.0)
+    text = printed(log(story, tmp_path))
+    assert "Rank 0 on a raised an exception: RuntimeError: Connection closed by peer." in text
+    assert "the echo of a fault of which no log tells" in text
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Environment:
     def read(cls) -> Environment:
         """The environment as it is now."""
         rank = os.environ.get("RANK", "")
-        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        names = ("OUTLAST_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return cls(
             plan=os.environ.get("OUTLAST_CHAOS") or None,
             state=os.environ.get("OUTLAST_CHAOS_STATE") or None,

@@ -203,13 +203,14 @@ class Injector:
             taken = self.fired.claim(key, self._record(key, kind, moment))
             if not taken:
                 return False
-            message = (
-                f"rank {moment.rank} fires {kind} ({key}) at iteration {moment.iteration}, "
-                f"step {moment.step}, after {moment.seconds:.3f} s"
-            )
-            log.warning(message)
+            place = f"iteration {moment.iteration}, step {moment.step}"
+            log.warning("rank %d fires %s at %s (%s)", moment.rank, kind, place, key)
             acting = True
-            self._action(kind, monitor_pid=self._monitor_pid, message=f"a planned fault: {message}")
+            self._action(
+                kind,
+                monitor_pid=self._monitor_pid,
+                message=f"a planned {kind} at {place} ({key} of the plan)",
+            )
         finally:
             # A restart may interrupt this very thread; then the fault is still to come.
             if taken and not acting:

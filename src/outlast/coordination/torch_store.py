@@ -2,8 +2,12 @@
 
 torch's own store is used because every launcher of the field already hosts one, it is well kept,
 and a wait on it is an event: the server answers when the key appears. Two things are added:
-errors that name host and port, and reads that do not wait (`compare_set` with an expected value
-that no key ever has returns what the key holds, in one operation).
+errors that name host and port, and reads that do not wait.
+
+A read is two operations, `check` and `get`. One would do, `compare_set` with an expected value
+that no key ever has; but torch's server wakes those who wait for a key at every `compare_set` on
+it, also where it leaves the key absent (seen on torch 2.13). For the same reason a wait looks
+whether the key is there when it returns.
 """
 
 from __future__ import annotations
@@ -21,8 +25,6 @@ __all__ = ["TorchStore"]
 
 T = TypeVar("T")
 
-# No key ever holds this, so compare_set() with it never writes over a value.
-_NEVER = "\x00outlast-never\x00"
 # For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but turns them
 # into nanoseconds in places: ten years stay clear of that.
 _FOREVER = datetime.timedelta(days=3650)
@@ -50,18 +52,22 @@ class TorchStore:
         return self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
 
     def read(self, key: str) -> bytes | None:
-        held = self._try(lambda: bytes(self.torch_store.compare_set(key, _NEVER, "")))
-        return None if held in (b"", _NEVER.encode()) else held
+        if not self._try(lambda: bool(self.torch_store.check([key]))):
+            return None
+        return self._try(lambda: bytes(self.torch_store.get(key)))
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         limit = _FOREVER if timeout is None else datetime.timedelta(seconds=max(timeout, 0.001))
-        try:
-            self.torch_store.wait([key], limit)
-        except dist.DistStoreError as e:
-            raise KeyTimeout(f"{key!r} did not appear within {timeout} s at {self.where}") from e
-        except (dist.DistNetworkError, RuntimeError) as e:
-            raise self._lost(e) from e
-        return self._try(lambda: bytes(self.torch_store.get(key)))
+        while True:
+            try:
+                self.torch_store.wait([key], limit)
+            except dist.DistStoreError as e:
+                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}") from e
+            except RuntimeError as e:
+                raise self._lost(e) from e
+            value = self.read(key)
+            if value is not None:
+                return value
 
     def add(self, key: str, amount: int) -> int:
         return self._try(lambda: int(self.torch_store.add(key, amount)))
@@ -75,7 +81,7 @@ class TorchStore:
     def _try(self, operation: Callable[[], T]) -> T:
         try:
             return operation()
-        except (dist.DistError, RuntimeError) as e:
+        except RuntimeError as e:
             raise self._lost(e) from e
 
     def _lost(self, cause: Exception) -> StoreError:

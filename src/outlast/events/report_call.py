@@ -56,7 +56,7 @@ class Call:
         exits: Mapping[Process, str],
     ) -> None:
         self.number = number
-        self.events = sorted(events, key=lambda event: event.time)
+        self.events = sorted(events, key=lambda event: (event.time, event.host, event.pid))
         self._origins = origins
         self._exits = exits
         self._processes: dict[int, Process] = {}

@@ -35,7 +35,7 @@ def split_calls(events: Iterable[Event]) -> list[list[Event]]:
 
     calls: dict[int, list[Event]] = defaultdict(list, {0: []})
     ends = _Ends()
-    for process in sorted(ranks, key=lambda process: by_process[process][0].time):
+    for process in sorted(ranks, key=lambda process: (by_process[process][0].time, process)):
         segments = _segments(by_process[process])
         first = ends.call_at(process[0], segments[0][0].time)
         for number, segment in enumerate(segments, start=first):

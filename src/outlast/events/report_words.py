@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outlast.events.report_model import Cause, Party, Restart
 
@@ -18,6 +18,10 @@ _DID = {
     "UNRESPONSIVE": "was not heard of any more",
 }
 _LONGEST = 240
+_SHORT = 100
+_MANY = 8
+_SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
+"""Where in torch's or gloo's own source a message comes from; the long path helps nobody."""
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 
 
@@ -44,8 +48,8 @@ def share(part: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something, without control characters."""
-    lines = (line.strip() for line in text.splitlines())
+    """The first line that says something, without control characters and paths of C++ sources."""
+    lines = (_SOURCE.sub("", line).strip() for line in text.splitlines())
     line = next((line for line in lines if line), "")
     return "".join(char if char.isprintable() else "�" for char in line)
 
@@ -76,9 +80,10 @@ def story(restart: Restart) -> list[str]:
     for place in restart.swallowed:
         sentences.append(f"User code swallowed the interrupt at {one_line(place)}.")
     if restart.lost:
-        sentences.append(f"Lost: {_parties(restart.lost)}.")
+        told = {cause.message for cause in (restart.cause, *restart.others) if cause is not None}
+        sentences.append(f"Lost: {_parties(restart.lost, told)}.")
     if restart.joined:
-        sentences.append(f"Joined: {_parties(restart.joined)}.")
+        sentences.append(f"Joined: {_parties(restart.joined, set())}.")
     if not restart.resumed:
         sentences.append("No rank entered the function again.")
     elif total is not None:
@@ -102,16 +107,22 @@ def _what_failed(restart: Restart) -> Iterable[str]:
             yield f"No process recorded a fault{f'; a survivor saw: {reason}' if reason else ''}."
         return
     yield f"Rank {cause.rank} on {one_line(cause.host)} {_did(cause)}."
+    if cause.consequence:
+        yield "That looks like the echo of a fault of which no log tells."
     for other in restart.others:
-        how = "probably in consequence" if other.consequence else "too"
-        yield f"Rank {other.rank}, {how}, {_did(other)}."
+        if not other.consequence:
+            yield f"Rank {other.rank}, too, {_did(other)}."
+    echoes = [other for other in restart.others if other.consequence]
+    if echoes:
+        ranks = _listed([str(echo.rank) for echo in echoes])
+        message = _cut(one_line(echoes[0].message), _SHORT)
+        who = "rank" if len(echoes) == 1 else "ranks"
+        yield f"Probably in consequence, {who} {ranks} failed: {message}."
 
 
 def _did(cause: Cause) -> str:
     words = _DID.get(cause.interruption.upper().rpartition(".")[2], "failed")
-    message = one_line(cause.message)
-    if len(message) > _LONGEST:
-        message = message[:_LONGEST] + "…"
+    message = _cut(one_line(cause.message), _LONGEST)
     text = f"{words}: {message}" if message else words
     frames = list(_LAST_FRAME.finditer(cause.traceback))
     if frames:
@@ -121,9 +132,23 @@ def _did(cause: Cause) -> str:
     return f"{text} [{cause.exit}]" if cause.exit else text
 
 
-def _parties(parties: Iterable[Party]) -> str:
-    return "; ".join(
-        f"rank {party.rank} on {one_line(party.host)}"
-        + (f" ({one_line(party.reason)})" if party.reason else "")
-        for party in parties
+def _parties(parties: Iterable[Party], told: set[str]) -> str:
+    return _listed(
+        [
+            f"rank {party.rank} on {one_line(party.host)}"
+            + (f" ({one_line(party.reason)})" if party.reason and party.reason not in told else "")
+            for party in parties
+        ]
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """All of a few, the first of many."""
+    if len(names) > _MANY:
+        names = [*names[:_MANY], f"{len(names) - _MANY} more"]
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1].rstrip() + "…"

@@ -30,8 +30,11 @@ class Console:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         sys.stdout.flush()
         sys.stderr.flush()
-        self.stdout = Outlet(loop, out)
-        self.stderr = self.stdout if _same(out, err) else Outlet(loop, err)
+        self._opened: list[int] = []
+        self.stdout = Outlet(loop, self._unblocked(out))
+        self.stderr = (
+            self.stdout if _same(out, err) else Outlet(loop, self._unblocked(err))
+        )
         self._rich = {
             1: RichConsole(file=sys.stdout, highlight=False),
             2: RichConsole(file=sys.stderr, highlight=False),
@@ -56,6 +59,27 @@ class Console:
         """Forget what is unwritten: nobody seems to read, and the launcher is to end."""
         self.stdout.drop()
         self.stderr.drop()
+
+    def close(self) -> None:
+        """Give back what was opened; nothing is written afterwards."""
+        for fd in self._opened:
+            os.close(fd)
+        self._opened.clear()
+
+    def _unblocked(self, fd: int) -> int:
+        """For a terminal, a descriptor that never blocks, not even when it is halted (Ctrl-S).
+
+        One of our own, because not to block is a property that is shared with all who have the
+        same one, the shell among them.
+        """
+        if not os.isatty(fd):
+            return fd
+        try:
+            own = os.open(os.ttyname(fd), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError:
+            return fd  # another user's terminal (su, sudo)
+        self._opened.append(own)
+        return own
 
     def _styled(self, text: str, style: str, stream: int) -> str:
         # What rich finds out about the terminal (NO_COLOR, TERM, ...) holds; off a terminal the

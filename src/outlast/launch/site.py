@@ -96,6 +96,7 @@ class Site:
         folder = self._folder(stack)
         stack.enter_context(self.loop)
         self.console = Console(self.loop)
+        stack.callback(self.console.close)
         become_subreaper()
         stack.callback(become_subreaper, False)
         self._start_warden()

@@ -1,0 +1,191 @@
+"""What workers write: on the console by line with the rank before it, and in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.runs import WORKER, Run
+
+WRITER = """
+import os, sys
+rank = os.environ["RANK"]
+os.write(1, f"out of {rank}\\n".encode())
+os.write(2, f"err of {rank}\\n".encode())
+"""
+HARD = r"""
+import os, sys
+os.write(1, b"caf\xc3\xa9 \xff\xfe|\n")
+os.write(1, b"10%\r50%\r100%\n")
+os.write(1, b"dos\r\n")
+os.write(1, b"x" * 200_000 + b"|\n")
+os.write(1, b"no end")
+os.write(2, b"no end either")
+"""
+
+
+def log(tmp_path: Path, rank: int, name: str, start: int = 0) -> Path:
+    return tmp_path / "logs" / "r1" / f"attempt_{start}" / str(rank) / name
+
+
+def test_lines_carry_the_rank(tmp_path: Path) -> None:
+    with Run(tmp_path, WRITER, "--nproc-per-node=2") as run:
+        assert run.wait() == 0
+    assert sorted(run.out.splitlines()) == ["[0] out of 0", "[1] out of 1"]
+    assert sorted(run.err.splitlines()) == ["[0] err of 0", "[1] err of 1"]
+
+
+def test_whatever_bytes_workers_write_lines_of_utf8_come_out(tmp_path: Path) -> None:
+    with Run(tmp_path, HARD) as run:
+        assert run.wait() == 0
+    first, bar, dos, *long, last = run.out.splitlines()
+    assert first == r"[0] café \xff\xfe|"
+    assert bar == "[0] 100%"
+    assert dos == "[0] dos"
+    assert "".join(line.removeprefix("[0] ") for line in long) == "x" * 200_000 + "|"
+    assert last == "[0] no end"
+    assert run.err == "[0] no end either\n"
+
+
+def test_a_line_without_an_end_is_shown_when_its_worker_dies(tmp_path: Path) -> None:
+    script = "import os, signal\nos.write(1, b'last words')\nos.kill(os.getpid(), signal.SIGKILL)"
+    with Run(tmp_path, script) as run:
+        assert run.wait() == 137
+    assert run.out == "[0] last words\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "console", "files"),
+    [
+        ([], {"out0", "out1", "err0", "err1"}, {"out0", "out1", "err0", "err1"}),
+        (["-r", "3"], set(), {"out0", "out1", "err0", "err1"}),
+        (["--redirects=0:1,1:2"], {"err0", "out1"}, {"out0", "err1"}),
+        (["-t", "1"], {"out0", "out1", "err0", "err1"}, {"out0", "out1"}),
+        (["-r=3", "--tee=0:2"], {"err0"}, {"out0", "out1", "err0", "err1"}),
+        (["--local-ranks-filter=1"], {"out1", "err1"}, {"out0", "out1", "err0", "err1"}),
+    ],
+)
+def test_files_and_console(
+    tmp_path: Path, options: list[str], console: set[str], files: set[str]
+) -> None:
+    options = ["--nproc-per-node=2", "--log-dir=logs", "--run-id=r1", *options]
+    with Run(tmp_path, WRITER, *options) as run:
+        assert run.wait() == 0
+    shown = {f"out{line[-1]}" for line in run.out.splitlines()}
+    shown |= {f"err{line[-1]}" for line in run.err.splitlines()}
+    assert shown == console
+    written = set()
+    for rank in range(2):
+        for name in ("out", "err"):
+            path = log(tmp_path, rank, f"std{name}.log")
+            if path.exists():
+                assert path.read_text() == f"{name} of {rank}\n"
+                written.add(f"{name}{rank}")
+    assert written == files
+
+
+def test_files_get_the_bytes_as_they_are(tmp_path: Path) -> None:
+    with Run(tmp_path, HARD, "--log-dir=logs", "--run-id=r1") as run:
+        assert run.wait() == 0
+    data = log(tmp_path, 0, "stdout.log").read_bytes()
+    assert data.startswith(b"caf\xc3\xa9 \xff\xfe|\n10%\r50%\r100%\ndos\r\nxxx")
+    assert data.endswith(b"x|\nno end")
+
+
+def test_every_process_of_a_rank_has_files_of_its_own(tmp_path: Path) -> None:
+    options = ["--nproc-per-node=2", "--log-dir=logs", "--run-id=r1", "--tee=3"]
+    with Run(tmp_path, WORKER, *options) as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running")
+        first[1].kill()
+        second = run.ready(1)
+        run.set_job("completed")
+        first[0].succeed()
+        second.succeed()
+        assert run.wait() == 0
+    for ready, start in ((first[0], 0), (first[1], 0), (second, 1)):
+        text = log(tmp_path, ready.rank, "stdout.log", start).read_text()
+        assert json.loads(text)["pid"] == ready.pid
+
+
+def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) -> None:
+    with Run(tmp_path, WRITER, "--redirects=3") as run:
+        assert run.wait() == 0
+    (said,) = run.words
+    folder = Path(said.removeprefix("the output in files is in "))
+    assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out of 0\n"
+
+
+def test_who_reads_slowly_holds_up_workers_and_not_the_launcher(tmp_path: Path) -> None:
+    # Rank 0 writes much more than anybody reads here, until rank 1's death has been answered.
+    script = WORKER.replace(
+        "while True:",
+        "if env['RANK'] == '0':\n    for _ in range(400): os.write(1, b'y' * 9_999 + b'\\n')\nwhile True:",
+    )
+    with Run(tmp_path, script, "--nproc-per-node=2", "--log-dir=logs", "--run-id=r1") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running")
+        first[1].kill()
+        # Seen not on the console, which is full of rank 0, but in the file of the new process.
+        path = log(tmp_path, 1, "stdout.log", 1)
+        second = json.loads(await_line(path))
+        run.set_job("completed")
+        os.kill(second["pid"], 10)
+        run.until(lambda: run.out.count("y" * 9_999) == 400, "all that rank 0 wrote")
+        first[0].succeed()
+        assert run.wait() == 0
+
+
+def await_line(path: Path) -> str:
+    """The first line of a file that another process is about to write."""
+    tail = subprocess.Popen(
+        ["tail", "--retry", "-n", "+1", "-F", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with tail:
+        assert tail.stdout is not None
+        assert select.select([tail.stdout], [], [], 60)[0]
+        line = tail.stdout.readline()
+        tail.kill()
+    return line
+
+
+def test_nobody_reads_any_more(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=1") as run:
+        worker = run.ready(0)
+        assert run.process.stdout is not None
+        run._selector.unregister(run.process.stdout)
+        run.process.stdout.close()
+        run.set_job("running")
+        worker.succeed()
+        assert run.wait() == 0
+
+
+def test_on_a_terminal_the_prefix_has_a_colour(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WRITER)
+    ours, theirs = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outlast.launch", "run", "script.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    try:
+        assert process.wait(60) == 0
+        text = os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert text == "\x1b[36m[0]\x1b[0m out of 0\r\n\x1b[36m[0]\x1b[0m err of 0\r\n"

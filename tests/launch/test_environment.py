@@ -1,0 +1,93 @@
+"""Workers find what torchrun's workers find, and what outlast adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.runs import Run
+
+PRINTS = """
+import json, os, sys
+print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": dict(os.environ),
+    "argv": sys.argv[1:], "sid": os.getsid(0), "pgid": os.getpgid(0), "name": __name__,
+    "stdin": sys.stdin.read(), "flags": sys.stdout.write_through}), flush=True)
+"""
+OURS = {"OUTLAST_AGENT", "OUTLAST_REPLACEMENT", "OUTLAST_JOB", "OUTLAST_TEST_ID", "TMPDIR"}
+# They differ between any two runs.
+OF_ONE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_as_torchrun_has_it(tmp_path: Path, nproc: int) -> None:
+    (tmp_path / "script.py").write_text(PRINTS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={nproc}", "--max-restarts=2", "--role=trainer", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    theirs = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            said = json.loads(line)
+            theirs[said["rank"]] = said["env"]
+    options = [f"--nproc_per_node={nproc}", "--max_restarts=2", "--role=trainer"]
+    with Run(tmp_path, PRINTS, *options) as run:
+        for rank in range(nproc):
+            ours = run.ready(rank).env
+            assert set(ours) - OURS - set(os.environ) == set(theirs[rank]) - set(os.environ)
+            assert {n for n in theirs[rank] if ours[n] != theirs[rank][n]} <= OF_ONE_RUN | {"_"}
+        assert run.wait() == 0
+
+
+def test_what_outlast_adds(tmp_path: Path) -> None:
+    with Run(tmp_path, PRINTS, "--events-dir=e", args=["--x_y", "-m", "--", "a b"]) as run:
+        ready = run.ready(0)
+        assert run.wait() == 0
+    assert ready.env["OUTLAST_AGENT"] == "1"
+    assert ready.env["OUTLAST_REPLACEMENT"] == "0"
+    assert ready.env["OUTLAST_EVENTS_DIR"] == str(tmp_path / "e")
+    assert "OUTLAST_CHAOS" not in ready.env
+    assert "OMP_NUM_THREADS" not in set(ready.env) - set(os.environ)
+    assert ready.more["argv"] == ["--x_y", "-m", "--", "a b"]
+    assert ready.more["sid"] == ready.more["pgid"] == ready.pid
+    assert ready.more["stdin"] == ""
+    assert ready.more["flags"]
+
+
+def test_what_the_user_has_set_holds(tmp_path: Path) -> None:
+    given = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "RANK": "99"}
+    with Run(tmp_path, PRINTS, "--nproc-per-node=2", env=given) as run:
+        env = run.ready(1).env
+        assert run.wait() == 0
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert env["RANK"] == "1"
+
+
+@pytest.mark.slow
+def test_a_process_group_over_the_launchers_store(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1)\n"
+        "dist.all_reduce(x)\n"
+        "print(int(x), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    with Run(tmp_path, script, "--nproc-per-node=2") as run:
+        assert run.wait() == 0
+    assert sorted(run.out.splitlines()) == ["[0] 2", "[1] 2"]
+
+
+def test_modules_and_programs(tmp_path: Path) -> None:
+    with Run(tmp_path, "", "-m", "platform") as run:  # its argument is the unused script
+        assert run.wait() == 0
+    assert run.out.startswith("[0] Linux")
+    with Run(tmp_path, "", "--no-python", "echo", "hello") as run:
+        assert run.wait() == 0
+    assert run.out == f"[0] hello {run.script}\n"
