@@ -39,7 +39,10 @@ def test_the_traceback_of_the_error_file(tmp_path: Path) -> None:
     cause = run.words[start + 1]
     assert cause.startswith("first cause: rank 1 (pid ")
     assert cause.endswith(f", host {socket.gethostname()}) exited with code 1")
-    assert run.words[start + 2 : start + 4] == ["traceback:", "  Traceback (most recent call last):"]
+    assert run.words[start + 2 : start + 4] == [
+        "traceback:",
+        "  Traceback (most recent call last):",
+    ]
     assert run.words[-1] == "  RuntimeError: the first cause"
 
 

@@ -50,9 +50,7 @@ async def arrivals(link: Link, name: str) -> dict[int, dict[str, Any]]:
     return {record["member"]: record for record in lines(await link.read(f"{name}/arrived"))}
 
 
-async def arrive(
-    link: Link, name: str, member: int, expected: frozenset[int], **said: Any
-) -> None:
+async def arrive(link: Link, name: str, member: int, expected: frozenset[int], **said: Any) -> None:
     """Says that `member` is at the barrier, and completes the barrier if it was the last."""
     record = json.dumps({"member": member, **said}, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)

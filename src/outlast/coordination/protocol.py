@@ -115,7 +115,9 @@ class Job:
 
     async def faults(self, iteration: int) -> list[FaultRecord]:
         """The faults of an iteration, in the order in which they were reported."""
-        return [FaultRecord(**record) for record in lines(await self.link.read(f"fault/{iteration}"))]
+        return [
+            FaultRecord(**record) for record in lines(await self.link.read(f"fault/{iteration}"))
+        ]
 
     async def report_fault(self, fault: FaultRecord) -> None:
         """Records a fault of a member that goes on, and ends the iteration."""
@@ -145,9 +147,7 @@ class Job:
                 await barrier.check(self.link, "goodbye", view.expected)
             at += 1
 
-    async def report_killed(
-        self, rank: int, token: str, member: int, fault: FaultRecord
-    ) -> None:
+    async def report_killed(self, rank: int, token: str, member: int, fault: FaultRecord) -> None:
         """Records that a process ended without a word; its monitor's part.
 
         Args:

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 
 __all__ = ["Launch", "exported", "publish_place", "read_launch", "store_endpoint"]
 
-_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
-          "TORCHELASTIC_RESTART_COUNT")
+_PLACE = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ def read_launch() -> Launch:
         raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     port = _number("MASTER_PORT", 0)
     if world_size > 1 and not port:
-        raise ValueError(f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: where is the store?")
+        raise ValueError(
+            f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: where is the store?"
+        )
     return Launch(
         rank=rank,
         world_size=world_size,
@@ -77,9 +85,7 @@ def exported() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def publish_place(
-    rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]
-) -> None:
+def publish_place(rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]) -> None:
     """Tells the function its place, and where `init_process_group` finds the iteration's store.
 
     torch is told that the store is hosted already, as it is under torchrun: it then makes no

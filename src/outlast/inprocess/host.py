@@ -172,8 +172,10 @@ class RankHost:
         if not guard.seen.is_set():
             page.activity = Activity.WAITING
         outcome = self._judge(value, error, guard.seen.is_set())
-        kind = "interrupted" if isinstance(outcome, Interrupted) else (
-            "raised" if isinstance(outcome, Raised) else "returned"
+        kind = (
+            "interrupted"
+            if isinstance(outcome, Interrupted)
+            else ("raised" if isinstance(outcome, Raised) else "returned")
         )
         self.emitter.emit(LeftFunction(outcome=kind))
         return outcome
@@ -221,7 +223,10 @@ class RankHost:
         if cause is not None:
             log.warning(
                 "restart of iteration %d: rank %d on %s: %s",
-                cause.iteration, cause.rank, cause.host, cause.cause,
+                cause.iteration,
+                cause.rank,
+                cause.host,
+                cause.cause,
             )
 
     @contextmanager
@@ -251,7 +256,10 @@ class RankHost:
 
     def _own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
         record = self._record(
-            self.state.iteration, "EXCEPTION", where + describe(error), _text(error),
+            self.state.iteration,
+            "EXCEPTION",
+            where + describe(error),
+            _text(error),
             is_consequence(error),
         )
         self._emit(record)

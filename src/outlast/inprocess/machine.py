@@ -58,8 +58,17 @@ from outlast.errors import (
     TimeoutError,
 )
 
-__all__ = ["GrowPolicy", "Host", "Interrupted", "Limits", "Machine", "Phase", "Place", "Raised",
-           "Returned"]
+__all__ = [
+    "GrowPolicy",
+    "Host",
+    "Interrupted",
+    "Limits",
+    "Machine",
+    "Phase",
+    "Place",
+    "Raised",
+    "Returned",
+]
 
 
 class Phase(enum.Enum):
@@ -266,8 +275,12 @@ class Machine:
         k, place = self.iteration, self.place
         name = f"start/{k}"
         await barrier.arrive(
-            self.link, name, self.member, self.record.expected,
-            rank=place.rank, world_size=place.world_size,
+            self.link,
+            name,
+            self.member,
+            self.record.expected,
+            rank=place.rank,
+            world_size=place.world_size,
         )
         with self.host.timing("start"):
             await self._pass(name, self.record.expected)
@@ -355,8 +368,10 @@ class Machine:
             return
         discarded = isinstance(error, RankDiscarded)
         cause = None if self.cause is None else self.cause
-        if cause is not None and error.__cause__ is None and isinstance(
-            error, RestartError | RestartAbort
+        if (
+            cause is not None
+            and error.__cause__ is None
+            and isinstance(error, RestartError | RestartAbort)
         ):
             error.__cause__ = RankFault(
                 cause.cause, rank=cause.rank, host=cause.host, remote_traceback=cause.traceback

@@ -39,8 +39,10 @@ class MonitorLoop:
         self.plan, self.page, self.main, self.end = plan, plan.page, main, end
         self.server = server
         self.clock = MonotonicClock()
-        sink = NullSink() if not plan.events_dir else JsonlSink(
-            Path(plan.events_dir) / f"monitor-{os.getpid()}.jsonl"
+        sink = (
+            NullSink()
+            if not plan.events_dir
+            else JsonlSink(Path(plan.events_dir) / f"monitor-{os.getpid()}.jsonl")
         )
         self.emitter = Emitter(sink)
         self.poll = select.poll()
@@ -200,8 +202,10 @@ class MonitorLoop:
 
     def _report_death(self) -> None:
         hard = bool(self.page.killed_hard)
-        cause = self.hard_cause if hard else (
-            f"process {self.main} ended without a word (killed, or crashed)"
+        cause = (
+            self.hard_cause
+            if hard
+            else (f"process {self.main} ended without a word (killed, or crashed)")
         )
         fault = self._fault("HARD_TIMEOUT" if hard else "TERMINATED", cause)
         self._emit_fault(fault)
@@ -240,8 +244,12 @@ class MonitorLoop:
     def _emit_fault(self, fault: FaultRecord) -> None:
         self.emitter.emit(
             Fault(
-                iteration=fault.iteration, member=fault.member, rank=fault.rank, host=fault.host,
-                interruption=fault.interruption, cause=fault.cause,
+                iteration=fault.iteration,
+                member=fault.member,
+                rank=fault.rank,
+                host=fault.host,
+                interruption=fault.interruption,
+                cause=fault.cause,
             )
         )
 

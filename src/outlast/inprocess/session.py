@@ -117,8 +117,12 @@ class _Session:
             stack.callback(self.interrupter.restore)
             abort = self.settings.abort
             host.watcher = Watcher(
-                self._connect(), self.gate, self.interrupter, self.page,
-                lambda: None if abort is None else _run_abort(abort, host), self.emitter,
+                self._connect(),
+                self.gate,
+                self.interrupter,
+                self.page,
+                lambda: None if abort is None else _run_abort(abort, host),
+                self.emitter,
             )
             stack.callback(lambda: host.watcher.close(5.0))
             self._announce(control, "running")
@@ -169,8 +173,14 @@ class _Session:
 
     def _host(self, address: str) -> RankHost:
         return RankHost(
-            self.settings, self.launch, self.page, self.gate, self.interrupter, self.emitter,
-            self.prefix, address,
+            self.settings,
+            self.launch,
+            self.page,
+            self.gate,
+            self.interrupter,
+            self.emitter,
+            self.prefix,
+            address,
         )
 
     def _plan(self, host: RankHost) -> MonitorPlan:
@@ -249,8 +259,13 @@ class _Session:
     def _call_function(self, state: State) -> Any:
         soft = self.settings.soft_timeout
         call = CallWrapper(
-            state, self.page, self.gate, self.interrupter, self.clock,
-            GapEstimator(soft) if isinstance(soft, Adaptive) else None, self.monitor.pid,
+            state,
+            self.page,
+            self.gate,
+            self.interrupter,
+            self.clock,
+            GapEstimator(soft) if isinstance(soft, Adaptive) else None,
+            self.monitor.pid,
         )
         for observer in observers():
             observer.entered(call)
@@ -282,5 +297,3 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-

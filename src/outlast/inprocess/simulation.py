@@ -141,7 +141,9 @@ class _Host:
         self.world.maybe_fail(self, "finalize")
 
     def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
-        return FaultRecord(iteration, self.member, self.preferred_rank, "sim", 0, interruption, cause)
+        return FaultRecord(
+            iteration, self.member, self.preferred_rank, "sim", 0, interruption, cause
+        )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         return self.fault(iteration, "BASE_EXCEPTION", repr(error))

@@ -32,9 +32,7 @@ class Console:
         sys.stderr.flush()
         self._opened: list[int] = []
         self.stdout = Outlet(loop, self._unblocked(out))
-        self.stderr = (
-            self.stdout if _same(out, err) else Outlet(loop, self._unblocked(err))
-        )
+        self.stderr = self.stdout if _same(out, err) else Outlet(loop, self._unblocked(err))
         self._rich = {
             1: RichConsole(file=sys.stdout, highlight=False),
             2: RichConsole(file=sys.stderr, highlight=False),
