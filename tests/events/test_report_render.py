@@ -107,7 +107,7 @@ def test_a_large_job_makes_no_endless_sentences(tmp_path: Path) -> None:
     story.restart(at=1.0, lost=range(20), joiners=["a"] * 20)
     text = " ".join(printed(log(story, tmp_path)).split())
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 31 more failed: xxx" in text
-    assert "rank 7 on a and 12 more." in text
+    assert "rank 7 on a (EXCEPTION) and 12 more." in text
     assert max(len(sentence) for sentence in text.split(". ")) < 900
 
 

@@ -71,7 +71,8 @@ class Job:
 
     async def ask_to_join(self, preferred: int, token: str) -> int:
         """Asks to take part; returns the new member id. By `token` the monitor of this process
-        finds the request, should the process die before it has told its monitor the id."""
+        finds the request, should the process die before it has told its monitor the id.
+        """
         member = self.world_size - 1 + await self.link.add("ids", 1)
         await self.link.append("joins", to_line(Joiner(member, preferred, token)))
         # The n-th addition follows at least n appends: who has read n of them waits for n+1.

@@ -1,5 +1,6 @@
 """What stands in the store: records as lines of JSON, never pickles, so that nothing that comes
-from another host is ever executed."""
+from another host is ever executed.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class Simulation:
         if not waiting:
             raise Deadlock(f"nobody can go on: {self._where()}")
         task = min(waiting, key=lambda t: t.deadline or 0.0)
-        assert task.deadline is not None and task.op is not None
+        assert task.deadline is not None
+        assert task.op is not None
         self.clock.advance(max(0.0, task.deadline - self.clock.now()))
         self.trace.append(f"{self.steps}: {task.name} timed out on {task.op.key}")
         self._resume(task, None, KeyTimeout(task.op.key))

@@ -151,4 +151,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
+    return text if len(text) <= length else text[: length - 1].rstrip(" .") + "…"

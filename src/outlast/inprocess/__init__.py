@@ -18,6 +18,7 @@ from outlast.inprocess import (
 )
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import Compose
+from outlast.inprocess.contract import GrowPolicy
 from outlast.inprocess.exception import (
     HealthCheckError,
     InternalError,
@@ -26,7 +27,6 @@ from outlast.inprocess.exception import (
     RestartError,
     TimeoutError,
 )
-from outlast.inprocess.machine import GrowPolicy
 from outlast.inprocess.progress import Adaptive
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.wrapper import Wrapper

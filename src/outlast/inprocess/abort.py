@@ -35,7 +35,7 @@ log = logging.getLogger("outlast.inprocess")
 class Abort(abc.ABC):
     """Ends in-flight work. Called in another thread than the function's."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - a hook that most do not need
         """Called once, before the first iteration: the time to note what is not to be touched."""
 
     @abc.abstractmethod

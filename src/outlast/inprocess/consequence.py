@@ -45,7 +45,8 @@ def is_consequence(error: BaseException) -> bool:
 
 def let_go(error: BaseException) -> None:
     """Lets go of the local variables that the tracebacks of `error` hold: models, groups,
-    buffers, which the next iteration makes anew."""
+    buffers, which the next iteration makes anew.
+    """
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

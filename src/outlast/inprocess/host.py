@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outlast.clock import MonotonicClock
+from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
@@ -33,11 +33,11 @@ from outlast.events import (
 )
 from outlast.inprocess import abort
 from outlast.inprocess.consequence import describe, is_consequence, let_go
+from outlast.inprocess.contract import Interrupted, Limits, Phase, Place, Raised, Returned
 from outlast.inprocess.environment import Launch, publish_place
 from outlast.inprocess.gate import AtomicGate
 from outlast.inprocess.interrupt import Interrupter
 from outlast.inprocess.iteration_store import IterationStore
-from outlast.inprocess.machine import Interrupted, Limits, Phase, Place, Raised, Returned
 from outlast.inprocess.settings import Settings
 from outlast.inprocess.shared import Activity, SharedPage
 from outlast.inprocess.state import LazyStore, State, Status
@@ -71,7 +71,7 @@ class RankHost:
         self.gate, self.interrupter, self.emitter = gate, interrupter, emitter
         self.prefix = prefix
         self.iteration_store = IterationStore(address)
-        self.clock = MonotonicClock()
+        self.clock: Clock = MonotonicClock()
         self.token = secrets.token_hex(8)
         self.preferred_rank = launch.rank
         self.grow = settings.grow_policy
@@ -152,7 +152,7 @@ class RankHost:
             try:
                 with self._user_code(), self.emitter.span(InitializeDone):
                     self.state = initialize(self.state)
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001 - a fault of this rank, whatever it is
                 self.error = e
                 return self._own_fault(e, "initialize: ")
         self._check_health(None)
@@ -164,7 +164,8 @@ class RankHost:
         self.emitter.emit(Entered())
         page.progress = self.clock.now()
         page.activity = Activity.FUNCTION
-        value, error = None, RankShouldRestart("over before it began")
+        value: Any = None
+        error: BaseException | None = RankShouldRestart("over before it began")
         if not guard.seen.is_set():
             value, error = self.interrupter.run(lambda: self.call_function(self.state))
         # In this order: once `left` is set, the watcher does not touch `activity` any more.
@@ -198,12 +199,11 @@ class RankHost:
         train_ex = None if error is None or is_consequence(error) else error
         if error is not None:
             let_go(error)
-        with self._user_code():
-            with self.emitter.span(FinalizeDone):
-                abort.release()
-                self.iteration_store.close()
-                if self.settings.finalize is not None:
-                    self.state, train_ex = self.settings.finalize(self.state, train_ex)
+        with self._user_code(), self.emitter.span(FinalizeDone):
+            abort.release()
+            self.iteration_store.close()
+            if self.settings.finalize is not None:
+                self.state, train_ex = self.settings.finalize(self.state, train_ex)
         self._check_health(train_ex)
         self.repair()
 

@@ -117,7 +117,8 @@ class Interrupter:
 
     def request(self) -> str:
         """Asks the thread to leave the function; returns how: `signal`, `async`, or `none` if it
-        is not in user code at this moment."""
+        is not in user code at this moment.
+        """
         if not self._inside:
             return "none"
         self._wanted = True
@@ -127,7 +128,7 @@ class Interrupter:
         self._busy = True
         try:
             # Read again: from here on the thread does not leave or enter a shield unseen.
-            if not self._inside or self._shields:
+            if self._shields or not self._still_inside():
                 return "none"
             _set_async_exc(self.ident, RankShouldRestart)
             self.landed += 1
@@ -135,10 +136,13 @@ class Interrupter:
         finally:
             self._busy = False
 
+    def _still_inside(self) -> bool:
+        return self._inside
+
     def where(self) -> str:
         """The place the thread is in, innermost first, as `file:line function`."""
         frame = sys._current_frames().get(self.ident)
-        places = []
+        places: list[str] = []
         while frame is not None and frame.f_code is not _REGION and len(places) < 4:
             places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
@@ -160,7 +164,8 @@ class Interrupter:
 
     def _let_requests_end(self) -> None:
         """Out of the function: takes back a request that has not landed yet. No new one is made,
-        since `_inside` is false; one that lands in these lines is dropped."""
+        since `_inside` is false; one that lands in these lines is dropped.
+        """
         for _ in range(3):
             try:
                 while self._busy:
@@ -174,7 +179,8 @@ class Interrupter:
 
 def _user_region(function: Callable[[], Any]) -> Any:
     """A frame of its own for the user's side of the boundary: `function` may be written in C, and
-    then the innermost Python frame while it runs is this one, not the boundary's."""
+    then the innermost Python frame while it runs is this one, not the boundary's.
+    """
     return function()
 
 

@@ -15,6 +15,7 @@ goodbye or is known to be lost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -86,11 +87,10 @@ class MonitorHandle:
 
     def dismiss(self, timeout: float) -> None:
         """The main process is done. Waits until the monitor has ended, at most `timeout`
-        seconds: a server may have to stay for others."""
-        try:
+        seconds: a server may have to stay for others.
+        """
+        with contextlib.suppress(OSError):  # it has ended already
             self.socket.send(b"B")
-        except OSError:
-            pass  # it has ended already
         poll = select.poll()
         poll.register(self.socket, select.POLLIN | select.POLLHUP)
         ended = bool(poll.poll(timeout * 1000))
@@ -100,10 +100,9 @@ class MonitorHandle:
 
     def reap(self) -> None:
         """Takes the exit status of a monitor that has ended, so that no zombie stays."""
-        try:
+        # Nothing to take where the program ignores SIGCHLD, or reaps all children itself.
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-        except ChildProcessError:
-            pass  # the program ignores SIGCHLD, or reaps all children itself
 
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:

@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import threading
-
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,8 @@ class MonitorLoop:
 
     def _watch_sibling(self) -> None:
         """The next member in the ring must be heard of. Judged by this clock alone: by when this
-        process last saw the count change."""
+        process last saw the count change.
+        """
         iteration = self.page.iteration
         if iteration != self.sibling_iteration:
             self._choose_sibling(iteration, frozenset())
@@ -268,7 +268,8 @@ class MonitorLoop:
 
     def _serve_to_the_end(self) -> None:
         """Until every member has said goodbye. Meanwhile it goes on as the observer of the ring,
-        so that members whose hosts died are not waited for."""
+        so that members whose hosts died are not waited for.
+        """
         readable, writable = os.pipe()
         thread = threading.Thread(target=self._await_goodbyes, args=(writable,), daemon=True)
         thread.start()

@@ -12,7 +12,8 @@ __all__ = ["Observer", "add_observer", "observers", "remove_observer"]
 
 class Observer(Protocol):
     """Called in the function's thread, as part of the function: what it raises is the function's
-    exception, and it may be interrupted."""
+    exception, and it may be interrupted.
+    """
 
     def entered(self, call: CallWrapper) -> None:
         """Just before the function, in every iteration."""

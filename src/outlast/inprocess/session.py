@@ -7,7 +7,6 @@ until then the end of this process is a fault that it reports.
 
 from __future__ import annotations
 
-
 import gc
 import itertools
 import json
@@ -232,7 +231,8 @@ class _Session:
 
     def _repair(self, host: RankHost, control: Connection) -> None:
         """Between two iterations, in the function's thread: a lost monitor process is replaced.
-        It cannot serve the store anew: what was in that is gone."""
+        It cannot serve the store anew: what was in that is gone.
+        """
         if not self.monitor_ended:
             return
         self.watchdog.close()
@@ -246,7 +246,8 @@ class _Session:
 
     def _announce(self, control: Connection, state: str) -> None:
         """Tells a launcher that replacements are of use. Only the state of this very call is
-        changed: another rank may be in the next one already."""
+        changed: another rank may be in the next one already.
+        """
         running = json.dumps({"call": self.number, "state": "running"})
         if state == "running":
             control.put("outlast/job", running.encode())
@@ -288,7 +289,8 @@ def _run_abort(abort: Any, host: RankHost) -> None:
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
     """What is alive now is left out of garbage collections until the end: the one after each
-    iteration is then short, and its time does not grow with the size of the program."""
+    iteration is then short, and its time does not grow with the size of the program.
+    """
     if gc.get_freeze_count():
         yield
         return

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.compose import iter_parts
+from outlast.inprocess.contract import GrowPolicy
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.machine import GrowPolicy
 from outlast.inprocess.progress import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
@@ -132,7 +133,7 @@ class Settings:
             ("progress_watchdog_interval", "soft"),
         )
         for chain in chains:
-            for small, large in zip(chain, chain[1:], strict=False):
+            for small, large in itertools.pairwise(chain):
                 if not getattr(self, small) < getattr(self, large):
                     name = "soft_timeout" if small == "soft" else small
                     other = "soft_timeout" if large == "soft" else large

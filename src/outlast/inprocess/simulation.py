@@ -13,22 +13,23 @@ import random
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from outlast.clock import Clock
 from outlast.coordination.ops import Link, Op, _perform
 from outlast.coordination.protocol import Job
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.records import FaultRecord
 from outlast.coordination.simulation import Simulation, Task
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
-from outlast.inprocess.machine import (
+from outlast.inprocess.contract import (
     GrowPolicy,
     Interrupted,
     Limits,
-    Machine,
     Phase,
     Place,
     Raised,
     Returned,
 )
+from outlast.inprocess.machine import Machine
 
 __all__ = ["Result", "Schedule", "simulate"]
 
@@ -83,11 +84,12 @@ class Result:
 
 class _Host:
     """The rank-local side of a simulated member; its function is an operation that the
-    scheduler ends as it likes."""
+    scheduler ends as it likes.
+    """
 
     def __init__(self, world: _World, name: str, rank: int) -> None:
         self.world, self.name = world, name
-        self.clock = world.sim.clock
+        self.clock: Clock = world.sim.clock
         self.token = name
         self.preferred_rank = rank
         self.grow = world.schedule.grow

@@ -26,17 +26,19 @@ class StoreMixin:
     @classmethod
     def endpoint(cls, **kwargs: Any) -> tuple[str, int] | None:
         """Host and port that the store is reached at, for stores that somebody must serve;
-        `None` for stores without a server. `kwargs` are the wrapper's `store_kwargs`."""
+        `None` for stores without a server. `kwargs` are the wrapper's `store_kwargs`.
+        """
         return None
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
         """Serves the store in this process, for as long as the returned object lives. It has an
-        attribute `port`."""
+        attribute `port`.
+        """
         raise NotImplementedError(f"{cls.__name__} has no server")
 
 
-class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc]
+class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
     """torch's TCP store. Host and port default to MASTER_ADDR and MASTER_PORT."""
 
     def __init__(
@@ -82,7 +84,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc]
         """
         host, port = cls.endpoint(**kwargs) or ("127.0.0.1", 0)
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
+            family, _, _, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             listener = socket.create_server(address[:2], family=family, backlog=4096)
@@ -93,14 +95,14 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc]
         return cls(**options, master_listen_fd=listener.detach())
 
 
-class FileStore(dist.FileStore, StoreMixin):  # type: ignore[misc]
+class FileStore(dist.FileStore, StoreMixin):  # type: ignore[misc,name-defined]
     """torch's store in a file that all ranks share. It polls the file: slower than TCP."""
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         super().__init__(file_name, world_size)
 
 
-class PrefixStore(dist.PrefixStore, StoreMixin):  # type: ignore[misc]
+class PrefixStore(dist.PrefixStore, StoreMixin):  # type: ignore[misc,name-defined]
     """A store that puts `prefix` before every key of another."""
 
     def __init__(self, prefix: str, store: Any) -> None:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from outlast.events import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.contract import GrowPolicy
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.machine import GrowPolicy
 from outlast.inprocess.progress import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
@@ -28,8 +28,12 @@ __all__ = ["Wrapper"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _seconds(seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=seconds)
+_1_S = datetime.timedelta(seconds=1)
+_5_S = datetime.timedelta(seconds=5)
+_30_S = datetime.timedelta(seconds=30)
+_60_S = datetime.timedelta(seconds=60)
+_90_S = datetime.timedelta(seconds=90)
+_120_S = datetime.timedelta(seconds=120)
 
 
 class Wrapper:
@@ -88,16 +92,16 @@ class Wrapper:
         health_check: HealthCheck | None = None,
         rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008
         rank_filter: RankFilter | None = None,
-        monitor_thread_interval: datetime.timedelta = _seconds(1),
-        monitor_process_interval: datetime.timedelta = _seconds(1),
-        progress_watchdog_interval: datetime.timedelta = _seconds(1),
-        soft_timeout: datetime.timedelta | Adaptive = _seconds(60),
-        hard_timeout: datetime.timedelta = _seconds(90),
-        heartbeat_timeout: datetime.timedelta = _seconds(30),
-        barrier_timeout: datetime.timedelta = _seconds(120),
-        completion_timeout: datetime.timedelta = _seconds(120),
-        last_call_wait: datetime.timedelta = _seconds(1),
-        termination_grace_time: datetime.timedelta = _seconds(5),
+        monitor_thread_interval: datetime.timedelta = _1_S,
+        monitor_process_interval: datetime.timedelta = _1_S,
+        progress_watchdog_interval: datetime.timedelta = _1_S,
+        soft_timeout: datetime.timedelta | Adaptive = _60_S,
+        hard_timeout: datetime.timedelta = _90_S,
+        heartbeat_timeout: datetime.timedelta = _30_S,
+        barrier_timeout: datetime.timedelta = _120_S,
+        completion_timeout: datetime.timedelta = _120_S,
+        last_call_wait: datetime.timedelta = _1_S,
+        termination_grace_time: datetime.timedelta = _5_S,
         monitor_process_logfile: str | None = None,
         enabled: bool = True,
         grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,

@@ -23,6 +23,7 @@ def parse_std(text: str, nproc: int) -> dict[int, Std]:
     Raises:
         ValueError: if `text` is neither, or names a local rank that there is not.
     """
+    text = text.removeprefix("=")  # argparse takes `-r=3`, and so torchrun does
     if ":" not in text:
         return dict.fromkeys(range(nproc), _std(text, text))
     chosen = dict.fromkeys(range(nproc), Std.NONE)
