@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -41,6 +41,32 @@ LINGER_S = 15.0
 Line = dict[str, Any]
 
 _given_ports: set[int] = set()
+
+
+class Process(Protocol):
+    """What a job needs of a process that it has started; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def spawn(command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> Process:
+    """Starts a process in a session of its own, with its output in two files."""
+    with out.open("wb") as out_file, err.open("wb") as err_file:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out_file,
+            stderr=err_file,
+            start_new_session=True,
+        )
 
 
 def free_port() -> int:
@@ -72,7 +98,9 @@ class Job:
         nprocs: int = 4,
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
+        spawn: Callable[[Sequence[str], Mapping[str, str], Path, Path], Process] = spawn,
     ) -> None:
+        self._spawn = spawn
         self.id = uuid.uuid4().hex
         self.nprocs = nprocs
         self.port = free_port()
@@ -80,7 +108,7 @@ class Job:
         self._folder.mkdir(parents=True)
         self._command = [sys.executable, str(script), *args]
         self._env = dict(env or {})
-        self._started: dict[int, list[subprocess.Popen[bytes]]] = {}
+        self._started: dict[int, list[Process]] = {}
 
     def __enter__(self) -> Job:
         return self
@@ -102,22 +130,16 @@ class Job:
 
     # ------------------------------------------------------------------ starting and ending
 
-    def start(self, rank: int, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, rank: int, env: Mapping[str, str] | None = None) -> Process:
         """Start `rank`, or start it anew after its process has ended."""
         attempts = self._started.setdefault(rank, [])
         assert not attempts or attempts[-1].poll() is not None, f"rank {rank} is still running"
-        with (
-            self._file(rank, len(attempts), "out").open("wb") as out,
-            self._file(rank, len(attempts), "err").open("wb") as err,
-        ):
-            process = subprocess.Popen(
-                self._command,
-                env=self._environment(rank) | dict(env or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+        process = self._spawn(
+            self._command,
+            self._environment(rank) | dict(env or {}),
+            self._file(rank, len(attempts), "out"),
+            self._file(rank, len(attempts), "err"),
+        )
         attempts.append(process)
         return process
 
@@ -214,7 +236,7 @@ class Job:
     def _file(self, rank: int, attempt: int, kind: str) -> Path:
         return self._folder / f"rank{rank}.{attempt}.{kind}"
 
-    def _latest(self, rank: int) -> subprocess.Popen[bytes]:
+    def _latest(self, rank: int) -> Process:
         return self._started[rank][-1]
 
     def _read(self, rank: int, kind: str) -> str:
@@ -270,7 +292,7 @@ class Job:
         return found
 
 
-def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+def _ended(process: Process, deadline: float) -> bool:
     """Wait for a process's end by its pidfd: at once when it comes, and not past `deadline`."""
     if process.poll() is not None:
         return True

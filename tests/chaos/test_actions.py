@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,9 +16,10 @@ from outlast.chaos.memory import HEADROOM_BYTES
 from outlast.errors import ChaosError
 from procs import NET_S, Job
 
-# SIGUSR1 shows all stacks without the GIL; the handler of SIGUSR2 needs it.
+# SIGUSR1 shows all stacks without the GIL; the handler of SIGUSR2 needs it, in the main thread,
+# and so does the thread that listens at the pipe, once it has read.
 VICTIM = """
-import faulthandler, json, resource, signal, subprocess, sys, traceback
+import faulthandler, json, os, resource, signal, subprocess, sys, threading
 from outlast import chaos
 
 def say(event, **more):
@@ -24,6 +27,12 @@ def say(event, **more):
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 signal.signal(signal.SIGUSR2, lambda *_: say("handled"))
+def listen():
+    pipe = os.open(os.environ["PIPE"], os.O_RDWR)
+    while os.read(pipe, 1):
+        say("heard")
+
+threading.Thread(target=listen, daemon=True).start()
 kind, *options = sys.argv[1:]
 if "handle" in options:
     signal.signal(signal.SIGTERM, lambda *_: say("terminated"))
@@ -57,10 +66,20 @@ print(json.dumps({"event": "after"}), flush=True)
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Path:
+def victim(tmp_path: Path, pipe: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "victim.py"
     path.write_text(VICTIM)
+    monkeypatch.setenv("PIPE", str(tmp_path / "pipe"))
     return path
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR)
+    yield descriptor
+    os.close(descriptor)
 
 
 def events(job: Job, rank: int = 0) -> list[object]:
@@ -139,22 +158,27 @@ def test_memory_runs_out_and_comes_back(tmp_path: Path, victim: Path) -> None:
         assert events(job) == ["before", "refused", "after"]
 
 
-def test_a_hang_with_the_gil_released_lets_handlers_run(tmp_path: Path, victim: Path) -> None:
+def test_a_hang_with_the_gil_released_lets_all_else_run(
+    tmp_path: Path, victim: Path, pipe: int
+) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["hang"]) as job:
         job.start_all()
         job.wait_for_line(0, lambda line: line["event"] == "before")
         wait_for_stack(job, 0, "_hang", "fire")
         job.send(0, signal.SIGUSR2)
         job.wait_for_line(0, lambda line: line["event"] == "handled")
+        os.write(pipe, b"!")
+        job.wait_for_line(0, lambda line: line["event"] == "heard")
         wait_for_stack(job, 0, "_hang", "fire")  # and hangs on
         job.kill(0)
 
 
-def test_a_hang_with_the_gil_held_lets_nothing_run(tmp_path: Path, victim: Path) -> None:
+def test_a_hang_with_the_gil_held_lets_nothing_run(tmp_path: Path, victim: Path, pipe: int) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["hang_gil", "handle"]) as job:
         job.start_all()
         job.wait_for_line(0, lambda line: line["event"] == "before")
         wait_for_stack(job, 0, "_hang_gil", "fire")
+        os.write(pipe, b"!")
         for number in (signal.SIGUSR2, signal.SIGTERM):
             job.send(0, number)
             wait_for_stack(job, 0, "_hang_gil", "fire")

@@ -185,6 +185,17 @@ def test_an_entry_is_no_step_for_chance() -> None:
     assert bench.done == ["abort"]
 
 
+def test_pings_are_no_steps_for_chance_once_the_script_counts_its_own() -> None:
+    random = RandomFaults(seed=7, rate_per_step=1.0, kinds=(Kind.ABORT,), max_faults=9)
+    bench = Bench(Plan(random=random))
+    bench.injector.step(50)
+    assert bench.done == ["abort"]
+    again = Call(iteration=1)
+    bench.injector.entered(again)
+    bench.injector.pinged(again, 1)
+    assert bench.done == ["abort"]
+
+
 def test_an_interrupt_before_the_act_gives_the_fault_back() -> None:
     class Interrupted(MemoryFired):
         def claim(self, key: str, record: dict[str, Any]) -> bool:

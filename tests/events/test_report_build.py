@@ -167,6 +167,18 @@ def test_a_host_that_had_seen_the_end_did_not_begin_it() -> None:
     assert restart.cause.message == "the first"
 
 
+def test_an_echo_on_another_host_is_not_the_first_cause() -> None:
+    story = Story(hosts=["a", "b", "a"])
+    story.begin(at=0.0)
+    story.fault(0, at=4.75, cause="connection closed by peer", consequence=True)
+    story.death(1, at=5.0)
+    story.restart(at=5.0, lost=[1])
+    (restart,) = build(story.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.rank == 1
+    assert [other.rank for other in restart.others] == [0]
+
+
 def test_without_a_survivor_on_its_host_the_total_begins_where_it_was_seen() -> None:
     story = Story(hosts=["a", "b", "b"])
     story.begin(at=0.0)

@@ -51,18 +51,20 @@ def test_what_takes_too_long_is_named_and_left_to_itself() -> None:
     release, ended = threading.Event(), threading.Event()
 
     def never_ends() -> None:
-        release.wait()
+        release.wait(60)
         ended.set()
 
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"rank 2: .*never_ends .*timeout=0\.2 s") as e:
-        ThreadedFinalize(timedelta(seconds=0.2), never_ends)(STATE)
-    assert 0.2 <= time.monotonic() - start < 30
-    assert isinstance(e.value, RestartError)
-    assert isinstance(e.value, builtins.TimeoutError)
-    (thread,) = (t for t in threading.enumerate() if t.name == "outlast-run-within")
-    assert thread.daemon
-    release.set()
+    try:
+        with pytest.raises(TimeoutError, match=r"rank 2: .*never_ends .*timeout=0\.2 s") as e:
+            ThreadedFinalize(timedelta(seconds=0.2), never_ends)(STATE)
+        assert 0.2 <= time.monotonic() - start < 30
+        assert isinstance(e.value, RestartError)
+        assert isinstance(e.value, builtins.TimeoutError)
+        (thread,) = (t for t in threading.enumerate() if t.name == "outlast-run-within")
+        assert thread.daemon
+    finally:
+        release.set()
     assert ended.wait(30)
 
 

@@ -43,7 +43,7 @@ class Gpus:
 
     def synchronize(self, device: int) -> None:
         if self.blocked:
-            self.blocked.wait()
+            self.blocked.wait(60)
         if len(self.synchronized) == self.broken_at:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.synchronized.append((device, threading.current_thread().name))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
+from procs import NET_S
 
 WRITER = """
 import os, sys
@@ -125,17 +126,17 @@ def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) ->
 
 def test_who_reads_slowly_holds_up_workers_and_not_the_launcher(tmp_path: Path) -> None:
     # Rank 0 writes much more than anybody reads here, until rank 1's death has been answered.
-    script = WORKER.replace(
-        "while True:",
-        "if env['RANK'] == '0':\n    for _ in range(400): os.write(1, b'y' * 9_999 + b'\\n')\nwhile True:",
-    )
+    flood = """if env["RANK"] == "0":
+    for _ in range(400): os.write(1, b"y" * 9_999 + b"\\n")
+"""
+    script = WORKER.replace("while True:", flood + "while True:")
     with Run(tmp_path, script, "--nproc-per-node=2", "--log-dir=logs", "--run-id=r1") as run:
         first = [run.ready(rank) for rank in range(2)]
         run.set_job("running")
         first[1].kill()
         # Seen not on the console, which is full of rank 0, but in the file of the new process.
         path = log(tmp_path, 1, "stdout.log", 1)
-        second = json.loads(await_line(path))
+        second = json.loads(first_write(path))
         run.set_job("completed")
         os.kill(second["pid"], 10)
         run.until(lambda: run.out.count("y" * 9_999) == 400, "all that rank 0 wrote")
@@ -143,20 +144,18 @@ def test_who_reads_slowly_holds_up_workers_and_not_the_launcher(tmp_path: Path) 
         assert run.wait() == 0
 
 
-def await_line(path: Path) -> str:
-    """The first line of a file that another process is about to write."""
-    tail = subprocess.Popen(
-        ["tail", "--retry", "-n", "+1", "-F", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with tail:
+def first_write(path: Path) -> str:
+    """What another process writes first to a file that need not be there yet.
+
+    Not a line: Python writes its end apart, and in this test that stays unread.
+    """
+    command = ["tail", "--retry", "-n", "+1", "-F", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
         assert tail.stdout is not None
-        assert select.select([tail.stdout], [], [], 60)[0]
-        line = tail.stdout.readline()
+        assert select.select([tail.stdout], [], [], NET_S)[0]
+        data = os.read(tail.stdout.fileno(), 65536)
         tail.kill()
-    return line
+    return data.decode()
 
 
 def test_nobody_reads_any_more(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -54,9 +55,10 @@ def test_what_follows_the_script_is_the_scripts() -> None:
 
 def test_a_torchrun_command_line() -> None:
     options = parsed(
-        *"--nnodes=1:1 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 "
-        "--rdzv_id=run7 --monitor_interval=5 --start_method=fork --standalone --node_rank=0 "
-        "--local_addr=localhost --role=trainer -t 3 s.py".split()
+        *("--nnodes=1:1", "--node_rank=0", "--nproc_per_node=8", "--standalone"),
+        *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:29400", "--rdzv_id=run7"),
+        *("--monitor_interval=5", "--start_method=fork", "--local_addr=localhost"),
+        *("--role=trainer", "-t", "3", "s.py"),
     )
     made = job_from_options(dataclasses.replace(options, script=__file__))
     assert (made.nproc, made.run_id, made.role) == (8, "run7", "trainer")
@@ -126,8 +128,6 @@ def test_bad_command_lines_end_with_2(words: list[str]) -> None:
 
 
 def test_nproc_by_devices() -> None:
-    import os
-
     assert job(nproc_per_node="cpu").nproc == len(os.sched_getaffinity(0))
     assert job(nproc_per_node="auto").nproc >= 1
 

@@ -75,9 +75,15 @@ class Job:
         """
         member = self.world_size - 1 + await self.link.add("ids", 1)
         await self.link.append("joins", to_line(Joiner(member, preferred, token)))
-        # The n-th addition follows at least n appends: who has read n of them waits for n+1.
-        await self.link.put(f"joined/{await self.link.add('joined', 1)}", b"1")
+        await self.wake_holders()
         return member
+
+    async def wake_holders(self) -> None:
+        """Wakes those that hold a restart for replacements: one has asked, or somebody has
+        decided. A holder reads `joined`, then looks, then waits for the next number; what it did
+        not see was said after its look, and so under that number or a later one.
+        """
+        await self.link.put(f"joined/{await self.link.add('joined', 1)}", b"1")
 
     async def joiners(self) -> list[Joiner]:
         """Everyone that ever asked to join, in that order."""

@@ -17,9 +17,11 @@ from typing import Any
 from outlast.clock import FakeClock
 from outlast.coordination.memory import MemoryStore
 from outlast.coordination.ops import Op, perform_on
-from outlast.coordination.store import KeyTimeout
+from outlast.coordination.store import KeyTimeout, Store
 
 __all__ = ["Deadlock", "Simulation", "Task"]
+
+_STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 
 
 class Deadlock(AssertionError):
@@ -54,7 +56,7 @@ class Task:
 
 
 class Simulation:
-    """A seeded scheduler.
+    """A seeded scheduler. `trace` says what happened, `timeouts` which waits were over in vain.
 
     Args:
         seed: decides everything.
@@ -68,6 +70,7 @@ class Simulation:
         self.store = MemoryStore()
         self.tasks: list[Task] = []
         self.trace: list[str] = []
+        self.timeouts: list[tuple[Task, str]] = []
         self.steps = 0
         self._choose = choose
         self._perform = perform_on(self.store)
@@ -75,9 +78,13 @@ class Simulation:
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, Any], **options: Any) -> Task:
         """Adds a task, and runs it up to its first operation."""
         task = Task(name, coroutine, **options)
+        self.add(task)
+        return task
+
+    def add(self, task: Task) -> None:
+        """Adds a task that was made before, and runs it up to its first operation."""
         self.tasks.append(task)
         self._resume(task, None, None)
-        return task
 
     def kill(self, task: Task) -> None:
         """Stops a task between two operations, for good. It is not told."""
@@ -102,34 +109,34 @@ class Simulation:
                 self._step()
 
     def _step(self) -> None:
-        ready: list[tuple[Task, Callable[[], Any]]] = []
+        ready: list[Task] = []
+        chances: list[float] = []
+        performers: dict[Task, Callable[[], Any]] = {}
         for task in self.tasks:
-            perform = self._ready(task)
-            if perform is not None:
-                ready.append((task, perform))
+            op = task.op
+            assert op is not None
+            if op.name == "wait_for":
+                if op.key not in self.store.table:
+                    continue
+            elif op.name not in _STORE_OPS:
+                perform = self._choose(task, op)
+                if perform is None:
+                    continue
+                performers[task] = perform
+            ready.append(task)
+            chances.append(1.0 / task.slow)
         if not ready:
             self._let_time_pass()
             return
-        weights = [1.0 / task.slow for task, _ in ready]
-        task, perform = self.random.choices(ready, weights)[0]
+        [task] = self.random.choices(ready, chances)
         assert task.op is not None
         self.trace.append(f"{self.steps}: {task.name} {task.op.name} {task.op.key}")
         try:
-            result, error = perform(), None
+            result = performers[task]() if task in performers else self._perform(task.op)
+            error = None
         except Exception as e:  # noqa: BLE001 - handed to the task
             result, error = None, e
         self._resume(task, result, error)
-
-    def _ready(self, task: Task) -> Callable[[], Any] | None:
-        op = task.op
-        assert op is not None
-        if op.name == "wait_for":
-            if op.key in self.store.table:
-                return lambda: self.store.wait_for(op.key, 0)
-            return None
-        if hasattr(self.store, op.name):
-            return lambda: self._perform(op)
-        return self._choose(task, op)
 
     def _let_time_pass(self) -> None:
         waiting = [t for t in self.tasks if t.deadline is not None]
@@ -139,6 +146,7 @@ class Simulation:
         assert task.deadline is not None
         assert task.op is not None
         self.clock.advance(max(0.0, task.deadline - self.clock.now()))
+        self.timeouts.append((task, task.op.key))
         self.trace.append(f"{self.steps}: {task.name} timed out on {task.op.key}")
         self._resume(task, None, KeyTimeout(task.op.key))
 

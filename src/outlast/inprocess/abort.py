@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from outlast.inprocess import gloo
 from outlast.inprocess.environment import store_endpoint
+from outlast.inprocess.gloo_waits import ForgottenWaits
 from outlast.inprocess.state import State
 
 __all__ = ["Abort", "AbortTorchDistributed", "release"]
@@ -42,12 +43,16 @@ class Abort(abc.ABC):
     def __call__(self, state: State) -> State:
         """Ends in-flight work; the function's thread gets an exception or goes on."""
 
+    def again(self, state: State) -> None:  # noqa: B027 - a hook that most do not need
+        """Called while the function has not been left: the time to end work that began later."""
+
 
 class AbortTorchDistributed(Abort):
     """Ends the collectives of every process group that `torch.distributed` knows of."""
 
     def __init__(self) -> None:
         self._foreign: frozenset[int] = frozenset()
+        self._forgotten = ForgottenWaits()
 
     def prepare(self) -> None:
         self._foreign = frozenset(gloo.socket_inodes().values())
@@ -59,13 +64,20 @@ class AbortTorchDistributed(Abort):
         ]
         for thread in threads:
             thread.start()
+        self._forgotten = ForgottenWaits()
+        self.again(state)
+        for thread in threads:
+            thread.join()
+        return state
+
+    def again(self, state: State) -> None:
+        """Shuts down what is connected by now: a group may have come up since the abort."""
         for descriptor, inode in gloo.pair_sockets().items():
             if inode not in self._foreign:
                 gloo.shut_down(descriptor, inode)
         self._leave_store()
-        for thread in threads:
-            thread.join()
-        return state
+        if self._forgotten.wake():
+            log.warning("gloo left a thread waiting without a connection; it was woken")
 
     def _leave_store(self) -> None:
         endpoint = store_endpoint()
@@ -80,15 +92,17 @@ def release() -> None:
     """Gives back what the groups hold: descriptors, threads, the default group's name.
 
     Called in the function's thread after it has left the function, so that nothing is destroyed
-    under its hands. Reference cycles (a DDP module has some) keep groups alive, hence the
-    collection; the wrapper has frozen what was there before, so it is short.
+    under its hands. Reference counts free nearly all of it. A cycle in user code may keep a group
+    or memory of the GPU alive, and the next iteration needs both; only then the garbage is
+    collected, which takes a tenth of a second once the function has imported much.
     """
     if dist.is_available() and dist.is_initialized():
         try:
             dist.destroy_process_group()
         except Exception:
             log.exception("a process group could not be destroyed; the restart goes on")
-    gc.collect()
+    if torch.cuda.is_initialized() or gloo.pair_sockets():
+        gc.collect()
 
 
 def _nccl_backends() -> list[Any]:

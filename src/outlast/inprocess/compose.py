@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = ["Compose", "iter_parts"]
 
@@ -56,8 +56,11 @@ class Compose:
         object.__setattr__(composed, "_parts", parts)
         return composed  # type: ignore[no-any-return]
 
-    def __init__(self, *parts: Callable[..., Any]) -> None:
-        """Keeps the `__init__` of the base from being called: the parts have had theirs."""
+    # Out of sight of type checkers, which would take its result for that of the call.
+    if not TYPE_CHECKING:
+
+        def __init__(self, *parts: Callable[..., Any]) -> None:
+            """Keeps the `__init__` of the base from being called: the parts have had theirs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the rightmost part with the arguments, and so on to the left."""

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["pair_sockets", "shut_down", "socket_inodes"]
+__all__ = ["pair_sockets", "shut_down", "socket_inodes", "type_name"]
 
 _EVENT = re.compile(rb"^tfd:\s+(\d+) events:\s+[0-9a-f]+ data:\s+([0-9a-f]+)", re.MULTILINE)
 _FDS = Path("/proc/self/fd")
@@ -47,7 +47,7 @@ def pair_sockets() -> dict[int, int]:
                     continue  # a descriptor, not a pointer
                 if memory < 0:
                     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
-                name = _type_name(memory, address)
+                name = type_name(memory, address)
                 if name.startswith(b"N4gloo9transport3tcp") and b"Pair" in name:
                     inode = _inode(int(descriptor))
                     if inode is not None:
@@ -101,7 +101,13 @@ def _inode(descriptor: int) -> int | None:
     return int(target[8:-1]) if target.startswith("socket:[") else None
 
 
-def _type_name(memory: int, address: int) -> bytes:
+def type_name(memory: int, address: int) -> bytes:
+    """The run-time type name of the C++ object at `address`; empty if there is none.
+
+    Args:
+        memory: `/proc/self/mem`, open.
+        address: may be anything.
+    """
     try:
         vtable = _word(memory, address)
         type_info = _word(memory, vtable - 8)

@@ -20,6 +20,7 @@ from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
+    Admitted,
     Assigned,
     BarrierPassed,
     Emitter,
@@ -116,6 +117,7 @@ class RankHost:
         )
         if self.joining:
             state.initial_rank, self.joining = state.rank, False
+            self.emitter.emit(Admitted(rank=state.rank))
         self.state = state
         self.page.rank = state.rank
         self.emitter.place(rank=state.rank)
@@ -220,7 +222,9 @@ class RankHost:
         return record
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        if cause is not None:
+        if cause is None:
+            log.info("restart of iteration %d: the job changes its size", self.state.iteration)
+        else:
             log.warning(
                 "restart of iteration %d: rank %d on %s: %s",
                 cause.iteration,

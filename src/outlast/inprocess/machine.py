@@ -211,14 +211,17 @@ class Machine:
     async def _decide(self) -> Phase:
         k = self.iteration
         faults = await self.job.faults(k)
-        self.cause = first_cause(faults) or self.cause
-        self.host.restarting(self.cause, faults)
+        cause = first_cause(faults)
+        self.cause = cause or self.cause
+        self.host.restarting(cause, faults)
         ender = await self.job.end_of_job()
         if ender is not None:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         if self.host.limits.await_size:
             await self._await_replacements()
         self.record = await self.job.propose(k + 1, grow=self.host.grow is not GrowPolicy.NEVER)
+        if self.host.limits.await_size:
+            await self.job.wake_holders()
         self.iteration = k + 1
         if self.member in self.record.expected:
             return Phase.ASSIGN
@@ -309,6 +312,7 @@ class Machine:
         deadline = now() + limits.await_seconds
         roster, _ = await self.job.roster(self.iteration)
         while True:
+            seen = int(await self.link.read("joined") or b"0")
             gone = await barrier.lost_members(self.link)
             joins = await self.job.joiners()
             present = (set(roster.values()) | {j.member for j in joins}) - gone
@@ -316,7 +320,7 @@ class Machine:
             if decided or len(present) >= limits.await_size or now() >= deadline:
                 return
             try:
-                await self.link.wait_for(f"joined/{len(joins) + 1}", deadline - now())
+                await self.link.wait_for(f"joined/{seen + 1}", deadline - now())
             except KeyTimeout:
                 return
 

@@ -67,7 +67,11 @@ class MonitorLoop:
             if self.pidfd in ready:
                 self.main_alive = False
             elif self.end.fileno() in ready:
-                dismissed = True
+                # Without a word: the main process ends, and its descriptors are closed before
+                # its pidfd tells so.
+                dismissed = bool(self.end.recv(1))
+                if not dismissed:
+                    self.poll.unregister(self.end)
             else:
                 self._check_progress()
                 self._beat()

@@ -23,7 +23,9 @@ from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.errors import StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, MonitorRestarted, NullSink, Sink
+from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.connection import Connection, connect
 from outlast.inprocess.environment import exported, read_launch
 from outlast.inprocess.gate import AtomicGate
@@ -99,6 +101,7 @@ class _Session:
         self.watchdog: Watchdog
         self.monitor_ended = False
         self.completed = False
+        self.froze = False
 
     def run(self) -> Any:
         with ExitStack() as stack:
@@ -111,7 +114,7 @@ class _Session:
             stack.callback(host.iteration_store.close)
             self.endpoint = self.monitor.endpoint
             control = self._connect()
-            stack.enter_context(_frozen_heap())
+            stack.enter_context(_frozen_heap(self))
             self.interrupter.install()
             stack.callback(self.interrupter.restore)
             abort = self.settings.abort
@@ -120,7 +123,7 @@ class _Session:
                 self.gate,
                 self.interrupter,
                 self.page,
-                lambda: None if abort is None else _run_abort(abort, host),
+                lambda again: _run_abort(abort, host, again),
                 self.emitter,
             )
             stack.callback(lambda: host.watcher.close(5.0))
@@ -130,7 +133,9 @@ class _Session:
             host.repair = lambda: self._repair(host, control)
             host.call_function = self._call_function
             if abort is not None:
-                abort.prepare()
+                for part in iter_parts(abort):
+                    if isinstance(part, Abort):
+                        part.prepare()
             return self._drive(host, control)
 
     def _drive(self, host: RankHost, control: Connection) -> Any:
@@ -268,6 +273,8 @@ class _Session:
             GapEstimator(soft) if isinstance(soft, Adaptive) else None,
             self.monitor.pid,
         )
+        if self.froze:
+            gc.freeze()  # with what the iterations before have imported
         for observer in observers():
             observer.entered(call)
         return self.function(call)
@@ -282,20 +289,25 @@ class _Session:
         self.monitor.dismiss(patience)
 
 
-def _run_abort(abort: Any, host: RankHost) -> None:
-    abort(host.state.copy())
+def _run_abort(abort: Abort | None, host: RankHost, again: bool) -> None:
+    if abort is None:
+        return
+    for part in iter_parts(abort) if again else (abort,):
+        if again and isinstance(part, Abort):
+            part.again(host.state.copy())
+        elif not again:
+            part(host.state.copy())
 
 
 @contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """What is alive now is left out of garbage collections until the end: the one after each
-    iteration is then short, and its time does not grow with the size of the program.
+def _frozen_heap(session: _Session) -> Iterator[None]:
+    """What is alive before the function is entered is left out of garbage collections until the
+    end of the call: one after an iteration is then short, and its time does not grow with the
+    size of the program. Not where the program has frozen its heap itself.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    session.froze = not gc.get_freeze_count()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if session.froze:
+            gc.unfreeze()

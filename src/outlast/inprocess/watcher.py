@@ -73,7 +73,8 @@ class Watcher:
     Args:
         connection: only this thread uses it.
         gate, interrupter, page: of the function's thread.
-        abort: ends in-flight work.
+        abort: ends in-flight work; called with `True` again and again while the function is not
+            left, since work may have begun after the first time.
         emitter: takes the events.
         retry: pause before an interrupt is repeated, in seconds.
     """
@@ -84,7 +85,7 @@ class Watcher:
         gate: AtomicGate,
         interrupter: Interrupter,
         page: SharedPage,
-        abort: Callable[[], None],
+        abort: Callable[[bool], None],
         emitter: Emitter,
         retry: float = 0.02,
     ) -> None:
@@ -146,7 +147,9 @@ class Watcher:
         except StoreError as e:
             outcome = e
         if outcome != COMPLETED:
-            self._end_iteration(guard, repr(outcome))
+            self._end_iteration(
+                guard, str(outcome) if isinstance(outcome, StoreError) else outcome.decode()
+            )
         if isinstance(outcome, StoreError):
             guard.how.set_exception(outcome)
         else:
@@ -160,7 +163,7 @@ class Watcher:
         self._page.activity = Activity.LEAVING
         start, error = self._emitter.clock.now(), ""
         try:
-            self._abort()
+            self._abort(False)
         except Exception as e:
             log.exception("abort raised an exception; the restart goes on")
             error = repr(e)
@@ -178,6 +181,10 @@ class Watcher:
                 told = how
             if guard.left.wait(pause):
                 return
+            try:
+                self._abort(True)
+            except Exception:
+                log.exception("abort raised an exception; the restart goes on")
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed
                 where = self._interrupter.where()

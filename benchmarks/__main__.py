@@ -1,0 +1,53 @@
+"""`python -m benchmarks [NAME ...] [--quick] [--write-docs]`: measures, prints, and keeps results.
+
+Results go to build/benchmarks.json, each benchmark's with the machine and the versions that it was
+measured with. `--write-docs` fills docs/benchmarks.md in from that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.machine import describe
+from benchmarks.pages import write_docs
+from benchmarks.sheets import show
+
+NAMES = ("restart", "hang", "overhead", "scale", "soak")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", nargs="*", metavar="NAME", help="which; all by default")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: does it work?")
+    parser.add_argument("--write-docs", action="store_true", help="fill in docs/benchmarks.md")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
+    options = parser.parse_args()
+    names = options.name or ([] if options.write_docs else NAMES)
+    console = Console(width=None if Console().is_terminal else 140)
+    for name in names:
+        module = importlib.import_module(f"benchmarks.{name}")
+        data = module.run(options.quick)
+        _keep(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
+        for sheet in module.sheets(data):
+            show(console, sheet)
+    if options.write_docs:
+        write_docs(Path("docs/benchmarks.md"), json.loads(options.out.read_text()))
+        console.print("docs/benchmarks.md is written")
+
+
+def _keep(path: Path, name: str, result: dict[str, Any]) -> None:
+    """Adds a result to the file; those of other benchmarks stay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[name] = result
+    path.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Rank processes, forked from this one, where torch is imported already; none is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+__all__ = ["FOLDER", "Crew", "free_port"]
+
+FOLDER = Path("build/benchmarks")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def free_port() -> int:
+    """A free port below the range that outgoing connections take theirs from."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
+
+
+class Crew:
+    """The processes of one job.
+
+    Args:
+        name: of its folder, for what the ranks print and for events.
+        size: how many ranks.
+        env: for all of them.
+    """
+
+    def __init__(self, name: str, size: int, env: Mapping[str, str] | None = None) -> None:
+        self.size = size
+        self.port = free_port()
+        self.folder = (FOLDER / name).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("*"):
+            old.unlink()
+        self.env = dict(env or {})
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}
+
+    def __enter__(self) -> Crew:
+        # Orphans, such as monitors of killed ranks, become children of this process: found, reaped.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+        while children := psutil.Process().children(recursive=True):
+            for child in children:
+                try:
+                    child.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            self._reap()
+
+    def start(
+        self, slot: int, target: Callable[[], None], env: Mapping[str, str] | None = None
+    ) -> None:
+        """Forks a rank that calls `target`. Negative slots are helpers, no ranks."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._child(slot, target, {} if env is None else env)
+        self.pids[slot] = pid
+        self.codes.pop(slot, None)
+        self._pidfds[slot] = os.pidfd_open(pid)
+
+    def ended(self, timeout: float) -> list[int]:
+        """Slots whose processes have ended meanwhile; waits at most `timeout` s for one."""
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(timeout * 1000)}
+        slots = [slot for slot, pidfd in self._pidfds.items() if pidfd in ready]
+        for slot in slots:
+            os.close(self._pidfds.pop(slot))
+            self.codes[slot] = os.waitstatus_to_exitcode(os.waitpid(self.pids[slot], 0)[1])
+        return slots
+
+    def wait_all(self, timeout: float) -> None:
+        """Waits for the end of every rank.
+
+        Raises:
+            RuntimeError: if one fails, or `timeout` s are over.
+        """
+        deadline = time.monotonic() + timeout
+        while any(slot >= 0 for slot in self._pidfds):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the ranks did not end within {timeout} s\n{self.words()}")
+            self.ended(1.0)
+            self.check()
+
+    def check(self, allowed: tuple[int, ...] = (0,)) -> None:
+        """Raises `RuntimeError` if a rank has ended with another exit code."""
+        bad = {slot: code for slot, code in self.codes.items() if code not in allowed}
+        if bad:
+            raise RuntimeError(f"exit codes by slot: {bad}\n{self.words()}")
+
+    def words(self) -> str:
+        """The last that every rank has printed."""
+        files = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1000:]}" for f in files)
+
+    def _child(self, slot: int, target: Callable[[], None], env: Mapping[str, str]) -> None:
+        code = 1
+        try:
+            os.setsid()
+            log = os.open(
+                self.folder / f"slot{slot}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+            )
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.environ.update(
+                RANK=str(max(slot, 0)),
+                LOCAL_RANK=str(max(slot, 0)),
+                WORLD_SIZE=str(self.size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(self.port),
+            )
+            os.environ.update({**self.env, **env})
+            torch.set_num_threads(1)
+            target()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the last frame of this process
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)

@@ -1,0 +1,39 @@
+"""What a figure was measured on: the processor, memory, and versions of what took part."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+__all__ = ["describe"]
+
+_PACKAGES = ("outlast", "torch", "nvidia-resiliency-ext")
+
+
+def describe() -> dict[str, str]:
+    """Machine and versions, by name."""
+    facts = {
+        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "load before": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()

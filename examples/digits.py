@@ -1,0 +1,96 @@
+"""Trains a small network on handwritten digits with DDP, and outlasts its faults.
+
+    outlast run --nproc-per-node 4 examples/digits.py
+
+What makes it outlast them is the decorator, a ping a step, and a state that is saved now and then:
+after a fault the function starts again on every healthy rank, in the same processes, loads the
+last state and goes on. The data (1,797 images of 8 x 8 pixels) ship with scikit-learn.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import outlast.inprocess as inprocess
+
+GLOBAL_BATCH = 96  # divides by 1, 2, 3, 4, 6, 8: the job may change its size
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Images and labels to train on, and 360 of each to test with."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
+    return images[:-360], labels[:-360], images[-360:], labels[-360:]
+
+
+def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Replaces the saved state in one step: a kill in between leaves the old one."""
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+@inprocess.Wrapper(soft_timeout=inprocess.Adaptive())
+def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> float:
+    """Trains to the end, from wherever the saved state is. Returns the accuracy on test images."""
+    assert call is not None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    images, labels, test_images, test_labels = data()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    first = 0
+    if options.state.exists():
+        state = torch.load(options.state, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    ddp = DistributedDataParallel(model)
+    if rank == 0:
+        print(f"iteration {call.iteration}: {world_size} ranks from step {first}", flush=True)
+
+    for step in range(first, options.steps):
+        call.ping()
+        # The batch of a step depends on the step alone; each rank takes its share of it.
+        pick = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))
+        mine = pick[:GLOBAL_BATCH][rank::world_size]
+        loss = nn.functional.cross_entropy(ddp(images[mine]), labels[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and (step + 1) % options.save_every == 0:
+            with call.atomic():
+                save(options.state, step + 1, model, optimizer)
+
+    with torch.no_grad():
+        accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
+    dist.destroy_process_group()
+    return accuracy
+
+
+def main() -> None:
+    """Reads the options, trains, and says how good it got."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
+    parser.add_argument("--state", type=Path, default=Path("digits.pt"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    accuracy = train(options)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"accuracy {accuracy:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

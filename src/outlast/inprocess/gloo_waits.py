@@ -1,0 +1,129 @@
+"""Wakes threads that gloo has forgotten: those that still wait when all connections are gone.
+
+Shutting down the connections (see `gloo.py`) ends nearly every wait. Two are left over, seen on
+torch 2.13, and would last for the group's timeout, 30 minutes by default:
+
+* a send whose bytes were not all written. `Pair::signalException` tells the buffers of receives
+  and of sends that have not begun, but not those of the sends in its transmission queue;
+* the wait for a peer to connect, while the group is made: it has no connection yet.
+
+What a thread waits for, Linux shows in `/proc/self/task/<tid>/syscall`: the address of the futex,
+which is part of a condition variable, which is part of the gloo object. So the object begins a few
+words below, and its run-time type name proves that it is one. Then a function of that object ends
+the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`, `Pair::signalExceptionExternal`.
+
+A thread is woken only when it has been in the same wait for `PATIENCE_S` after its connections
+were shut down: by then nothing else will wake it, so that the object stays alive while it is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast.inprocess.gloo import type_name
+
+__all__ = ["ForgottenWaits"]
+
+PATIENCE_S = 0.1
+_TASKS = Path("/proc/self/task")
+_FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
+_BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
+_PAIR = b"N4gloo9transport3tcp4PairE"
+_REACH = 1024
+"""How far from its beginning an object's condition variable may lie, in bytes."""
+
+# The string of the C++ library, short enough to stand in itself: pointer, length, 16 characters.
+_TEXT = b"aborted"
+_Wait = tuple[int, int, bytes, int]
+
+
+class ForgottenWaits:
+    """Remembers who waits from one look to the next."""
+
+    def __init__(self) -> None:
+        self._since: dict[_Wait, float] = {}
+
+    def wake(self) -> int:
+        """Looks once, and wakes every thread that waits in vain; returns how many.
+
+        To be called again and again when the connections were shut down.
+        """
+        now, woken = time.monotonic(), 0
+        self._since = {wait: self._since.get(wait, now) for wait in _waits()}
+        for wait, since in self._since.items():
+            if now - since >= PATIENCE_S and wait in _waits():
+                woken += _wake(wait[2], wait[3])
+        return woken
+
+
+def _waits() -> set[_Wait]:
+    """Who waits on which object: thread, its count of context switches, type and address."""
+    found = set()
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for tid in os.listdir(_TASKS):
+            try:
+                fields = (_TASKS / tid / "syscall").read_bytes().split()
+                status = (_TASKS / tid / "status").read_bytes()
+            except OSError:
+                continue  # it has ended, or this system does not tell
+            if len(fields) > 1 and fields[0] == _FUTEX:
+                held = _holder(memory, int(fields[1], 16))
+                if held is not None:
+                    switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+                    found.add((int(tid), switches, *held))
+    finally:
+        os.close(memory)
+    return found
+
+
+def _holder(memory: int, futex: int) -> tuple[bytes, int] | None:
+    """The gloo object that the futex is a part of."""
+    start = futex & ~7
+    for address in range(start, start - _REACH, -8):
+        name = type_name(memory, address)
+        if name in (_BUFFER, _PAIR):
+            return name, address
+    return None
+
+
+def _wake(name: bytes, address: int) -> bool:
+    if name == _BUFFER:
+        calls = [
+            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"),
+            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"),
+        ]
+        for call in calls:
+            if call is not None:
+                call(ctypes.c_void_p(address))
+        return None not in calls
+    signal = _function(
+        "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERKNSt7__cxx1112basic_string"
+        "IcSt11char_traitsIcESaIcEEE"
+    )
+    if signal is None:
+        return False
+    text = (ctypes.c_char * 32)()
+    text[16 : 16 + len(_TEXT)] = _TEXT
+    words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
+    words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
+    result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
+    signal(ctypes.byref(result), ctypes.c_void_p(address), text)
+    return True
+
+
+def _function(symbol: str) -> Callable[..., object] | None:
+    """A function of the gloo that torch brings along; it is found among what is loaded."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = getattr(ctypes.CDLL(str(library)), symbol)
+    except (OSError, AttributeError):
+        return None
+    function.restype = None
+    return function  # type: ignore[no-any-return]

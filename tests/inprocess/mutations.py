@@ -1,0 +1,35 @@
+"""Small breakages of the code, made for one test: proof that the tests can fail.
+
+`mutate(monkeypatch, Job.finish, ">= members", ">= 1")` compiles the function anew from its source
+with one text replaced, and puts it in the place of the real one until the test is over. It fails
+when the text is not there, so that a mutation cannot silently become none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def mutate(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str
+) -> None:
+    """Puts a mutation of `function` in its place."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in\n{source}"
+    module = sys.modules[function.__module__]
+    made: dict[str, Any] = {}
+    code = compile(source.replace(old, new), f"<mutation of {function.__qualname__}>", "exec")
+    exec(code, module.__dict__, made)
+    path, _, name = function.__qualname__.rpartition(".")
+    if path:
+        monkeypatch.setattr(getattr(module, path), name, made[name])
+        return
+    for user in [m for m in sys.modules.values() if m.__name__.startswith("outlast.")]:
+        if getattr(user, name, None) is function:  # `from ... import name` holds it as well
+            monkeypatch.setattr(user, name, made[name])
