@@ -14,14 +14,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
+import torch.distributed as dist
 
-__all__ = ["FOLDER", "Crew", "free_port"]
+__all__ = ["FOLDER", "Crew", "free_port", "serve", "store", "wrapped"]
 
 FOLDER = Path("build/benchmarks")
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+T = TypeVar("T")
 
 
 def free_port() -> int:
@@ -34,6 +38,24 @@ def free_port() -> int:
                 continue
             return port
     raise RuntimeError("no free port")
+
+
+def wrapped(function: Callable[..., T], wrapper: Callable[[Any], Any]) -> Callable[[], T]:
+    """`wrapper` applied to `function`, whose argument it fills in."""
+    return cast("Callable[[], T]", wrapper(function))
+
+
+def store(port: int, *, serves: bool = False) -> Any:
+    """Torch's own store on this host: a connection, or the server."""
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return kind("127.0.0.1", port, is_master=serves, wait_for_workers=False)
+
+
+def serve(port: int) -> None:
+    """Serves a store until this process is ended. For a process of its own."""
+    server = store(port, serves=True)
+    signal.pause()
+    del server
 
 
 class Crew:
@@ -132,6 +154,8 @@ class Crew:
         code = 1
         try:
             os.setsid()
+            # Should this process be killed, its ranks go too; their monitors then end by themselves.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             log = os.open(
                 self.folder / f"slot{slot}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
             )

@@ -1,4 +1,4 @@
-"""The function that fails, the same under every wrapper: what the ranks are at when a fault comes."""
+"""The function that fails, the same under every wrapper, and what the other ranks are at then."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.board import Board
-from benchmarks.crew import Crew
+from benchmarks.crew import Crew, wrapped
 from benchmarks.faults import RANKS
 from benchmarks.sheets import Sheet, median, ms, quantile
 from outlast import inprocess
@@ -68,7 +68,6 @@ def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
 def _rank(board: Board, slot: int, floor_ms: int, hangs: int) -> None:
     timeout = inprocess.Adaptive(floor=datetime.timedelta(milliseconds=floor_ms))
 
-    @inprocess.Wrapper(soft_timeout=timeout)
     def train(call: inprocess.CallWrapper) -> None:
         iteration = call.iteration
         board.enter(iteration, slot, time.monotonic())
@@ -91,7 +90,7 @@ def _rank(board: Board, slot: int, floor_ms: int, hangs: int) -> None:
             time.sleep(3600)
         dist.all_reduce(data)
 
-    train()
+    wrapped(train, inprocess.Wrapper(soft_timeout=timeout))()
 
 
 def _note_steps(taken: list[float]) -> None:

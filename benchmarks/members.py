@@ -59,9 +59,7 @@ class Member:
         failed: when it failed, by iteration.
     """
 
-    def __init__(
-        self, rank: int, size: int, restarts: int, all_in: Callable[[int], None]
-    ) -> None:
+    def __init__(self, rank: int, size: int, restarts: int, all_in: Callable[[int], None]) -> None:
         self.clock: Clock = MonotonicClock()
         self.token = f"token {rank}"
         self.preferred_rank = rank

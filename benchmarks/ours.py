@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from benchmarks.board import Board
-from benchmarks.crew import Crew
+from benchmarks.crew import Crew, wrapped
 from benchmarks.faults import RANKS, body
 from benchmarks.phases import Milestones, milestones
 from outlast import inprocess
@@ -51,11 +51,10 @@ def measure(kind: str, faults: int) -> Latencies:
 
 
 def _rank(board: Board, slot: int, kind: str, faults: int) -> None:
-    @inprocess.Wrapper()
     def train(call: inprocess.CallWrapper) -> None:
         body(board, slot, call.iteration, kind, faults, lambda: dist.init_process_group("gloo"))
 
-    train()
+    wrapped(train, inprocess.Wrapper())()
 
 
 def _attend(crew: Crew, board: Board, kind: str, faults: int) -> None:

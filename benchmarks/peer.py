@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import os
-import signal
 import time
 import warnings
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.board import Board
-from benchmarks.crew import Crew, free_port
+from benchmarks.crew import Crew, free_port, serve, store, wrapped
 from benchmarks.faults import RANKS, body
 
 __all__ = ["SETTINGS", "Setting", "available", "measure"]
@@ -59,14 +59,14 @@ def measure(kind: str, setting: Setting, faults: int, cap_s: float) -> list[floa
     """Seconds a fault; `None` where the survivors were not back within `cap_s`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a dependency of the peer
-        import nvidia_resiliency_ext.inprocess as library
+        library = importlib.import_module("nvidia_resiliency_ext.inprocess")
     return [_one(library, kind, setting, cap_s) for _ in range(faults)]
 
 
 def _one(library: Any, kind: str, setting: Setting, cap_s: float) -> float | None:
     board, port = Board(RANKS, 16), free_port()
     with Crew(f"peer-{kind}", RANKS) as crew:
-        crew.start(SERVER, lambda: _serve(port))
+        crew.start(SERVER, lambda: serve(port))
         for slot in range(RANKS):
             crew.start(slot, lambda slot=slot: _rank(library, board, slot, kind, setting, port))  # type: ignore[misc]
         deadline = time.monotonic() + 60.0
@@ -83,16 +83,7 @@ def _one(library: Any, kind: str, setting: Setting, cap_s: float) -> float | Non
         return max(entries[slot] for slot in survivors) - moment
 
 
-def _serve(port: int) -> None:
-    """A store for the process groups, that no fault of a rank touches."""
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    signal.pause()
-    del server
-
-
-def _rank(
-    library: Any, board: Board, slot: int, kind: str, setting: Setting, port: int
-) -> None:
+def _rank(library: Any, board: Board, slot: int, kind: str, setting: Setting, port: int) -> None:
     options: dict[str, Any] = {}
     if setting.interval_s is not None:
         options = dict.fromkeys(_INTERVALS, datetime.timedelta(seconds=setting.interval_s))
@@ -101,10 +92,10 @@ def _rank(
         iteration = call.iteration
 
         def join_group() -> None:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"{iteration}", store),
+                store=prefixed(f"{iteration}", store(port)),
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=datetime.timedelta(seconds=setting.gloo_s),
@@ -113,4 +104,4 @@ def _rank(
         body(board, slot, iteration, kind, 1, join_group, first=1)
 
     train.__annotations__["call"] = library.CallWrapper
-    library.Wrapper(**options)(train)()
+    wrapped(train, library.Wrapper(**options))()

@@ -46,12 +46,12 @@ def medians(phases: Milestones) -> dict[str, float]:
 
 
 def _events(folder: Path) -> list[tuple[float, str]]:
-    found = []
+    found: list[tuple[float, str]] = []
     for path in folder.glob("rank*.jsonl"):
         for line in path.read_text().splitlines():
             event = json.loads(line) if line.endswith("}") else {"kind": "torn"}
             kind = event["kind"]
             name = f"barrier {event['name']}" if kind == "barrier" else kind
             if name in STEPS:
-                found.append((event["time"], name))
+                found.append((float(event["time"]), name))
     return found

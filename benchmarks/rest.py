@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.crew import Crew
+from benchmarks.crew import Crew, wrapped
 from outlast import inprocess
 
 __all__ = ["CountingStore", "operations_at_rest"]
@@ -72,7 +72,6 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
     _counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     _main_pid = os.getpid()
 
-    @inprocess.Wrapper(store_factory=CountingStore)
     def train(call: inprocess.CallWrapper) -> list[int]:
         time.sleep(1.5)  # past the start, and the first beats
         before = _counts[: 2 * len(OPERATIONS)].tolist()
@@ -83,5 +82,6 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
         after = _counts[: 2 * len(OPERATIONS)].tolist()
         return [now - then for now, then in zip(after, before, strict=True)]
 
+    counts = wrapped(train, inprocess.Wrapper(store_factory=CountingStore))()
     with open(os.path.join(folder, f"counts{slot}.json"), "w") as file:
-        json.dump(train(), file)
+        json.dump(counts, file)

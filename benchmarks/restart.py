@@ -65,7 +65,9 @@ def _latency(data: dict[str, Any]) -> Sheet:
         values = found["restart"]
         rows.append(_row(KINDS[kind], values))
         if found["rejoin"]:
-            rows.append(_row("(a replacement calls the function, until all are in)", found["rejoin"]))
+            rows.append(
+                _row("(a replacement calls the function, until all are in)", found["rejoin"])
+            )
     return Sheet(
         f"Restart latency in ms, {data['ranks']} ranks, gloo, all timeouts at their defaults",
         ("fault", "faults", "median", "p90", "p99", "worst"),

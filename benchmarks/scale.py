@@ -8,16 +8,13 @@ of members. Bytes do: who has arrived is read as one value.
 
 from __future__ import annotations
 
-import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from benchmarks.crew import Crew
+from benchmarks.crew import Crew, serve, store
 from benchmarks.members import CountedStore, Member
 from benchmarks.sheets import Sheet, median, ms
 from outlast.coordination import Link, TorchStore, barrier, drive, perform_on
@@ -39,22 +36,12 @@ def run(quick: bool) -> dict[str, Any]:
 def _measure(size: int, rounds: int) -> dict[str, Any]:
     print(f"scale: {size} members", flush=True)
     with Crew("scale", 1) as crew:
-        crew.start(SERVER, lambda: _serve(crew.port))
-        stores = [CountedStore(_connect(crew.port)) for _ in range(size)]
+        crew.start(SERVER, lambda: serve(crew.port))
+        stores = [CountedStore(store(crew.port)) for _ in range(size)]
         return {
             "barrier": _barriers(stores, rounds),
             "view change": _view_changes(stores, rounds),
         }
-
-
-def _serve(port: int) -> None:
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    signal.pause()
-    del server
-
-
-def _connect(port: int) -> Any:
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
 def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
@@ -134,12 +121,10 @@ def _in_threads(
 
 
 def _counted(stores: list[CountedStore], work: Callable[[], None]) -> list[tuple[int, int]]:
-    before = [store.total() for store in stores]
+    before = [s.total() for s in stores]
     work()
-    after = [store.total() for store in stores]
-    return [
-        (now[0] - then[0], now[1] - then[1]) for then, now in zip(before, after, strict=True)
-    ]
+    after = [s.total() for s in stores]
+    return [(now[0] - then[0], now[1] - then[1]) for then, now in zip(before, after, strict=True)]
 
 
 def _per_member(counts: list[tuple[int, int]], rounds: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How results are shown: tables for the terminal and for the documentation, from one description."""
+"""How results are shown: tables for the terminal and for the documentation."""
 
 from __future__ import annotations
 

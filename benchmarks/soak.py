@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.board import Board
-from benchmarks.crew import Crew
+from benchmarks.crew import Crew, wrapped
 from benchmarks.sheets import Sheet, median, ms, quantile
 from outlast import inprocess
 
 __all__ = ["run", "sheets"]
 
 RANKS = 2
-WHAT = ("descriptors", "threads", "children", "memory_mib")
+WHAT = ("descriptors", "threads", "children", "memory, MiB", "memory of its own, MiB")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -53,7 +53,6 @@ def _rank(board: Board, slot: int, restarts: int, every: int, folder: str) -> No
     mine: list[list[float]] = []
     monitors: list[list[float]] = []
 
-    @inprocess.Wrapper()
     def train(call: inprocess.CallWrapper) -> None:
         iteration = call.iteration
         board.enter(iteration, slot, time.monotonic())
@@ -72,7 +71,7 @@ def _rank(board: Board, slot: int, restarts: int, every: int, folder: str) -> No
             raise RuntimeError(f"planned fault {iteration}")
         dist.all_reduce(data)
 
-    train()
+    wrapped(train, inprocess.Wrapper())()
     Path(folder, f"rank{slot}.json").write_text(json.dumps(mine))
     Path(folder, f"monitor{slot}.json").write_text(json.dumps(monitors))
 
@@ -84,6 +83,7 @@ def _sample(pid: int) -> list[float]:
         process.num_threads(),
         len(process.children()),
         process.memory_info().rss / 2**20,
+        process.memory_full_info().uss / 2**20,
     ]
 
 
@@ -104,7 +104,7 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
         for column, what in enumerate(WHAT, start=1):
             rows.append(
                 (
-                    f"{who}: {what.replace('_mib', ', MiB')}",
+                    f"{who}: {what}",
                     f"{early[column]:.0f}",
                     f"{samples[-1][column]:.0f}",
                     f"{max(s[column] for s in samples):.0f}",
@@ -117,7 +117,7 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             f"{data['restarts']:,} restarts in a row, {RANKS} ranks",
             ("what", "early", "at the end", "most", "growth per 1,000 restarts"),
             rows,
-            f"A restart took {ms(median(times))} ms (median), {ms(quantile(times, 0.99))} ms (p99), "
-            f"{ms(max(times))} ms (worst). Growth: a line through the second half.",
+            f"A restart took {ms(median(times))} ms (median), {ms(quantile(times, 0.99))} ms (p99) "
+            f"and {ms(max(times))} ms (worst). Growth: a line through the second half.",
         )
     ]

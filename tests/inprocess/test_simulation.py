@@ -34,7 +34,10 @@ def test_no_schedule_breaks_what_must_always_hold(first: int) -> None:
 
 def test_the_same_seed_gives_the_same_run() -> None:
     def told(result: Result) -> dict[str, Any]:
-        return {**dataclasses.asdict(result), "raised": {n: repr(e) for n, e in result.raised.items()}}
+        return {
+            **dataclasses.asdict(result),
+            "raised": {n: repr(e) for n, e in result.raised.items()},
+        }
 
     for seed in range(50):
         assert told(simulate(seed)) == told(simulate(seed))

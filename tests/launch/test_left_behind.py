@@ -105,19 +105,7 @@ def test_the_launcher_and_the_warden_killed_at_once(tmp_path: Path) -> None:
             assert ends(worker.pid)
 
 
-def test_the_warden_killed_is_started_anew(tmp_path: Path) -> None:
-    with Run(tmp_path, WORKER, "--nproc-per-node=1") as run:
-        worker = run.ready(0)
-        run.set_job("running")
-        (first,) = wardens(run)
-        first.kill()
-        assert ends(first.pid)
-        # The launcher has seen it by the time that it has answered a death of a worker.
-        worker.fail()
-        assert run.wait() == 3
-
-
-def test_the_new_warden_does_its_work(tmp_path: Path) -> None:
+def test_a_killed_warden_is_started_anew(tmp_path: Path) -> None:
     with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2") as run:
         workers = [run.ready(rank) for rank in range(2)]
         run.set_job("running")

@@ -62,12 +62,11 @@ class Job:
         """
         if not 0 <= rank < self.world_size:
             return None
-        held = await self.link.claim(f"claim/{rank}", token.encode())
-        if held != token.encode():
-            return None
+        # The view first: once a place is taken, there is a view that its loss can be told to.
         first = ViewRecord(0, tuple(range(self.world_size)))
         await self.link.claim("view/0", first.encode())
-        return rank
+        held = await self.link.claim(f"claim/{rank}", token.encode())
+        return rank if held == token.encode() else None
 
     async def ask_to_join(self, preferred: int, token: str) -> int:
         """Asks to take part; returns the new member id. By `token` the monitor of this process

@@ -72,12 +72,12 @@ class AbortTorchDistributed(Abort):
 
     def again(self, state: State) -> None:
         """Shuts down what is connected by now: a group may have come up since the abort."""
-        for descriptor, inode in gloo.pair_sockets().items():
-            if inode not in self._foreign:
-                gloo.shut_down(descriptor, inode)
+        pairs = [p for p in gloo.pair_sockets().items() if p[1] not in self._foreign]
+        for descriptor, inode in pairs:
+            gloo.shut_down(descriptor, inode)
         self._leave_store()
-        if self._forgotten.wake():
-            log.warning("gloo left a thread waiting without a connection; it was woken")
+        if self._forgotten.wake(settled=not pairs):
+            log.info("gloo left a thread waiting without a connection; it was woken")
 
     def _leave_store(self) -> None:
         endpoint = store_endpoint()
@@ -101,8 +101,33 @@ def release() -> None:
             dist.destroy_process_group()
         except Exception:
             log.exception("a process group could not be destroyed; the restart goes on")
+    _forget_groups()
     if torch.cuda.is_initialized() or gloo.pair_sockets():
         gc.collect()
+
+
+def _forget_groups() -> None:
+    """Clears what is left where the making or the destruction of a group was interrupted.
+
+    Above all the count that names groups: where ranks count differently, each waits for the
+    others under another name.
+    """
+    if not dist.is_available():
+        return
+    c10d = dist.distributed_c10d
+    c10d._update_default_pg(None)
+    for name in (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "pg_to_tag",
+        "tags_to_pg",
+        "pg_coalesce_state",
+    ):
+        getattr(c10d._world, name).clear()
+    c10d._unregister_all_process_groups()
+    c10d._world.group_count = 0
 
 
 def _nccl_backends() -> list[Any]:

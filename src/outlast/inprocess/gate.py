@@ -1,8 +1,8 @@
 """`atomic()` against the start of a termination: one of the two comes first, never both at once.
 
 The termination (abort and interrupt) starts only while the function's thread is outside every
-`atomic()`; once it has started, the thread does not get into one any more: it is interrupted at
-the entry. Both sides decide under one lock. The function's thread takes that lock under a shield
+`atomic()`; once it is due, the thread does not get into another one: it is interrupted at the
+entry. Both sides decide under one lock. The function's thread takes that lock under a shield
 (see `interrupt.py`), so an interrupt can never leave it locked.
 """
 
@@ -43,15 +43,17 @@ class AtomicGate:
         traceback: TracebackType | None,
     ) -> None:
         with self._changed:
-            self._depth -= 1
+            self._depth = max(0, self._depth - 1)  # a generator may outlive its iteration
             self._changed.notify_all()
         self._interrupter.unshield()
 
     def begin_termination(self) -> None:
-        """Waits until the thread is outside, and keeps it outside from then on."""
+        """Waits until the thread is outside. From the start it does not get in again: a loop of
+        one `atomic()` after the other would hold the termination up for ever.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._depth == 0)
             self._terminating = True
+            self._changed.wait_for(lambda: self._depth == 0)
 
     def reset(self) -> None:
         """A new iteration: `atomic()` may be entered again."""

@@ -12,8 +12,11 @@ which is part of a condition variable, which is part of the gloo object. So the 
 words below, and its run-time type name proves that it is one. Then a function of that object ends
 the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`, `Pair::signalExceptionExternal`.
 
-A thread is woken only when it has been in the same wait for `PATIENCE_S` after its connections
-were shut down: by then nothing else will wake it, so that the object stays alive while it is told.
+A thread is woken only when nothing else will wake it, so that the object stays alive while it is
+told. That is so when gloo's event loop has closed every connection, which it does as it tells the
+waiting buffers (the connections are then gone from its epoll instance), and the thread was in the
+same wait at two looks since, without a context switch in between. Where connections are left,
+longer patience stands in for that event.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from outlast.inprocess.gloo import type_name
 
 __all__ = ["ForgottenWaits"]
 
+SETTLED_PATIENCE_S = 0.003
 PATIENCE_S = 0.1
 _TASKS = Path("/proc/self/task")
 _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
@@ -46,16 +50,22 @@ class ForgottenWaits:
 
     def __init__(self) -> None:
         self._since: dict[_Wait, float] = {}
+        self._settled_at = 0.0
 
-    def wake(self) -> int:
+    def wake(self, settled: bool) -> int:
         """Looks once, and wakes every thread that waits in vain; returns how many.
 
         To be called again and again when the connections were shut down.
+
+        Args:
+            settled: no connection was left at this look.
         """
         now, woken = time.monotonic(), 0
         self._since = {wait: self._since.get(wait, now) for wait in _waits()}
+        self._settled_at = (self._settled_at or now) if settled else 0.0
         for wait, since in self._since.items():
-            if now - since >= PATIENCE_S and wait in _waits():
+            quiet = settled and now - max(since, self._settled_at) >= SETTLED_PATIENCE_S
+            if (quiet or now - since >= PATIENCE_S) and wait in _waits():
                 woken += _wake(wait[2], wait[3])
         return woken
 
@@ -107,8 +117,7 @@ def _wake(name: bytes, address: int) -> bool:
     )
     if signal is None:
         return False
-    text = (ctypes.c_char * 32)()
-    text[16 : 16 + len(_TEXT)] = _TEXT
+    text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
     words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
     words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
     result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed

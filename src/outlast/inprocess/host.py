@@ -142,6 +142,7 @@ class RankHost:
         if where is None:
             raise InternalError(f"rank 0 named no store for iteration {iteration}")
         self.iteration_store.where = where.decode()
+        self.repair()
         self.gate.reset()
         self.page.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0

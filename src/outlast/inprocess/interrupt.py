@@ -82,6 +82,8 @@ class Interrupter:
         """Calls `function`; returns its value, or the exception that it ended with."""
         value: Any = None
         error: BaseException | None = None
+        self._shields = 0  # a generator may have died with one raised
+        self._wanted = False
         self._inside = True
         try:
             try:
@@ -92,7 +94,10 @@ class Interrupter:
         except RankShouldRestart as late:  # an asynchronous one, in the lines above
             error = late
             self._inside = False
-        self._let_requests_end()
+        try:
+            self._let_requests_end()
+        except RankShouldRestart:  # it landed at the entry to that, and was the last one
+            self._let_requests_end()
         return value, error
 
     def shield(self) -> None:
@@ -106,7 +111,8 @@ class Interrupter:
                 raise
 
     def unshield(self) -> None:
-        self._shields -= 1
+        if self._shields:  # none, if a generator of an earlier iteration ends only now
+            self._shields -= 1
 
     # -- the requester's thread --------------------------------------------------------------
 
@@ -164,17 +170,12 @@ class Interrupter:
 
     def _let_requests_end(self) -> None:
         """Out of the function: takes back a request that has not landed yet. No new one is made,
-        since `_inside` is false; one that lands in these lines is dropped.
+        since `_inside` is false; the one that may land in these lines is dropped.
         """
-        for _ in range(3):
-            try:
-                while self._busy:
-                    time.sleep(0)
-                _clear_async_exc(self.ident, None)
-                self._wanted = False
-                return
-            except RankShouldRestart:
-                continue
+        while self._busy:
+            time.sleep(0)
+        _clear_async_exc(self.ident, None)
+        self._wanted = False
 
 
 def _user_region(function: Callable[[], Any]) -> Any:

@@ -137,7 +137,8 @@ class Machine:
         if view is not None and self.member in view.expected:
             self.record = view
             return Phase.ASSIGN
-        if self.host.grow is GrowPolicy.AT_ONCE:
+        left = view is None or await barrier.check(self.link, f"term/{k}", view.expected)
+        if self.host.grow is GrowPolicy.AT_ONCE or not left:
             await self.job.end(k, RESTART)
         if await self._wait_end_of_others(k) == COMPLETED:
             return Phase.DONE
@@ -303,8 +304,8 @@ class Machine:
                 view = await self.job.view(k)
                 if view is not None:
                     await barrier.check(self.link, f"start/{k}", view.expected)
-                    if await self.job.over(k) is not None:
-                        await barrier.check(self.link, f"term/{k}", view.expected)
+                    if not await barrier.check(self.link, f"term/{k}", view.expected):
+                        await self.job.end(k, RESTART)  # nobody is left who would
 
     async def _await_replacements(self) -> None:
         """Holds the restart until the job has its size again, or the time is over."""

@@ -24,6 +24,11 @@ from outlast.inprocess.shared import Activity
 __all__ = ["MonitorLoop"]
 
 
+# The hard timeout under an adaptive soft timeout: so many soft limits, and at least so long.
+_ENDED_AT = 10.0
+_ENDED_AFTER_S = 5.0
+
+
 class MonitorLoop:
     """Runs in the monitor process.
 
@@ -123,9 +128,12 @@ class MonitorLoop:
         if page.long_limit:
             soft = page.long_limit if page.long_limit > 0 else plan.soft
             return soft, max(plan.hard, soft + plan.hard - plan.soft)
-        soft = page.soft_limit or plan.soft
-        # A learned limit keeps the proportion: a rank that holds the GIL can only be ended.
-        return soft, min(plan.hard, soft * plan.hard / plan.soft)
+        if not page.soft_limit:
+            return plan.soft, plan.hard
+        # With a learned limit the hard timeout follows: a rank that holds the GIL can only be
+        # ended. But ending a process costs more than an interrupt: it gets much longer.
+        soft = page.soft_limit
+        return soft, min(plan.hard, max(_ENDED_AT * soft, _ENDED_AFTER_S))
 
     def _check_progress(self) -> None:
         page = self.page

@@ -5,7 +5,7 @@ round-trip times (RFC 6298): a smoothed mean and a smoothed mean deviation, and 
 
     mean + deviations * deviation, but at least factor * the longest recent gap, and `floor`.
 
-So a hang is seen in a few step times. Until `warmup` gaps are known, the limit is `initial`.
+The hard timeout follows at ten times the limit, and at least five seconds. So a hang is seen in a few step times. Until `warmup` gaps are known, the limit is `initial`.
 Phases that are known to be long are declared (`CallWrapper.long_phase`); their time is neither
 judged by the limit nor learned from.
 """
@@ -33,7 +33,7 @@ class Adaptive:
     """
 
     initial: datetime.timedelta = datetime.timedelta(seconds=60)
-    floor: datetime.timedelta = datetime.timedelta(milliseconds=500)
+    floor: datetime.timedelta = datetime.timedelta(seconds=1)
     factor: float = 4.0
     deviations: float = 8.0
     warmup: int = 10

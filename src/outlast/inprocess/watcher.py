@@ -87,7 +87,7 @@ class Watcher:
         page: SharedPage,
         abort: Callable[[bool], None],
         emitter: Emitter,
-        retry: float = 0.02,
+        retry: float = 0.005,
     ) -> None:
         self._connection = connection
         self._gate = gate

@@ -11,11 +11,10 @@ from rank import (
     Told,
     collective,
     die,
-    entered,
     finish,
     join_group,
-    left,
     main,
+    observed,
     rank,
     report,
     say,
@@ -29,17 +28,13 @@ from outlast.inprocess import CallWrapper, Wrapper
 
 
 def _train(fault: str, call: CallWrapper) -> int:
-    entered(call)
-    try:
-        count = join_group()
-        say("met", iteration=call.iteration, count=count)
-        if call.iteration == 0:
-            if rank() == 1:
-                _fail(fault)
-            collective()  # never ends by itself: rank 1 does not take part
-        return finish()
-    finally:
-        left(call)
+    count = join_group()
+    say("met", iteration=call.iteration, count=count)
+    if call.iteration == 0:
+        if rank() == 1:
+            _fail(fault)
+        collective()  # never ends by itself: rank 1 does not take part
+    return finish()
 
 
 def _fail(fault: str) -> None:
@@ -57,6 +52,7 @@ def one_fails() -> None:
     fault = sys.argv[2]
 
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
         return _train(fault, call)
 
@@ -74,24 +70,20 @@ def one_leaves_late() -> None:
             return state, train_ex
 
     @Wrapper(finalize=Finalized())
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            join_group()
-            if call.iteration == 0:
-                if rank() == 2:
-                    with call.atomic():
-                        dist.barrier()
-                        told.wait()
-                        left(call)
-                        return -1
-                dist.barrier()
-                if rank() == 1:
-                    raise ValueError("a planned fault")
-                wait_forever()
-            return finish()
-        finally:
-            left(call)
+        join_group()
+        if call.iteration == 0:
+            if rank() == 2:
+                with call.atomic():
+                    dist.barrier()
+                    told.wait()
+                    return -1
+            dist.barrier()
+            if rank() == 1:
+                raise ValueError("a planned fault")
+            wait_forever()
+        return finish()
 
     report(train)  # type: ignore[call-arg]
 
@@ -99,16 +91,13 @@ def one_leaves_late() -> None:
 @scenario
 def all_fail_at_once() -> None:
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            join_group()
-            if call.iteration < 5:
-                dist.barrier()
-                raise ValueError(f"rank {rank()} fails in iteration {call.iteration}")
-            return finish()
-        finally:
-            left(call)
+        join_group()
+        if call.iteration < 5:
+            dist.barrier()
+            raise ValueError(f"rank {rank()} fails in iteration {call.iteration}")
+        return finish()
 
     report(train)  # type: ignore[call-arg]
 
@@ -118,20 +107,18 @@ def one_has_returned() -> None:
     """Ranks 0 and 2 return; rank 1 fails when they wait for it."""
 
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            join_group()
-            if call.iteration == 0 and rank() == 1:
-                store = call.state.store
-                store.wait(["returned/0", "returned/2"])
-                raise ValueError("a planned fault")
-            dist.barrier() if call.iteration else call.state.store.set(f"returned/{rank()}", "1")
-            return 10 * call.iteration + rank()
-        finally:
-            if call.iteration:
-                dist.destroy_process_group()
-            left(call)
+        join_group()
+        if call.iteration == 0 and rank() == 1:
+            store = call.state.store
+            store.wait(["returned/0", "returned/2"])
+            raise ValueError("a planned fault")
+        if call.iteration:
+            finish()
+        else:
+            call.state.store.set(f"returned/{rank()}", "1")
+        return 10 * call.iteration + rank()
 
     report(train)  # type: ignore[call-arg]
 
@@ -139,17 +126,13 @@ def one_has_returned() -> None:
 @scenario
 def all_but_one_die() -> None:
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            join_group()
-            if call.iteration == 0:
-                if rank() != 1:
-                    die()
-                collective()
-            return finish()
-        finally:
-            left(call)
+        if join_group() > 1:
+            if call.state.initial_rank != 1:
+                die()
+            collective()
+        return finish()
 
     report(train)  # type: ignore[call-arg]
 
@@ -159,16 +142,13 @@ def no_groups() -> None:
     """A function that has nothing to do with torch.distributed."""
 
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            if call.iteration == 0:
-                if rank() == 0:
-                    raise ValueError("a planned fault")
-                wait_forever()
-            return rank()
-        finally:
-            left(call)
+        if call.iteration == 0:
+            if rank() == 0:
+                raise ValueError("a planned fault")
+            wait_forever()
+        return rank()
 
     report(train)  # type: ignore[call-arg]
 
@@ -178,21 +158,18 @@ def swallows() -> None:
     """Rank 0's function swallows every interrupt, until there were three."""
 
     @Wrapper()
+    @observed
     def train(call: CallWrapper) -> int:
-        entered(call)
-        try:
-            if call.iteration == 0:
-                if rank() == 1:
-                    raise ValueError("a planned fault")
-                for _ in range(3):
-                    try:
-                        time.sleep(1000)
-                    except BaseException as swallowed:  # noqa: BLE001 - what this is about
-                        say("swallowed", type=type(swallowed).__name__)
-                threading.Event().wait()
-            return rank()
-        finally:
-            left(call)
+        if call.iteration == 0:
+            if rank() == 1:
+                raise ValueError("a planned fault")
+            for _ in range(3):
+                try:
+                    time.sleep(1000)
+                except BaseException as swallowed:  # noqa: BLE001 - what this is about
+                    say("swallowed", type=type(swallowed).__name__)
+            threading.Event().wait()
+        return rank()
 
     report(train)  # type: ignore[call-arg]
 

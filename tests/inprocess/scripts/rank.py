@@ -1,13 +1,14 @@
 """What all rank scripts share: they speak in JSON lines, and run the scenario that they are told.
 
-    @scenario
-    def fails_once() -> None: ...
+@scenario
+def fails_once() -> None: ...
 
-    main()                                 # python script.py fails_once
+main()                                 # python script.py fails_once
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import inprocess
-from outlast.errors import RankFault, RankShouldRestart
+from outlast.errors import RankFault
 
 FOREVER_S = 100_000.0
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -35,26 +36,33 @@ def say(event: str, **fields: Any) -> None:
     os.write(1, line.encode() + b"\n")
 
 
-def entered(call: inprocess.CallWrapper) -> None:
-    """The first line of a function that a test looks at."""
+def observed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a function say when it is entered and when it has been left, whatever happens to it."""
+
+    @functools.wraps(function)
+    def observing(call: inprocess.CallWrapper) -> Any:
+        _entered(call)
+        try:
+            try:
+                return function(call)
+            finally:  # the interrupt is repeated, and may come just here; so once more below
+                say("left", iteration=call.iteration)
+        finally:
+            say("left", iteration=call.iteration)
+
+    return observing
+
+
+def _entered(call: inprocess.CallWrapper) -> None:
     state = call.state
     say(
         "entered",
         iteration=call.iteration,
-        rank=int(os.environ["RANK"]),
+        rank=rank(),
         world_size=int(os.environ["WORLD_SIZE"]),
         initial_rank=state.initial_rank,
         pid=os.getpid(),
     )
-
-
-def left(call: inprocess.CallWrapper) -> None:
-    """Its last line, in a `finally`: said even if the repeated interrupt comes just here."""
-    while True:
-        try:
-            return say("left", iteration=call.iteration)
-        except RankShouldRestart:
-            continue
 
 
 def join_group() -> int:
@@ -107,10 +115,9 @@ def wait_forever() -> None:
     threading.Event().wait(FOREVER_S)
 
 
-def wait_until_asleep(ident: int) -> None:
-    """Waits until the thread `ident` of this process sleeps in the kernel, and stays there."""
-    native = next(t.native_id for t in threading.enumerate() if t.ident == ident)
-    status = Path(f"/proc/self/task/{native}/status")
+def wait_until_asleep() -> None:
+    """Waits until the main thread of this process sleeps in the kernel, and stays there."""
+    status = Path(f"/proc/self/task/{os.getpid()}/status")
     before: list[str] = []
     while True:
         now = [x for x in status.read_text().splitlines() if x.startswith(("State", "voluntary"))]

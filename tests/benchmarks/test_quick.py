@@ -1,0 +1,41 @@
+"""The benchmarks run: the cheapest one, from the command line, to the file and the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_quick_scale_benchmark_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    result = json.loads(out.read_text())["scale"]
+    assert result["quick"]
+    assert "torch" in result["machine"]
+    small, large = result["data"]["4"], result["data"]["16"]
+    for what in ("barrier", "view change"):
+        assert large[what]["operations"] < 1.3 * small[what]["operations"]
+
+
+def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
+    numbers = {"seconds": [0.001], "operations": 6.0, "most": 7.0, "bytes": 1024.0}
+    data = {"4": {"barrier": numbers, "view change": numbers}}
+    results = {"scale": {"quick": False, "machine": {"torch": "2.13"}, "data": data}}
+    script = (
+        "import json, sys; from pathlib import Path; from benchmarks.pages import write_docs;"
+        "write_docs(Path(sys.argv[1]), json.loads(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", script, str(page), json.dumps(results)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| barrier | 4 | 1.0 |" in text

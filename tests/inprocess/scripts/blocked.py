@@ -1,0 +1,188 @@
+"""Rank 0 blocks in one way after another; rank 1 fails once rank 0 is asleep in the kernel."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from rank import (
+    FOREVER_S,
+    Told,
+    finish,
+    join_group,
+    main,
+    observed,
+    rank,
+    report,
+    say,
+    scenario,
+    wait_until_asleep,
+)
+
+from outlast.inprocess import CallWrapper, Wrapper
+
+Block = Callable[[], object]
+
+
+def _socket_recv(call: CallWrapper) -> Block:
+    pair = socket.socketpair()
+    return lambda: pair[0].recv(1)
+
+
+def _lock(call: CallWrapper) -> Block:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock.acquire
+
+
+def _all_reduce(call: CallWrapper) -> Block:
+    join_group()
+    return lambda: dist.all_reduce(torch.ones(1))
+
+
+def _sub_group(call: CallWrapper) -> Block:
+    join_group()
+    group = dist.new_group([0, 1])
+    return lambda: dist.all_reduce(torch.ones(1), group=group)
+
+
+def _receive(call: CallWrapper) -> Block:
+    join_group()
+    return lambda: dist.recv(torch.ones(1), src=1)
+
+
+def _backward(call: CallWrapper) -> Block:
+    join_group()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    return lambda: (model, loss.backward())  # the model owns the reducer
+
+
+def _store_wait(call: CallWrapper) -> Block:
+    store = call.state.store
+    return lambda: store.wait(["never"])
+
+
+# What both ranks do first; the result is what rank 0 then blocks in.
+WAYS: dict[str, Callable[[CallWrapper], Block]] = {
+    "time.sleep": lambda call: lambda: time.sleep(FOREVER_S),
+    "queue.get": lambda call: queue.Queue().get,
+    "SimpleQueue.get": lambda call: queue.SimpleQueue().get,
+    "Event.wait": lambda call: threading.Event().wait,
+    "Event.wait with a timeout": lambda call: lambda: threading.Event().wait(FOREVER_S),
+    "Lock.acquire": _lock,
+    "socket.recv": _socket_recv,
+    "store.wait": _store_wait,
+    "init_process_group": lambda call: lambda: dist.init_process_group("gloo"),
+    "all_reduce": _all_reduce,
+    "all_reduce on a sub-group": _sub_group,
+    "recv": _receive,
+    "DDP backward": _backward,
+}
+
+
+@scenario
+def one_after_another() -> None:
+    """One iteration for each way, and one to end in."""
+    ways = list(WAYS)
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> list[str]:
+        if call.iteration == len(ways):
+            return ways
+        way = ways[call.iteration]
+        # Connections of their own: that of call.state.store is what one of the ways blocks.
+        store = call.state.store.clone()
+        block = WAYS[way](call)
+        if rank() == 1:
+            store.wait(["asleep"])
+            raise ValueError(f"a fault while the other is in {way}")
+        say("blocks", way=way)
+        threading.Thread(target=_tell, args=(store,), daemon=True).start()
+        block()
+        say("was not interrupted", way=way)
+        return []
+
+    report(train)  # type: ignore[call-arg]
+
+
+def _tell(store: dist.Store) -> None:
+    wait_until_asleep()
+    store.set("asleep", "1")
+
+
+@scenario
+def amid_a_transfer() -> None:
+    """All send and receive as much as they can; the test kills one of them meanwhile."""
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        size = join_group()
+        data = torch.ones(1 << 22)
+        step = 0
+        while size == 3:
+            dist.all_reduce(data)
+            step += 1
+            if step == 5:
+                say("under way")
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def peer_dies_before_it_connects() -> None:
+    """Rank 1 has told the store where it listens, and dies before it is connected."""
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        if call.iteration == 0 and rank() == 1:
+            say("waits")
+            threading.Event().wait()
+        join_group()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def atomic() -> None:
+    """Rank 0 is in atomic(), nested, when rank 1 fails; the test says when it may go on."""
+    told = Told()
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        if call.iteration:
+            return rank()
+        store = call.state.store
+        if rank() == 1:
+            store.wait(["inside"])
+            raise ValueError("a planned fault")
+        with call.atomic():
+            with call.atomic():
+                store.set("inside", "1")
+                told.wait()
+                say("inner done")
+            told.wait()  # still in the outer one
+            say("outer done")
+        try:
+            with call.atomic():
+                say("entered again")
+        finally:
+            say("refused")
+        return -1
+
+    report(train)  # type: ignore[call-arg]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Rank 1 fails in a phase of the restart, in the way that the command line says.
+
+    python phases.py fails_in_phase finalize raise
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from rank import (
+    die,
+    finish,
+    join_group,
+    main,
+    observed,
+    rank,
+    report,
+    say,
+    scenario,
+    seconds,
+    wait_forever,
+)
+
+from outlast.inprocess import CallWrapper, State, Wrapper
+from outlast.inprocess.abort import AbortTorchDistributed
+from outlast.inprocess.finalize import Finalize
+from outlast.inprocess.health_check import HealthCheck
+from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.rank_assignment import ShiftRanks
+from outlast.inprocess.rank_filter import RankFilter
+
+# The phase in which rank 1 fails, and how. It does so once; in `initialize` at iteration 1, so
+# that the fault comes in the midst of a restart.
+PHASE, HOW = (*sys.argv[2:4], "", "")[:2]
+FIRST_RANK = int(os.environ["RANK"])
+_failed = False
+
+
+def _here(phase: str, iteration: int) -> None:
+    global _failed
+    say("phase", phase=phase, iteration=iteration)
+    if _failed or phase != PHASE or FIRST_RANK != 1:
+        return
+    if phase in ("initialize", "assignment", "filter") and iteration != 1:
+        return
+    if phase == "health_check" and threading.current_thread() is not threading.main_thread():
+        return
+    _failed = True
+    if HOW == "die":
+        die()
+    if HOW == "hang":
+        wait_forever()
+    raise OSError(f"a planned fault in {phase}")
+
+
+class Init(Initialize):
+    def __call__(self, state: State) -> State:
+        _here("initialize", state.iteration)
+        return state
+
+
+class Abort(AbortTorchDistributed):
+    def __call__(self, state: State) -> State:
+        super().__call__(state)
+        _here("abort", state.iteration)
+        return state
+
+
+class Final(Finalize):
+    def __call__(self, state, train_ex=None):
+        _here("finalize", state.iteration)
+        return state, train_ex
+
+
+class Health(HealthCheck):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, state, train_ex=None):
+        self.calls += 1
+        if self.calls > 1:  # not the one before the first iteration
+            _here("health_check", state.iteration)
+        return state, train_ex
+
+
+class Assignment(ShiftRanks):
+    def __call__(self, state, terminated_ranks):
+        _here("assignment", state.iteration)
+        return super().__call__(state, terminated_ranks)
+
+
+class Filter(RankFilter):
+    def __call__(self, state: State) -> State:
+        _here("filter", state.iteration)
+        return state
+
+
+@scenario
+def fails_in_phase() -> None:
+    limits = {}
+    if HOW == "hang":
+        limits = {
+            "soft_timeout": seconds(1.5),
+            "hard_timeout": seconds(2),
+            "termination_grace_time": seconds(0.5),
+        }
+
+    @Wrapper(
+        initialize=Init(),
+        abort=Abort(),
+        finalize=Final(),
+        health_check=Health(),
+        rank_assignment=Assignment(),
+        rank_filter=Filter(),
+        **limits,
+    )
+    @observed
+    def train(call: CallWrapper) -> int:
+        join_group()
+        if call.iteration == 0:
+            if rank() == 0:
+                raise ValueError("the first fault")
+            wait_forever()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def dies_at_the_barrier() -> None:
+    """Rank 2 holds the restart up in `finalize` while the test kills rank 1 at the barrier."""
+    from rank import Told
+
+    told = Told()
+
+    class Held(Finalize):
+        def __call__(self, state, train_ex=None):
+            say("finalized", iteration=state.iteration)
+            if state.initial_rank == 2:
+                told.wait()
+            return state, train_ex
+
+    @Wrapper(finalize=Held())
+    @observed
+    def train(call: CallWrapper) -> int:
+        join_group()
+        if call.iteration == 0:
+            if rank() == 0:
+                raise ValueError("the first fault")
+            wait_forever()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def dies_before_it_registers() -> None:
+    """Rank 1 dies when its monitor is up and nothing else has happened."""
+    from outlast.coordination.protocol import Job
+
+    register = Job.register
+
+    async def registering(self: Job, *args: object) -> int | None:
+        die()
+        return await register(self, *args)  # type: ignore[arg-type]
+
+    if FIRST_RANK == 1:
+        Job.register = registering  # type: ignore[assignment,method-assign]
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        join_group()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""R3 on real processes: an interrupt lands wherever the rank is blocked, and never in atomic()."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from inprocess.story import assert_never_together, errors, events, full, returned, said, views
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+def test_every_way_to_block_is_interrupted(ranks: Ranks) -> None:
+    # That it ends is what is tested: nothing else than the interrupt ends any of these waits
+    # within the half hour that a group's timeout is.
+    with ranks("blocked", "one_after_another") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        ways = returned(job)[0]
+        assert len(ways) >= 13
+        assert [line["way"] for line in events(job, 0, "blocks")] == ways
+        assert not events(job, 0, "was not interrupted")
+        assert views(job) == {k: full(2) for k in range(len(ways) + 1)}
+        assert_never_together(job)
+
+
+def test_a_rank_is_killed_amid_a_transfer(ranks: Ranks) -> None:
+    with ranks("blocked", "amid_a_transfer", nprocs=3) as job:
+        job.start_all()
+        for rank in range(3):
+            job.wait_for_line(rank, said("under way"))
+        job.kill(1)
+        assert job.wait_all() == {0: 0, 1: -signal.SIGKILL, 2: 0}, errors(job)
+        assert views(job) == {0: full(3), 1: full(2)}
+
+
+def test_a_peer_dies_while_the_others_wait_for_it_to_connect(ranks: Ranks) -> None:
+    with ranks("blocked", "peer_dies_before_it_connects", nprocs=3) as job:
+        job.start_all()
+        job.wait_for_line(1, said("waits"))
+        job.kill(1)
+        assert job.wait_all() == {0: 0, 1: -signal.SIGKILL, 2: 0}, errors(job)
+        assert views(job) == {0: full(3), 1: full(2)}
+
+
+def test_atomic_is_never_interrupted_and_the_termination_waits(ranks: Ranks) -> None:
+    with ranks("blocked", "atomic") as job:
+        job.start_all()
+        job.wait_for_line(1, said("left", iteration=0))
+        for part in ("inner done", "outer done"):
+            time.sleep(0.2)  # no event tells that an interrupt does not come
+            job.send(0, signal.SIGUSR1)
+            job.wait_for_line(0, said(part))
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        order = [line["event"] for line in job.lines(0) if line["event"] != "left"]
+        assert order == ["entered", "inner done", "outer done", "refused", "entered", "returned"]
+        assert views(job) == {0: full(2), 1: full(2)}
+        assert_never_together(job)

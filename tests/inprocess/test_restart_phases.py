@@ -1,0 +1,98 @@
+"""R5 on real processes: a fault in any phase ends in a restart, or in a clear error there."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from inprocess.story import assert_never_together, errors, events, full, said, views
+from procs import Job
+
+Ranks = Callable[..., Job]
+KILLED = -signal.SIGKILL
+
+
+def test_initialize_raises_and_everyone_goes_on(ranks: Ranks) -> None:
+    with ranks("phases", "fails_in_phase", "initialize", "raise", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
+        seen = views(job)
+        assert seen[0] == seen[2] == full(3)  # of iteration 1 some may have seen the function
+        assert "initialize: OSError: a planned fault in initialize" in job.errors(0)
+        assert_never_together(job)
+
+
+def test_abort_raises_and_the_restart_goes_on(ranks: Ranks) -> None:
+    with ranks("phases", "fails_in_phase", "abort", "raise", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
+        assert views(job) == {0: full(3), 1: full(3)}
+        assert "a planned fault in abort" in job.errors(1)
+
+
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        ("finalize", "OSError"),
+        ("health_check", "HealthCheckError"),
+        ("assignment", "OSError"),
+        ("filter", "OSError"),
+    ],
+)
+def test_a_phase_raises_and_the_others_go_on(ranks: Ranks, phase: str, error: str) -> None:
+    with ranks("phases", "fails_in_phase", phase, "raise", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 1, 2: 0}, errors(job)
+        (raised,) = events(job, 1, "raised")
+        assert raised["type"] == error
+        assert f"a planned fault in {phase}" in raised["message"]
+        seen = views(job)
+        assert seen[0] == full(3)
+        assert seen[max(seen)] == full(2)
+        assert_never_together(job)
+
+
+@pytest.mark.parametrize("phase", ["initialize", "finalize", "health_check", "abort"])
+def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
+    with ranks("phases", "fails_in_phase", phase, "die", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
+        seen = views(job)
+        assert seen[0] == full(3)
+        assert seen[max(seen)] == full(2)
+        assert_never_together(job)
+
+
+@pytest.mark.parametrize("phase", ["initialize", "finalize", "abort"])
+def test_a_phase_hangs_and_its_monitor_ends_the_rank(ranks: Ranks, phase: str) -> None:
+    with ranks("phases", "fails_in_phase", phase, "hang", nprocs=3) as job:
+        job.start_all()
+        codes = job.wait_all()
+        assert codes in ({0: 0, 1: -signal.SIGTERM, 2: 0}, {0: 0, 1: KILLED, 2: 0}), errors(job)
+        seen = views(job)
+        assert seen[0] == full(3)
+        assert seen[max(seen)] == full(2)
+        assert "hard timeout" in job.errors(0)
+
+
+def test_a_rank_is_killed_while_it_waits_at_the_barrier(ranks: Ranks) -> None:
+    with ranks("phases", "dies_at_the_barrier", nprocs=3) as job:
+        job.start_all()
+        for rank in range(3):
+            job.wait_for_line(rank, said("finalized", iteration=0))
+        job.kill(1)
+        job.send(2, signal.SIGUSR1)
+        assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
+        seen = views(job)
+        assert seen[0] == full(3)
+        assert seen[max(seen)] == full(2)
+
+
+def test_a_rank_is_killed_before_it_registers(ranks: Ranks) -> None:
+    with ranks("phases", "dies_before_it_registers", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
+        seen = views(job)
+        assert seen[max(seen)] == full(2)
