@@ -154,7 +154,7 @@ class Crew:
         code = 1
         try:
             os.setsid()
-            # Should this process be killed, its ranks go too; their monitors then end by themselves.
+            # Should this process be killed, its ranks go too, and their monitors end after them.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             log = os.open(
                 self.folder / f"slot{slot}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.board import Board
 
-__all__ = ["KINDS", "RANKS", "body"]
+__all__ = ["KINDS", "RANKS", "body", "part"]
 
 RANKS = 4
 SETTLE_S = 0.05
@@ -25,6 +25,15 @@ KINDS = {
     "hang_subgroup": "a rank raises while the others hang, two of them in a sub-group",
     "sleep": "a rank raises while the others are in time.sleep(3600)",
 }
+
+
+def part() -> None:
+    """Ends the process group, when everyone is done with it: a rank that closes its connections
+    while another is still in the last collective would be a fault that nobody planned.
+    """
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    dist.destroy_process_group()
 
 
 def body(
@@ -55,7 +64,7 @@ def body(
             time.sleep(0.01)
             dist.all_reduce(data)
     if trial >= faults:
-        dist.destroy_process_group()
+        part()
         return
     if rank == victim:
         time.sleep(SETTLE_S)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.board import Board
 from benchmarks.crew import Crew, wrapped
-from benchmarks.faults import RANKS
+from benchmarks.faults import RANKS, part
 from benchmarks.sheets import Sheet, median, ms, quantile
 from outlast import inprocess
 
@@ -83,7 +83,7 @@ def _rank(board: Board, slot: int, floor_ms: int, hangs: int) -> None:
         if slot == 0:
             _note_steps(taken[10:])
         if trial >= hangs:
-            dist.destroy_process_group()
+            part()
             return
         if slot == trial % RANKS:
             board.fail(iteration, slot)

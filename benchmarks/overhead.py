@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.crew import Crew, free_port, wrapped
+from benchmarks.faults import part
 from benchmarks.rest import operations_at_rest
 from benchmarks.sheets import Sheet
 from outlast import inprocess
@@ -99,8 +100,7 @@ def _train(inputs: torch.Tensor, labels: torch.Tensor, ping: Any) -> float:
     number = max(1, int(SEGMENT_S / count.item()))
     dist.barrier()
     seconds = steps(number)
-    dist.barrier()
-    dist.destroy_process_group()
+    part()
     return number / seconds
 
 

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.crew import Crew, serve, store
@@ -37,7 +38,11 @@ def _measure(size: int, rounds: int) -> dict[str, Any]:
     print(f"scale: {size} members", flush=True)
     with Crew("scale", 1) as crew:
         crew.start(SERVER, lambda: serve(crew.port))
-        stores = [CountedStore(store(crew.port)) for _ in range(size)]
+        # Side by side: torch asks for the peer's name at each connection, and some resolvers are
+        # slow to say that there is none.
+        with ThreadPoolExecutor(64) as pool:
+            made = pool.map(lambda _: store(crew.port), range(size))
+            stores = [CountedStore(one) for one in made]
         return {
             "barrier": _barriers(stores, rounds),
             "view change": _view_changes(stores, rounds),

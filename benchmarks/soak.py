@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.board import Board
 from benchmarks.crew import Crew, wrapped
+from benchmarks.faults import part
 from benchmarks.sheets import Sheet, median, ms, quantile
 from outlast import inprocess
 
@@ -64,7 +65,7 @@ def _rank(board: Board, slot: int, restarts: int, every: int, folder: str) -> No
         data = torch.ones(1 << 10)
         dist.all_reduce(data)
         if iteration >= restarts:
-            dist.destroy_process_group()
+            part()
             return
         if slot == iteration % RANKS:
             board.fail(iteration, slot)

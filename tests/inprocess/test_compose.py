@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import dataclasses
 import functools
 from typing import Any
 
@@ -91,6 +90,7 @@ def test_parts_are_as_given_and_leaves_in_call_order() -> None:
         ([ShiftRanks(), ShiftRanks()], ShiftRanks, FillGaps),
         ([ShiftRanks(), Compose(FillGaps(), ShiftRanks())], RankAssignment, ShiftRanks),
         ([Compose(ShiftRanks(), FillGaps()), FillGaps()], RankAssignment, FillGaps),
+        ([Compose(ShiftRanks()), Compose(FillGaps())], RankAssignment, ShiftRanks),
         ([MaxActiveWorldSize(2), WorldSizeDivisibleBy(2)], RankFilter, RankAssignment),
         ([FaultCounter(2)], FaultCounter, Finalize),
         ([RetryController(2), FaultCounter()], abc.ABC, Initialize),
@@ -150,17 +150,21 @@ def test_a_base_that_wants_more_than_a_call_is_passed_over() -> None:
     assert not isinstance(composed, More)
 
 
-def test_the_base_is_not_set_up_again_and_may_be_frozen() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(RankFilter):
-        limit: int
+def test_the_base_is_not_set_up_again_and_may_guard_its_attributes() -> None:
+    class Guarded(RankFilter):
+        def __init__(self, limit: int) -> None:
+            object.__setattr__(self, "limit", limit)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(name)
 
         def __call__(self, state: State) -> State:
-            return state.copy(active_world_size=min(self.limit, state.active_world_size))
+            return state.copy(active_world_size=vars(self)["limit"])
 
-    composed = Compose(Frozen(3), Frozen(2))
-    assert isinstance(composed, Frozen)
+    composed = Compose(Guarded(2), Guarded(3))
+    assert isinstance(composed, Guarded)
     assert composed(state_of(0, 8)).active_world_size == 2
+    assert "limit" not in vars(composed)
 
 
 def test_a_subclass_composes_too() -> None:

@@ -84,14 +84,38 @@ def test_several_keys_in_one_iteration_do_not_mix(connect: Connect) -> None:
     assert [found[rank][:2] for rank in (2, 3, 4, 5)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-def test_it_goes_on_from_iteration_to_iteration_and_removes_what_is_old() -> None:
-    store = dist.HashStore()
+class Watched:
+    """A store that counts what is removed from it."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.removed: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def delete_key(self, key: str) -> bool:
+        self.removed.append(key)
+        return bool(self.store.delete_key(key))
+
+
+def test_it_goes_on_from_iteration_to_iteration_and_removes_what_is_old_once() -> None:
+    store = Watched()
     policies = {rank: whole_nodes(rank) for rank in range(6)}
     for iteration in range(5):
         found = run(policies, lambda: store, 6, set(), iteration)
         assert [found[rank][:2] for rank in range(6)] == [(rank, 6) for rank in range(6)]
-        held = store.num_keys()
-        assert held == 12, f"iteration {iteration}: {held} keys"
+        assert store.num_keys() == 12
+        assert len(store.removed) == len(set(store.removed)) == 12 * iteration
+
+
+def test_a_newcomer_meets_those_that_were_there_before(connect: Connect) -> None:
+    policies = {rank: whole_nodes(rank) for rank in range(2)}
+    for iteration in range(3):
+        run(policies, connect, 2, set(), iteration)
+    policies |= {rank: whole_nodes(rank, 10) for rank in (2, 3)}
+    found = run(policies, connect, 4, set(), 3)
+    assert [found[rank][:2] for rank in range(4)] == [(rank, 4) for rank in range(4)]
 
 
 def test_a_second_call_of_a_wrapper_does_not_lose_keys_to_the_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import queue
 import signal
@@ -234,7 +235,6 @@ def test_a_signal_that_the_user_takes_in_the_function_stays_the_users(
 ) -> None:
     def mine(number: int, frame: FrameType | None) -> None: ...
 
-    before = signal.getsignal(signal.SIGUSR1)  # whatever a default is here
     try:
 
         def take() -> None:
@@ -246,7 +246,7 @@ def test_a_signal_that_the_user_takes_in_the_function_stays_the_users(
         interrupter.restore()
         assert signal.getsignal(INTERRUPT_SIGNAL) is mine
     finally:
-        signal.signal(INTERRUPT_SIGNAL, before)
+        signal.signal(INTERRUPT_SIGNAL, signal.SIG_DFL)
 
 
 def test_in_another_thread_it_goes_without_a_signal() -> None:
@@ -299,7 +299,6 @@ class At:
 LIBRARY = {
     Interrupter.run.__code__,
     interrupt._user_region.__code__,
-    Interrupter._let_requests_end.__code__,
     Interrupter._let_requests_land.__code__,
     Interrupter.shield.__code__,
     Interrupter.unshield.__code__,
@@ -379,9 +378,10 @@ def test_a_signal_at_any_bytecode_of_the_library() -> None:
 def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
     def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
         def request(frame: FrameType) -> None:
-            thread = threading.Thread(target=interrupter.request)
-            thread.start()
-            thread.join()
+            asked = _thread.allocate_lock()
+            asked.acquire()
+            _thread.start_new_thread(lambda: (interrupter.request(), asked.release()), ())
+            asked.acquire()  # and here it is raised, and goes on in the traced frame
 
         return At(LIBRARY, n, request)
 

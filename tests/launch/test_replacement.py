@@ -96,14 +96,31 @@ def test_all_workers_dead_fails_the_job_with_the_first_ones_code(tmp_path: Path)
     assert run.words[start + 1].startswith(f"first cause: rank 1 (pid {first[1].pid}, host ")
 
 
-def test_the_last_worker_is_not_replaced(tmp_path: Path) -> None:
-    # Nobody is left who could take the new process in.
-    with Run(tmp_path, WORKER, "--nproc-per-node=1") as run:
-        only = run.ready(0)
-        run.set_job("running")
-        only.fail()
-        assert run.wait() == 3
-    assert any("not replaced, no other worker is left" in line for line in run.words)
+ALL_DIE = """
+import datetime, os, signal
+import torch.distributed as dist
+from outlast.inprocess import CallWrapper, Compose, Wrapper
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+
+@Wrapper(
+    rank_assignment=Compose(ShiftRanks(), AwaitReplacements(datetime.timedelta(seconds=100)))
+)
+def train(call: CallWrapper):
+    if os.environ["OUTLAST_REPLACEMENT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    return os.environ["WORLD_SIZE"]
+
+print("world size", train(), flush=True)
+"""
+
+
+def test_a_job_whose_workers_have_all_died_goes_on(tmp_path: Path) -> None:
+    # The newcomers find nobody: they decide among themselves.
+    with Run(tmp_path, ALL_DIE, "--nproc-per-node=2", "--max-restarts=2") as run:
+        assert run.wait() == 0
+    assert run.out.count("world size 2") == 2
 
 
 def test_nothing_is_replaced_after_an_abort(tmp_path: Path) -> None:

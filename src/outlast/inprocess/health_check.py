@@ -14,7 +14,7 @@ from outlast.inprocess.arguments import check_int, check_timeout
 from outlast.inprocess.finalize import run_within
 from outlast.inprocess.state import State
 
-__all__ = ["CudaHealthCheck", "FaultCounter", "HealthCheck"]
+__all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthCheck"]
 
 
 class HealthCheck(abc.ABC):

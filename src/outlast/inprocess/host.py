@@ -196,7 +196,8 @@ class RankHost:
         self.state.status = Status.ABORTING
         if guard is not None:
             guard.left.set()
-            guard.wait(None)  # for the abort; one that hangs is ended by the hard timeout
+            with self._user_code():  # the abort, in the other thread: the hard timeout applies
+                guard.wait(None)
         self.state.status = Status.ABORTED
         error, self.error = self.error, None
         train_ex = None if error is None or is_consequence(error) else error

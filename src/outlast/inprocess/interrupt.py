@@ -18,7 +18,7 @@ Where may it be raised? In user code only.
   done, so an interrupt there is one in user code.
 * With the asynchronous exception the requester decides, and the exception lands a little later.
   So both entering a shield and leaving the function wait until no request is being made (`_busy`)
-  and then let one that is under way land, or take it back, before they go on.
+  and then let one that is under way land before they go on.
 
 User code may swallow the interrupt (`except BaseException`). The requester therefore repeats it
 until the thread has left, and is told where it was swallowed.
@@ -44,8 +44,6 @@ INTERRUPT_SIGNAL = signal.SIGURG
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_async_exc.restype = ctypes.c_int
-_clear_async_exc = ctypes.PyDLL(None).PyThreadState_SetAsyncExc
-_clear_async_exc.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
 
 
 class Interrupter:
@@ -84,31 +82,33 @@ class Interrupter:
         error: BaseException | None = None
         self._shields = 0  # a generator may have died with one raised
         self._wanted = False
-        self._inside = True
         try:
             try:
+                self._inside = True
                 value = _user_region(function)
             except BaseException as e:  # noqa: BLE001 - every ending is the caller's to judge
                 error = e
             self._inside = False
+            # No new request is made from here on. One that is under way lands now, and is dropped.
+            # It is not taken back: to set no exception leaves CPython, up to 3.12, with its "there
+            # is something to do" flag up for good, which slows down all of the program.
+            self._let_requests_land()
         except RankShouldRestart as late:  # an asynchronous one, in the lines above
-            error = late
+            if self._inside:
+                error = late
             self._inside = False
-        try:
-            self._let_requests_end()
-        except RankShouldRestart:  # it landed at the entry to that, and was the last one
-            self._let_requests_end()
         return value, error
 
     def shield(self) -> None:
         """From here on no interrupt is raised in this thread, until `unshield()`."""
-        self._shields += 1
-        if self._busy:
-            try:
+        before = self._shields
+        try:
+            self._shields = before + 1
+            if self._busy:
                 self._let_requests_land()
-            except BaseException:
-                self._shields -= 1
-                raise
+        except BaseException:
+            self._shields = before
+            raise
 
     def unshield(self) -> None:
         if self._shields:  # none, if a generator of an earlier iteration ends only now
@@ -167,15 +167,6 @@ class Interrupter:
             time.sleep(0)
         for _ in range(2):  # a loop's jump is a point where a pending exception is raised
             pass
-
-    def _let_requests_end(self) -> None:
-        """Out of the function: takes back a request that has not landed yet. No new one is made,
-        since `_inside` is false; the one that may land in these lines is dropped.
-        """
-        while self._busy:
-            time.sleep(0)
-        _clear_async_exc(self.ident, None)
-        self._wanted = False
 
 
 def _user_region(function: Callable[[], Any]) -> Any:

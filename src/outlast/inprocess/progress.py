@@ -5,9 +5,10 @@ round-trip times (RFC 6298): a smoothed mean and a smoothed mean deviation, and 
 
     mean + deviations * deviation, but at least factor * the longest recent gap, and `floor`.
 
-The hard timeout follows at ten times the limit, and at least five seconds. So a hang is seen in a few step times. Until `warmup` gaps are known, the limit is `initial`.
-Phases that are known to be long are declared (`CallWrapper.long_phase`); their time is neither
-judged by the limit nor learned from.
+The hard timeout follows at ten times the limit, and at least five seconds. So a hang is seen in a
+few step times. Until `warmup` gaps are known, the limit is `initial`. Phases that are known to be
+long are declared (`CallWrapper.long_phase`); their time is neither judged by the limit nor learned
+from.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ __all__ = [
     "FilterGroupedByKey",
     "MarkedRanks",
     "RankAssignment",
+    "RankDiscarded",
     "ShiftRanks",
 ]
 
@@ -98,9 +99,9 @@ class FillGaps(RankAssignment):
         size = state.world_size - len(terminated_ranks)
         rank = state.rank
         if rank >= size:
-            gaps = [gap for gap in sorted(terminated_ranks) if gap < size]
             before = sum(other not in terminated_ranks for other in range(size, rank))
-            rank = gaps[before]
+            # As many ranks move as there are gaps below `size`, which come first.
+            rank = sorted(terminated_ranks)[before]
         return _moved(state, rank, terminated_ranks), frozenset()
 
 

@@ -7,6 +7,7 @@ until then the end of this process is a fault that it reports.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
-from outlast.errors import StoreError
+from outlast.errors import RestartAbort, StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, MonitorRestarted, NullSink, Sink
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
@@ -150,6 +151,9 @@ class _Session:
             value = drive(machine.run(), perform)
         except BaseException as e:
             self.emitter.emit(Lost(reason=repr(e)))
+            if isinstance(e, RestartAbort):
+                with contextlib.suppress(RuntimeError):  # the store is lost: the error is told
+                    self._announce(control, "aborted")
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_wait(host)
             raise
@@ -250,15 +254,25 @@ class _Session:
         self._start_watchdog(host, control)
 
     def _announce(self, control: Connection, state: str) -> None:
-        """Tells a launcher that replacements are of use. Only the state of this very call is
-        changed: another rank may be in the next one already.
+        """Tells a launcher what the job is at, so that it knows when replacements are of use.
+
+        The key holds the newest call that has begun. Each change names what it replaces: another
+        rank may be in the next call already, and a newcomer comes to a call that has ended.
         """
-        running = json.dumps({"call": self.number, "state": "running"})
-        if state == "running":
-            control.put("outlast/job", running.encode())
-        else:
-            said = json.dumps({"call": self.number, "state": state})
-            control.torch_store.compare_set("outlast/job", running, said)
+        store = control.torch_store
+        key = "outlast/job"
+        if state != "running":
+            self._change_job(store, self._job("running"), self._job(state))
+            return
+        held = json.loads(control.claim(key, self._job("running").encode()))
+        while held["call"] < self.number:
+            held = json.loads(self._change_job(store, json.dumps(held), self._job("running")))
+
+    def _job(self, state: str) -> str:
+        return json.dumps({"call": self.number, "state": state})
+
+    def _change_job(self, store: Any, before: str, after: str) -> bytes:
+        return bytes(store.compare_set("outlast/job", before, after))
 
     # -- the function ------------------------------------------------------------------------
 

@@ -148,6 +148,8 @@ class Agent:
         """Go on to the next phase if no worker is left."""
         if self._site.crew or self._phase in (Phase.SWEEPING, Phase.FLUSHING, Phase.OVER):
             return
+        if self._backing_off and self._phase is Phase.RUNNING:
+            return  # all are dead, and newcomers decide among themselves how to go on
         self._forget_replacements()
         if self._phase is Phase.RESTARTING:
             self._ending.sweep(patient=False)
@@ -165,7 +167,7 @@ class Agent:
                 self._ledger.record(worker, code, when, Fate.FATAL)
             return
         job = self._site.store.job()
-        fate = self._ledger.judge(worker, code, job, len(self._site.crew))
+        fate = self._ledger.judge(worker, code, job)
         death = self._ledger.record(worker, code, when, fate)
         what = f"rank {death.rank} (pid {death.pid}) {describe_exit(code)}"
         if fate is Fate.REPLACED:
@@ -183,8 +185,6 @@ class Agent:
     def _why_not(self, job: JobRecord) -> str:
         if job.state is not JobState.RUNNING:
             return f"the job is {job.state.value}"
-        if not self._site.crew:
-            return "no other worker is left"
         return "all replacements are used, the others go on without it"
 
     def _replace_later(self, death: Death) -> None:
@@ -200,12 +200,14 @@ class Agent:
         self._backing_off = [item for item in self._backing_off if item[1] is not death]
         if self._site.store.job().state is not JobState.RUNNING:
             self._ledger.lost(death)  # it was over while this one backed off
+            self._look_around()
             return
         try:
             worker = self._site.crew.replace(death.rank, self._site.store.port)
         except LaunchError as e:  # the survivors are worth more than the lost one
             self._say(f"{e}: the others go on without it")
             self._ledger.lost(death)
+            self._look_around()
         else:
             self._say(f"rank {death.rank} is now pid {worker.pid}")
 

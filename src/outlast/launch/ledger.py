@@ -20,11 +20,9 @@ class Ledger:
         self._used = 0
         self.deaths: list[Death] = []
 
-    def judge(self, worker: Worker, exit_code: int, job: JobRecord, survivors: int) -> Fate:
+    def judge(self, worker: Worker, exit_code: int, job: JobRecord) -> Fate:
         """What is to come of a death in a running job; takes the restart that it needs."""
         fate = decide(exit_code, worker.pid, job, self._used, self._max_restarts)
-        if fate is Fate.REPLACED and not survivors:
-            fate = Fate.LOST  # nobody is left who could take the new process in
         if fate in (Fate.REPLACED, Fate.RESTARTED):
             self._used += 1
         return fate

@@ -1,0 +1,182 @@
+"""The barrier, in every order of arrivals and losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from outlast.coordination import Link, LostRecord, MemoryStore, drive, perform_on
+from outlast.coordination.barrier import LEDGER, arrivals, arrive, check, done_key
+from outlast.coordination.ops import Op
+from outlast.coordination.records import to_line
+
+Make = Callable[[Link], Coroutine[Any, Any, Any]]
+
+
+async def come(link: Link, member: int, expected: frozenset[int]) -> None:
+    await arrive(link, "b", member, expected, rank=member)
+
+
+async def lose(link: Link, member: int, expected: frozenset[int]) -> None:
+    await link.append(LEDGER, to_line(LostRecord(member, "gone")))
+    await check(link, "b", expected)
+
+
+class Run:
+    """Some coroutines against one store, stepped by hand."""
+
+    def __init__(self, makers: list[Make]) -> None:
+        self.store = MemoryStore()
+        self.perform = perform_on(self.store)
+        self.coroutines = [make(Link()) for make in makers]
+        self.asked: list[Op | None] = [c.send(None) for c in self.coroutines]
+
+    def step(self, number: int) -> None:
+        op = self.asked[number]
+        assert op is not None
+        try:
+            self.asked[number] = self.coroutines[number].send(self.perform(op))
+        except StopIteration:
+            self.asked[number] = None
+
+    def kill(self, number: int) -> None:
+        self.coroutines[number].close()
+        self.asked[number] = None
+
+    @property
+    def open(self) -> list[int]:
+        return [number for number, op in enumerate(self.asked) if op is not None]
+
+    @property
+    def done(self) -> bool:
+        return done_key("b") in self.store.table
+
+    def close(self) -> None:
+        for coroutine in self.coroutines:
+            coroutine.close()
+
+
+def every_order(makers: list[Make]) -> Iterator[tuple[list[int], Run]]:
+    """Every interleaving of the operations, run to the end; depth first, each replayed anew."""
+    pending: list[list[int]] = [[]]
+    while pending:
+        path = pending.pop()
+        run = Run(makers)
+        for number in path:
+            run.step(number)
+        while run.open:
+            first, *others = run.open
+            pending.extend([*path, other] for other in others)
+            path = [*path, first]
+            run.step(first)
+        yield path, run
+
+
+def test_two_that_come_in_every_order() -> None:
+    expected = frozenset({0, 1})
+    makers: list[Make] = [lambda link, m=m: come(link, m, expected) for m in expected]  # type: ignore[misc]
+    orders = 0
+    for path, run in every_order(makers):
+        assert run.done, path
+        orders += 1
+    assert orders > 50
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_one_that_comes_and_one_that_is_lost_in_every_order(absent: int) -> None:
+    expected = frozenset({0, 1})
+    makers: list[Make] = [
+        lambda link: come(link, 1 - absent, expected),
+        lambda link: lose(link, absent, expected),
+    ]
+    for path, run in every_order(makers):
+        assert run.done, path
+
+
+def test_two_that_come_and_one_that_is_lost_in_every_order() -> None:
+    expected = frozenset({0, 1, 2})
+    makers: list[Make] = [
+        lambda link: come(link, 0, expected),
+        lambda link: come(link, 1, expected),
+        lambda link: lose(link, 2, expected),
+    ]
+    orders = 0
+    for path, run in every_order(makers):
+        assert run.done, path
+        orders += 1
+    assert orders > 5_000
+
+
+def test_one_that_dies_at_any_point_of_its_arrival_and_is_recorded_then() -> None:
+    expected = frozenset({0, 1})
+    makers: list[Make] = [
+        lambda link: come(link, 0, expected),
+        lambda link: come(link, 1, expected),
+        lambda link: lose(link, 1, expected),
+    ]
+    for lived in range(6):
+        # Of 0 and the recorder every order, after `lived` operations of 1; and those before.
+        for before in range(6):
+            pending: list[list[int]] = [[]]
+            while pending:
+                path = pending.pop()
+                run = Run(makers)
+                for number in [0] * before + [1] * lived:
+                    if run.asked[number] is not None:
+                        run.step(number)
+                run.kill(1)
+                for number in path:
+                    run.step(number)
+                while run.open:
+                    first, *others = run.open
+                    pending.extend([*path, other] for other in others)
+                    path = [*path, first]
+                    run.step(first)
+                assert run.done, (lived, before, path)
+
+
+def test_it_is_not_done_before_all_are_accounted_for() -> None:
+    expected = frozenset({0, 1, 2})
+    makers: list[Make] = [
+        lambda link: come(link, 0, expected),
+        lambda link: lose(link, 2, expected),
+    ]
+    for path, run in every_order(makers):
+        assert not run.done, path
+
+
+def test_who_is_missing_and_what_was_said() -> None:
+    store = MemoryStore()
+    link, expected = Link(), frozenset({3, 5, 7})
+    run = perform_on(store)
+    drive(come(link, 3, expected), run)
+    assert drive(check(link, "b", expected), run) == {5, 7}
+    drive(lose(link, 7, expected), run)
+    assert drive(check(link, "b", expected), run) == {5}
+    drive(come(link, 5, expected), run)
+    assert drive(check(link, "b", expected), run) == frozenset()
+    assert drive(arrivals(link, "b"), run) == {
+        3: {"member": 3, "rank": 3},
+        5: {"member": 5, "rank": 5},
+    }
+
+
+def test_nobody_is_waited_for_in_an_empty_view() -> None:
+    store = MemoryStore()
+    assert drive(check(Link(), "b", frozenset()), perform_on(store)) == frozenset()
+    assert store.read(done_key("b")) is not None
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 256])
+def test_the_operations_of_a_member_do_not_grow_with_the_size(size: int) -> None:
+    store, expected = MemoryStore(), frozenset(range(size))
+    worst = 0
+    for member in range(size):
+        before = Counter(store.ops)
+        drive(come(Link(), member, expected), perform_on(store))
+        worst = max(worst, (store.ops - before).total())
+    assert worst == 5  # of the last: append, add, two reads, put; the wait comes to it
+    assert store.ops.total() == 3 * size + 2

@@ -1,0 +1,198 @@
+"""One contract for every store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
+from outlast.errors import StoreError
+
+Connect = Callable[[], Store]
+NET_S = 60.0
+
+
+@pytest.fixture(params=["memory", "tcp", "file"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    """Makes one connection after another to the same store; each is for one thread."""
+    if request.param == "memory":
+        store = MemoryStore()
+        yield lambda: store
+    elif request.param == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where = f"127.0.0.1:{server.port}"
+        yield lambda: TorchStore(
+            dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where
+        )
+    else:
+        path = str(tmp_path / "store")
+        held = dist.FileStore(path, -1)  # the last one to go deletes the file
+        yield lambda: TorchStore(dist.FileStore(path, -1), path)
+        del held
+
+
+@pytest.fixture
+def store(connect: Connect) -> Store:
+    return connect()
+
+
+def test_a_table_of_bytes(store: Store) -> None:
+    assert store.read("k") is None
+    store.put("k", b"1")
+    store.put("k", b"2")
+    assert store.read("k") == b"2"
+    assert store.read("other") is None
+    store.delete("k")
+    assert store.read("k") is None
+    store.delete("k")  # once more is nothing
+    store.put("k", b"3")
+    assert store.read("k") == b"3"
+
+
+def test_values_are_whatever_is_text(store: Store) -> None:
+    value = '{"a": [1, "two\\n", "\u00fc\u20ac"]}\n'.encode() * 5000
+    store.put("k", value)
+    assert store.read("k") == value
+    assert store.wait_for("k", NET_S) == value
+
+
+def test_the_first_claim_wins(store: Store) -> None:
+    assert store.claim("k", b"a") == b"a"
+    assert store.claim("k", b"b") == b"a"
+    assert store.read("k") == b"a"
+    store.put("set", b"x")
+    assert store.claim("set", b"y") == b"x"
+
+
+def test_numbers(store: Store) -> None:
+    assert store.add("n", 1) == 1
+    assert store.add("n", 0) == 1
+    assert store.add("n", 41) == 42
+    assert store.read("n") == b"42"
+    assert store.add("zero", 0) == 0
+
+
+def test_appending(store: Store) -> None:
+    store.append("log", b"a\n")
+    store.append("log", b"b\n")
+    assert store.read("log") == b"a\nb\n"
+    store.put("log", b"")
+    store.append("log", b"c\n")
+    assert (store.read("log") or b"").endswith(b"c\n")
+
+
+def test_what_is_there_is_not_waited_for(store: Store) -> None:
+    store.put("k", b"v")
+    assert store.wait_for("k", 0.0) == b"v"
+    assert store.wait_for("k", None) == b"v"
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.02])
+def test_a_wait_ends_with_its_timeout(store: Store, timeout: float) -> None:
+    with pytest.raises(KeyTimeout, match="never"):
+        store.wait_for("never", timeout)
+    store.put("never", b"after all")  # and the connection is as good as before
+    assert store.wait_for("never", NET_S) == b"after all"
+
+
+@pytest.mark.parametrize("how", ["put", "claim", "append", "add"])
+@pytest.mark.parametrize("timeout", [NET_S, None])
+def test_a_waiter_is_woken(connect: Connect, how: str, timeout: float | None) -> None:
+    waiters, maker = [connect() for _ in range(3)], connect()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(s.wait_for, "k", timeout) for s in waiters]
+        if how == "add":
+            maker.add("k", 7)
+        else:
+            getattr(maker, how)("k", b"7")
+        assert [w.result() for w in waiting] == [b"7"] * 3
+
+
+def test_looking_and_other_keys_wake_nobody(connect: Connect) -> None:
+    waiter, other = connect(), connect()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waiter.wait_for, "k", None)
+        for n in range(50):
+            assert other.read("k") is None
+            other.put(f"k{n}", b"1")
+            other.delete("k")
+            assert not waiting.done()
+        other.put("k", b"v")
+        assert waiting.result() == b"v"
+
+
+def run_all(connect: Connect, work: Callable[[Store, int], Any], count: int = 8) -> list[Any]:
+    """Runs `work` in threads that begin together, each with a connection of its own."""
+    together = threading.Barrier(count)
+    stores = [connect() for _ in range(count)]
+
+    def begin(number: int) -> Any:
+        together.wait()
+        return work(stores[number], number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def test_one_claim_wins_among_many(connect: Connect) -> None:
+    for n in range(10):
+        held = run_all(connect, lambda s, i, n=n: s.claim(f"k{n}", str(i).encode()))
+        assert len(set(held)) == 1
+
+
+def test_nothing_that_many_append_or_add_is_lost(connect: Connect) -> None:
+    def work(store: Store, number: int) -> list[int]:
+        sums = []
+        for n in range(20):
+            store.append("log", f"{number}.{n}\n".encode())
+            sums.append(store.add("n", 1))
+        return sums
+
+    sums = [total for some in run_all(connect, work) for total in some]
+    assert sorted(sums) == list(range(1, 161))
+    lines = (connect().read("log") or b"").decode().split()
+    assert sorted(lines) == sorted(f"{i}.{n}" for i in range(8) for n in range(20))
+    for number in range(8):  # each one's in its order
+        mine = [line for line in lines if line.startswith(f"{number}.")]
+        assert mine == [f"{number}.{n}" for n in range(20)]
+
+
+OPERATIONS: dict[str, Callable[[Store], Any]] = {
+    "put": lambda s: s.put("k", b"v"),
+    "claim": lambda s: s.claim("k", b"v"),
+    "read": lambda s: s.read("k"),
+    "wait_for": lambda s: s.wait_for("k", None),
+    "add": lambda s: s.add("k", 1),
+    "append": lambda s: s.append("k", b"v"),
+    "delete": lambda s: s.delete("k"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_error_names_the_place_of_a_store_that_is_gone(name: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = f"127.0.0.1:{server.port}"
+    store = TorchStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where)
+    store.put("there", b"1")
+    del server
+    with pytest.raises(StoreError, match=where):
+        for _ in range(3):  # the first write may still find room in a buffer
+            OPERATIONS[name](store)
+
+
+def test_a_wait_ends_when_the_store_does() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = f"127.0.0.1:{server.port}"
+    store = TorchStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where)
+    store.put("there", b"1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait_for, "never", None)
+        del server
+        with pytest.raises(StoreError, match=where):
+            waiting.result()
