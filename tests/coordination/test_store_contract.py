@@ -24,17 +24,28 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     if request.param == "memory":
         store = MemoryStore()
         yield lambda: store
-    elif request.param == "tcp":
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        where = f"127.0.0.1:{server.port}"
-        yield lambda: TorchStore(
-            dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where
+        return
+    made: list[TorchStore] = []
+    path = str(tmp_path / "store")
+    held: Any = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if request.param == "tcp"
+        else dist.FileStore(path, -1)  # the last one to go deletes the file
+    )
+    port = held.port if request.param == "tcp" else 0
+
+    def make() -> Store:
+        made.append(
+            TorchStore(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), f"127.0.0.1:{port}")
+            if port
+            else TorchStore(dist.FileStore(path, -1), path)
         )
-    else:
-        path = str(tmp_path / "store")
-        held = dist.FileStore(path, -1)  # the last one to go deletes the file
-        yield lambda: TorchStore(dist.FileStore(path, -1), path)
-        del held
+        return made[-1]
+
+    yield make
+    for connection in made:  # pytest still holds some
+        connection.torch_store = None
+    del held
 
 
 @pytest.fixture

@@ -197,7 +197,11 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "False),",
     ),
     "an ended job goes on": (Machine._decide, "if ender is not None:", "if False:"),
-    "two processes take one place": (Job.register, "if held != token.encode():", "if False:"),
+    "two processes take one place": (
+        Job.register,
+        "if held == token.encode() else None",
+        "",
+    ),
     "who dies before it is known is not told": (
         Job.report_killed,
         "await self.register(rank, token)",
@@ -212,11 +216,6 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         Machine._run,
         "self.iteration - 8",
         "self.iteration - 0",
-    ),
-    "who asks to join does not end a hold": (
-        Job.ask_to_join,
-        "await self.wake_holders()",
-        "pass",
     ),
     "who decides does not end the holds of others": (
         Machine._decide,

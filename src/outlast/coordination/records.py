@@ -69,19 +69,23 @@ def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     """The fault that the others follow from.
 
     Echoes of another fault come last. Hung ranks (`SOFT_TIMEOUT`) are mostly the victims of one
-    of them: the one that made the least progress is named. Otherwise the store's order, which is
-    the order in which they were reported, decides.
+    of them, and wait for it in a collective. Of each the last record counts: after its monitor, a
+    rank itself says where it hung, and whether that is such a wait. Then the one that made the
+    least progress is named. Otherwise the store's order, which is the order in which they were
+    reported, decides.
     """
     if not faults:
         return None
+    hung = {f.member: f for f in faults if f.interruption == "SOFT_TIMEOUT"}
+    faults = [f for f in faults if f is hung.get(f.member, f) or f.interruption != "SOFT_TIMEOUT"]
 
     def order(item: tuple[int, FaultRecord]) -> tuple[bool, int, int, int]:
         position, fault = item
-        hung = fault.interruption == "SOFT_TIMEOUT"
+        is_hung = fault.interruption == "SOFT_TIMEOUT"
         return (
             fault.consequence,
             _SEVERITY.get(fault.interruption, 2),
-            fault.pings if hung else -1,
+            fault.pings if is_hung else -1,
             position,
         )
 

@@ -28,6 +28,8 @@ T = TypeVar("T")
 # For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but turns them
 # into nanoseconds in places: ten years stay clear of that.
 _FOREVER = datetime.timedelta(days=3650)
+# What the store in a file says, as a plain RuntimeError, where the others have a type for it.
+_FILE_TIMEOUT = "Wait timeout"
 
 
 class TorchStore:
@@ -59,15 +61,18 @@ class TorchStore:
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         limit = _FOREVER if timeout is None else datetime.timedelta(seconds=max(timeout, 0.001))
         while True:
+            late: Exception | None = None
             try:
                 self.torch_store.wait([key], limit)
-            except dist.DistStoreError as e:
-                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}") from e
             except RuntimeError as e:
-                raise self._lost(e) from e
+                if not isinstance(e, dist.DistStoreError) and str(e) != _FILE_TIMEOUT:
+                    raise self._lost(e) from e
+                late = e  # but it may have come in the last moment
             value = self.read(key)
             if value is not None:
                 return value
+            if late is not None:
+                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}") from late
 
     def add(self, key: str, amount: int) -> int:
         return self._try(lambda: int(self.torch_store.add(key, amount)))

@@ -7,6 +7,7 @@ it. Where that leaves several, they are taken in the order of their ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,7 +118,7 @@ class Call:
         def order(fault: Fault) -> tuple[bool, bool, int]:
             return fault.consequence, firsts.get(fault.host, fault.time) < fault.time, fault.rank
 
-        found = [event for event in self.during(iteration) if isinstance(event, Fault)]
+        found = _own_words([e for e in self.during(iteration) if isinstance(e, Fault)])
         heads: dict[str, list[Fault]] = defaultdict(list)
         for fault in found:  # in the order of time, which holds within each host
             heads[fault.host].append(fault)
@@ -207,3 +208,24 @@ def _exit_words(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def _own_words(faults: list[Fault]) -> list[Fault]:
+    """The faults, with what a hung rank itself says in the place of what its monitor said.
+
+    The monitor reports first, and that is the time of the fault; the rank knows where it was, and
+    whether it only waited for another.
+    """
+    first: dict[int, Fault] = {}
+    last: dict[int, Fault] = {}
+    for fault in faults:
+        if fault.interruption == "SOFT_TIMEOUT":
+            first.setdefault(fault.member, fault)
+            last[fault.member] = fault
+    kept: list[Fault] = []
+    for fault in faults:
+        if fault.interruption != "SOFT_TIMEOUT":
+            kept.append(fault)
+        elif fault is first[fault.member]:
+            kept.append(dataclasses.replace(last[fault.member], time=fault.time))
+    return kept

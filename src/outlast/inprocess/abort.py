@@ -84,7 +84,7 @@ class AbortTorchDistributed(Abort):
         if endpoint is None:
             return
         for descriptor, inode in gloo.socket_inodes().items():
-            if inode not in self._foreign and _peer_port(descriptor) == endpoint[1]:
+            if inode not in self._foreign and _peer(descriptor) == endpoint:
                 gloo.shut_down(descriptor, inode)
 
 
@@ -151,10 +151,13 @@ def _abort_nccl(backend: Any) -> None:
         log.exception("an NCCL communicator could not be aborted; the restart goes on")
 
 
-def _peer_port(descriptor: int) -> int | None:
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """Address and port of the other end."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             peer = connection.getpeername()
     except OSError:
         return None  # not connected
-    return int(peer[1]) if isinstance(peer, tuple) else None
+    if not isinstance(peer, tuple):
+        return None  # not of the internet
+    return str(peer[0]).removeprefix("::ffff:"), int(peer[1])

@@ -83,8 +83,8 @@ class CallWrapper:
 
         Args:
             limit: how long the phase may take before the rank counts as hung; `None` is the soft
-                timeout of the settings (`Adaptive.initial`). The hard timeout goes by the same
-                time if that is longer.
+                timeout of the settings (`Adaptive.initial`). The hard timeout comes as long
+                after it as it comes after the soft timeout in the settings, or later.
         """
         page = self._page
         before = page.soft_limit

@@ -130,6 +130,10 @@ class Host(Protocol):
         """Abort done, resources released, finalize, health check."""
         ...
 
+    def testimony(self, iteration: int) -> FaultRecord | None:
+        """Where this member hung, if its monitor reported that it did."""
+        ...
+
     def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
         """A fault of this member that has no exception."""
         ...

@@ -27,6 +27,7 @@ class Launch:
         rank, world_size: place at the start; 0 and 1 without a launcher.
         host, port: of the store; `None` where the launcher names none.
         agent_store: a launcher hosts the store there already (torchrun, `outlast run`).
+        attempt: of a launcher that restarts all workers from scratch, while its store stays.
         replacement: how often this rank was replaced before.
         events_dir: where to write events, or an empty string.
     """
@@ -36,6 +37,7 @@ class Launch:
     host: str | None
     port: int | None
     agent_store: bool
+    attempt: int
     replacement: int
     events_dir: str
 
@@ -60,6 +62,7 @@ def read_launch() -> Launch:
         host=os.environ.get("MASTER_ADDR"),
         port=port or None,
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
         replacement=_number("OUTLAST_REPLACEMENT", 0),
         events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
     )

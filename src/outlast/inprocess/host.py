@@ -6,6 +6,7 @@ judges how it ended, and runs abort, finalize and health check at their places.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
@@ -93,6 +94,8 @@ class RankHost:
         self.guard: Guard | None = None
         self.error: BaseException | None = None
         self.joining = False
+        self.hung_at: tuple[str, bool] | None = None
+        self.hung_pings = 0
 
     # -- places ------------------------------------------------------------------------------
 
@@ -193,6 +196,8 @@ class RankHost:
 
     async def settle(self, iteration: int) -> None:
         guard, self.guard = self.guard, None
+        self.hung_at = None if guard is None else (guard.where, guard.in_torch)
+        self.hung_pings = self.page.pings
         self.state.status = Status.ABORTING
         if guard is not None:
             guard.left.set()
@@ -220,6 +225,16 @@ class RankHost:
         record = self._record(
             iteration, "BASE_EXCEPTION", describe(error), _text(error), is_consequence(error)
         )
+        self._emit(record)
+        return record
+
+    def testimony(self, iteration: int) -> FaultRecord | None:
+        if self.page.reported_soft != iteration or self.hung_at is None:
+            return None
+        where, in_torch = self.hung_at
+        cause = f"no progress until the soft timeout; it was at {where or 'an unknown place'}"
+        record = self._record(iteration, "SOFT_TIMEOUT", cause, "", in_torch)
+        record = dataclasses.replace(record, pings=self.hung_pings)
         self._emit(record)
         return record
 

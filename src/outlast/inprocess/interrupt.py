@@ -154,6 +154,12 @@ class Interrupter:
             frame = frame.f_back
         return " < ".join(places)
 
+    def in_torch(self) -> bool:
+        """Whether the innermost Python frame of the thread is torch's own."""
+        frame = sys._current_frames().get(self.ident)
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
+        return str(name).partition(".")[0] == "torch"
+
     # -- parts -------------------------------------------------------------------------------
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -204,6 +204,9 @@ class Machine:
     async def _settle(self) -> Phase:
         k = self.iteration
         await self.host.settle(k)
+        told = self.host.testimony(k)
+        if told is not None:
+            await self.job.report_fault(told)
         await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
         with self.host.timing("term"):
             await self._pass(f"term/{k}", self.record.expected)

@@ -57,7 +57,6 @@ class MonitorLoop:
         self.store: Connection | None = None
         self.main_alive = self.pidfd is not None
         self.ended: int | None = None
-        self.reported_soft = -1
         self.next_beat = 0.0
         self.sibling: int | None = None
         self.sibling_iteration = -2
@@ -98,14 +97,14 @@ class MonitorLoop:
         return pidfd
 
     def _connect(self) -> None:
-        """Reaches the store; gives up with the main process, which has the same patience."""
+        """Reaches the store; gives up when the main process has ended, or needs it no longer."""
         deadline = self.clock.now() + self.plan.patience
         while self.store is None and self.clock.now() < deadline:
             try:
                 self.store = connect(self.plan.factory, self.plan.kwargs, self.plan.endpoint, 1.0)
             except (StoreError, TimeoutError) as e:
                 print(e)
-                if self.pidfd is None or self.pidfd in [fd for fd, _ in self.poll.poll(0)]:
+                if self.pidfd is None or self.poll.poll(0):
                     return
 
     # -- while the main process lives --------------------------------------------------------
@@ -116,7 +115,7 @@ class MonitorLoop:
         due = self.next_beat
         if self.page.activity in (Activity.FUNCTION, Activity.USER, Activity.LEAVING):
             soft, hard = self._limits()
-            pending = hard if self.reported_soft == self.page.iteration else soft
+            pending = hard if self.page.reported_soft == self.page.iteration else soft
             due = min(due, self.page.progress + pending)
         return max(0.001, min(due - now, self.plan.interval))
 
@@ -145,11 +144,13 @@ class MonitorLoop:
         if idle >= hard:
             self._terminate(idle)
         elif (
-            page.activity == Activity.FUNCTION and idle >= soft and self.reported_soft != iteration
+            page.activity == Activity.FUNCTION
+            and idle >= soft
+            and self.page.reported_soft != iteration
         ):
-            self.reported_soft = iteration
             cause = f"no progress for {idle:.3f} s (soft timeout {soft:.3f} s)"
             fault = self._fault("SOFT_TIMEOUT", cause)
+            page.reported_soft = iteration  # before anyone can know that the iteration ends
             self._emit_fault(fault)
             self._drive(self.job.report_fault(fault))
 

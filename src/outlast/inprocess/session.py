@@ -86,7 +86,7 @@ class _Session:
         self.settings, self.function = settings, function
         self.launch = read_launch()
         self.number = next(_calls)
-        self.prefix = f"outlast/{self.number}/"
+        self.prefix = f"outlast/{self.launch.attempt}/{self.number}/"
         self.clock = MonotonicClock()
         events_dir = self.launch.events_dir
         if sink is None and events_dir:
@@ -158,7 +158,8 @@ class _Session:
                 self._end_wait(host)
             raise
         self.completed = True
-        self.emitter.emit(Completed())
+        if not host.joining:  # a newcomer may have come when all was over
+            self.emitter.emit(Completed())
         self._announce(control, "completed")
         drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
         return value

@@ -1,7 +1,7 @@
 """A page of memory that the main process and its monitor process share.
 
 Each field is one aligned 8-byte word with one writer, so that a reader sees the old value or the
-new one, never a mixture. The main process writes all fields but `killed_hard`.
+new one, never a mixture. The main process writes all fields but `killed_hard` and `reported_soft`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class SharedPage:
     rank = _Int(3)
     pings = _Int(4)
     killed_hard = _Int(5)
+    reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
     # Monotonic seconds of the last progress, and how long without progress is still healthy;
     # a limit of 0 stands for the soft timeout of the settings.
     progress = _Float(0)
@@ -71,7 +72,7 @@ class SharedPage:
         self.ints = whole[:256].cast("q")
         self.floats = whole[256:512].cast("d")
         whole.release()
-        self.iteration = self.member = self.rank = -1
+        self.iteration = self.member = self.rank = self.reported_soft = -1
 
     def close(self) -> None:
         self.ints.release()

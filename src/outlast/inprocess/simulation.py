@@ -7,7 +7,8 @@ lost. A failure names its seed: `simulate(seed)` replays it. What is checked:
 
 * R1 whoever enters k finds ranks dense from 0 and one world size; no live member is left out, nor
   is one who asked in time; nobody is in who was known to be lost.
-* R2 nobody enters k+1 while a live member is in k, `initialize` and `finalize` included.
+* R2 nobody decides what follows k, or enters k+1, while a live member is in k, `initialize` and
+  `finalize` included.
 * R5 every run ends, without the help of any backstop or timeout, and each member with a value or
   with the error that it was given. Values are returned only if all of the view have finished.
 """
@@ -183,6 +184,9 @@ class _Host:
     async def settle(self, iteration: int) -> None:
         self.maybe_leave("finalize")
         self.inside = False
+
+    def testimony(self, iteration: int) -> FaultRecord | None:
+        return None
 
     def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
         return FaultRecord(
@@ -382,9 +386,18 @@ class _World:
             )
 
     def deciding(self, k: int) -> None:
-        """Somebody is about to decide the view of k+1: what is known by now must be in it."""
+        """Somebody is about to decide the view of k+1: all have left k (R2), and what is known by
+        now must be in the view.
+        """
+        lost = self._ledger()
+        for other in self.hosts.values():
+            inside = other.inside and other.iteration == k and not other.leaving
+            self.must(
+                not inside or other.member in lost,
+                f"R2: what follows {k} is decided while {other.name} is in it",
+            )
         asked = [said["member"] for said in lines(self.sim.store.table.get("joins"))]
-        self.known.setdefault(k + 1, (self._ledger(), asked))
+        self.known.setdefault(k + 1, (lost, asked))
 
     def decided(self, record: ViewRecord) -> None:
         """R1 of a view, when a member goes by it."""

@@ -47,12 +47,16 @@ class Guard:
     Attributes:
         seen: set when the iteration is known to end in a restart.
         left: set by the function's thread when it is out of the function.
+        where: the place that the function's thread was in at that moment, and whether the
+            innermost frame is torch's, as in a collective that waits for others.
         how: the future end of the iteration; a `StoreError` if the store is lost.
     """
 
     def __init__(self) -> None:
         self.seen = threading.Event()
         self.left = threading.Event()
+        self.where = ""
+        self.in_torch = False
         self.how: Future[bytes] = Future()
 
     def wait(self, timeout: float | None) -> bytes:
@@ -156,6 +160,7 @@ class Watcher:
             guard.how.set_result(outcome)
 
     def _end_iteration(self, guard: Guard, reason: str) -> None:
+        guard.where, guard.in_torch = self._interrupter.where(), self._interrupter.in_torch()
         guard.seen.set()
         self._emitter.emit(Seen(reason=reason))
         self._gate.begin_termination()

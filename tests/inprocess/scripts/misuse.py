@@ -1,0 +1,237 @@
+"""Calls that go wrong, or look as if they must: errors, ports, nesting, threads, signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from rank import (
+    die,
+    finish,
+    join_group,
+    main,
+    observed,
+    rank,
+    report,
+    say,
+    scenario,
+    seconds,
+    wait_forever,
+)
+
+from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.initialize import RetryController
+
+
+def _ask_of_rank_1(how: str) -> None:
+    if how == "kill":
+        die()
+    raise KeyError("the sample is missing")
+
+
+@scenario
+def aborted_by_the_controller() -> None:
+    """Rank 1 fails in every iteration, until the controller has had enough."""
+    how = sys.argv[2]
+
+    @Wrapper(initialize=RetryController(max_iterations=2 if how == "raise" else 1))
+    @observed
+    def train(call: CallWrapper) -> None:
+        join_group()
+        if rank() == 1:
+            _ask_of_rank_1(how)
+        while True:
+            dist.barrier()  # ends with the echo of rank 1's end, or with the interrupt
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def port_taken() -> None:
+    """The port of the job is held by somebody who is no store; the test holds it."""
+
+    @Wrapper(
+        soft_timeout=seconds(1.5),
+        hard_timeout=seconds(2),
+        heartbeat_timeout=seconds(2),
+        barrier_timeout=seconds(4),
+    )
+    def train(call: CallWrapper) -> None:
+        say("must not be entered")
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def nested_and_repeated() -> None:
+    """A call within a call; then one call after the other; then with a group there already."""
+
+    @Wrapper()
+    def inner() -> None:
+        say("must not be entered")
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> list[int]:
+        try:
+            inner()
+        except ValueError as error:
+            say("nested", message=str(error))
+        join_group()
+        if call.iteration == 0 and rank() == 1:
+            raise ValueError("a planned fault")
+        return [finish(), call.iteration]
+
+    environment = dict(os.environ)
+    for _ in range(3):
+        report(train)  # type: ignore[call-arg]
+        assert dict(os.environ) == environment
+    dist.init_process_group("gloo")
+    try:
+        train()  # type: ignore[call-arg]
+    except ValueError as error:
+        say("initialized", message=str(error))
+    dist.destroy_process_group()
+
+
+@scenario
+def alone() -> None:
+    """One process that no launcher has started."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> list[int]:
+        size = join_group()
+        if call.iteration < 3:
+            raise ValueError("a planned fault")
+        return [finish(), size]
+
+    report(train)  # type: ignore[call-arg]
+
+
+def _fails_once() -> Any:
+    """A function that loops in Python, as an asynchronous exception needs it."""
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        join_group()
+        if call.iteration == 0:
+            if rank() == 1:
+                raise ValueError("a planned fault")
+            with call.atomic():
+                pass
+            while True:
+                time.sleep(0.01)
+        return finish()
+
+    return train
+
+
+@scenario
+def in_another_thread() -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(report(_fails_once())))
+    thread.start()
+    thread.join()
+    say("thread", results=results)
+
+
+@scenario
+def signal_taken() -> None:
+    """The user has SIGURG for himself: it stays his, and means to him what it did."""
+    got: list[int] = []
+
+    def mine(number: int, frame: object) -> None:
+        got.append(number)
+
+    signal.signal(signal.SIGURG, mine)
+    report(_fails_once())
+    assert signal.getsignal(signal.SIGURG) is mine
+    os.kill(os.getpid(), signal.SIGURG)
+    say("signals", got=got)
+
+
+@scenario
+def foreign_connection() -> None:
+    """Connections that are not torch's stay open: one from before the call, one from inside."""
+    server = socket.create_server(("127.0.0.1", 0))
+    pairs = [_connection(server)]
+
+    @Wrapper()
+    @observed
+    def train(call: CallWrapper) -> int:
+        if call.iteration == 0:
+            pairs.append(_connection(server))
+        join_group()
+        if call.iteration < 3:
+            if rank() == 1:
+                raise ValueError("a planned fault")
+            dist.barrier()
+            wait_forever()
+        for ours, theirs in pairs:
+            ours.sendall(b"still here")
+            say("heard", text=theirs.recv(100).decode())
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+    for ours, theirs in pairs:
+        theirs.sendall(b"afterwards")
+        say("heard", text=ours.recv(100).decode())
+
+
+def _connection(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    ours = socket.create_connection(server.getsockname())
+    return ours, server.accept()[0]
+
+
+@scenario
+def busy_threads() -> None:
+    """Threads that hold locks nearly always, while the monitor process is forked."""
+    stop = threading.Event()
+    threading.Thread(target=_log, args=(stop,), daemon=True).start()
+    for work in (_allocate, _import):
+        threading.Thread(target=work, args=(stop,), daemon=True).start()
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        return rank()
+
+    for _ in range(20):
+        report(train)  # type: ignore[call-arg]
+    stop.set()
+
+
+def _log(stop: threading.Event) -> None:
+    handler = logging.StreamHandler(open(os.devnull, "w"))  # noqa: SIM115
+    logging.getLogger().addHandler(handler)
+    while not stop.is_set():
+        with handler.lock:  # type: ignore[union-attr]
+            logging.getLogger("user").warning("held")
+            time.sleep(0.001)
+
+
+def _allocate(stop: threading.Event) -> None:
+    while not stop.is_set():
+        [bytearray(100_000) for _ in range(100)]
+
+
+def _import(stop: threading.Event) -> None:
+    import colorsys
+    import importlib
+
+    while not stop.is_set():
+        importlib.reload(colorsys)
+
+
+if __name__ == "__main__":
+    main()
