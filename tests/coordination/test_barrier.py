@@ -82,7 +82,7 @@ def test_two_that_come_in_every_order() -> None:
     for path, run in every_order(makers):
         assert run.done, path
         orders += 1
-    assert orders > 50
+    assert orders > 20
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -96,6 +96,7 @@ def test_one_that_comes_and_one_that_is_lost_in_every_order(absent: int) -> None
         assert run.done, path
 
 
+@pytest.mark.slow
 def test_two_that_come_and_one_that_is_lost_in_every_order() -> None:
     expected = frozenset({0, 1, 2})
     makers: list[Make] = [

@@ -166,8 +166,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "left is said before it is so": (
         Machine._settle,
-        "    await self.host.settle(k)\n"
-        '    await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)\n',
+        "    await self.host.settle(k)\n",
         '    await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)\n'
         "    await self.host.settle(k)\n",
     ),

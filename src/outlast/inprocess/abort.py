@@ -7,13 +7,12 @@
   peer that will never come. So the connections to that store which this iteration has opened are
   shut down as well. Connections that were open before the wrapped call are not touched.
 
-What a group owns is released afterwards, in the thread that used it (`release`).
+What a group owns is released afterwards, in the thread that used it (`release.py`).
 """
 
 from __future__ import annotations
 
 import abc
-import gc
 import logging
 import os
 import socket
@@ -28,7 +27,7 @@ from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.gloo_waits import ForgottenWaits
 from outlast.inprocess.state import State
 
-__all__ = ["Abort", "AbortTorchDistributed", "release"]
+__all__ = ["Abort", "AbortTorchDistributed"]
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -86,48 +85,6 @@ class AbortTorchDistributed(Abort):
         for descriptor, inode in gloo.socket_inodes().items():
             if inode not in self._foreign and _peer(descriptor) == endpoint:
                 gloo.shut_down(descriptor, inode)
-
-
-def release() -> None:
-    """Gives back what the groups hold: descriptors, threads, the default group's name.
-
-    Called in the function's thread after it has left the function, so that nothing is destroyed
-    under its hands. Reference counts free nearly all of it. A cycle in user code may keep a group
-    or memory of the GPU alive, and the next iteration needs both; only then the garbage is
-    collected, which takes a tenth of a second once the function has imported much.
-    """
-    if dist.is_available() and dist.is_initialized():
-        try:
-            dist.destroy_process_group()
-        except Exception:
-            log.exception("a process group could not be destroyed; the restart goes on")
-    _forget_groups()
-    if torch.cuda.is_initialized() or gloo.pair_sockets():
-        gc.collect()
-
-
-def _forget_groups() -> None:
-    """Clears what is left where the making or the destruction of a group was interrupted.
-
-    Above all the count that names groups: where ranks count differently, each waits for the
-    others under another name.
-    """
-    if not dist.is_available():
-        return
-    c10d = dist.distributed_c10d
-    c10d._update_default_pg(None)
-    for name in (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "pg_to_tag",
-        "tags_to_pg",
-        "pg_coalesce_state",
-    ):
-        getattr(c10d._world, name).clear()
-    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-    c10d._world.group_count = 0
 
 
 def _nccl_backends() -> list[Any]:

@@ -22,7 +22,9 @@ longer patience stands in for that event.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +53,10 @@ class ForgottenWaits:
     def __init__(self) -> None:
         self._since: dict[_Wait, float] = {}
         self._settled_at = 0.0
+
+    def waiting(self) -> bool:
+        """Whether any thread waits on an object of gloo now, in vain or not."""
+        return bool(_waits())
 
     def wake(self, settled: bool) -> int:
         """Looks once, and wakes every thread that waits in vain; returns how many.
@@ -92,13 +98,35 @@ def _waits() -> set[_Wait]:
 
 
 def _holder(memory: int, futex: int) -> tuple[bytes, int] | None:
-    """The gloo object that the futex is a part of."""
+    """The gloo object that the futex is a part of. An object begins with its vtable, which lies
+    in torch's library: most words are passed over without a further look.
+    """
     start = futex & ~7
-    for address in range(start, start - _REACH, -8):
-        name = type_name(memory, address)
-        if name in (_BUFFER, _PAIR):
-            return name, address
+    try:
+        window = os.pread(memory, _REACH, start - _REACH + 8)
+    except (OSError, OverflowError):
+        return None  # its lower end lies outside of what is mapped
+    words = struct.unpack(f"={len(window) // 8}Q", window)
+    low, high = _library()
+    for index in range(len(words) - 1, -1, -1):
+        if low <= words[index] < high:
+            address = start - 8 * (len(words) - 1 - index)
+            name = type_name(memory, address)
+            if name in (_BUFFER, _PAIR):
+                return name, address
     return None
+
+
+@functools.cache
+def _library() -> tuple[int, int]:
+    """Where torch's library, which gloo is a part of, lies in memory."""
+    bounds = [
+        int(bound, 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libtorch_cpu" in line
+        for bound in line.partition(" ")[0].split("-")
+    ]
+    return (min(bounds), max(bounds)) if bounds else (0, 0)
 
 
 def _wake(name: bytes, address: int) -> bool:

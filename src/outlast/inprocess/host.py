@@ -33,13 +33,13 @@ from outlast.events import (
     Joined,
     LeftFunction,
 )
-from outlast.inprocess import abort
 from outlast.inprocess.consequence import describe, is_consequence, let_go
 from outlast.inprocess.contract import Interrupted, Limits, Phase, Place, Raised, Returned
 from outlast.inprocess.environment import Launch, publish_place
 from outlast.inprocess.gate import AtomicGate
 from outlast.inprocess.interrupt import Interrupter
 from outlast.inprocess.iteration_store import IterationStore
+from outlast.inprocess.release import Releaser
 from outlast.inprocess.settings import Settings
 from outlast.inprocess.shared import Activity, SharedPage
 from outlast.inprocess.state import LazyStore, State, Status
@@ -91,6 +91,7 @@ class RankHost:
             initial_rank=launch.rank,
             initial_world_size=launch.world_size,
         )
+        self.releaser = Releaser()
         self.guard: Guard | None = None
         self.error: BaseException | None = None
         self.joining = False
@@ -209,7 +210,7 @@ class RankHost:
         if error is not None:
             let_go(error)
         with self._user_code(), self.emitter.span(FinalizeDone):
-            abort.release()
+            self.releaser.release()
             self.iteration_store.close()
             if self.settings.finalize is not None:
                 self.state, train_ex = self.settings.finalize(self.state, train_ex)

@@ -215,9 +215,7 @@ class Machine:
     async def _decide(self) -> Phase:
         k = self.iteration
         faults = await self.job.faults(k)
-        cause = first_cause(faults)
-        self.cause = cause or self.cause
-        self.host.restarting(cause, faults)
+        self.cause = first_cause(faults) or self.cause
         ender = await self.job.end_of_job()
         if ender is not None:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
@@ -226,6 +224,10 @@ class Machine:
         self.record = await self.job.propose(k + 1, grow=self.host.grow is not GrowPolicy.NEVER)
         if self.host.limits.await_size:
             await self.job.wake_holders()
+        cause = first_cause(faults)
+        if cause is not None and cause.consequence and self.record.joiners:
+            cause = None  # nobody failed: what broke, broke because the job was made to grow
+        self.host.restarting(cause, faults)
         self.iteration = k + 1
         if self.member in self.record.expected:
             return Phase.ASSIGN

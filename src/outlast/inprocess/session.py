@@ -113,6 +113,7 @@ class _Session:
             self.monitor = start_monitor(self._plan(host))
             stack.callback(self._dismiss_monitor)
             stack.callback(host.iteration_store.close)
+            stack.callback(host.releaser.join)
             self.endpoint = self.monitor.endpoint
             control = self._connect()
             stack.enter_context(_frozen_heap(self))
@@ -305,6 +306,8 @@ class _Session:
 
 
 def _run_abort(abort: Abort | None, host: RankHost, again: bool) -> None:
+    if not again:
+        host.releaser.hold()
     if abort is None:
         return
     for part in iter_parts(abort) if again else (abort,):

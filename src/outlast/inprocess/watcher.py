@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from outlast.coordination.ops import Op
 from outlast.coordination.protocol import COMPLETED
 from outlast.coordination.store import KeyTimeout
-from outlast.errors import StoreError
 from outlast.events import (
     AbortDone,
     Emitter,
@@ -148,13 +147,17 @@ class Watcher:
         outcome: Any
         try:
             outcome = self._connection.wait_for(key, None)
-        except StoreError as e:
+        except Exception as e:  # noqa: BLE001 - told in the function's thread, by `how`
             outcome = e
-        if outcome != COMPLETED:
-            self._end_iteration(
-                guard, str(outcome) if isinstance(outcome, StoreError) else outcome.decode()
-            )
-        if isinstance(outcome, StoreError):
+        failed = isinstance(outcome, Exception)
+        try:
+            if outcome != COMPLETED:
+                self._end_iteration(guard, str(outcome) if failed else outcome.decode())
+        except Exception as e:  # noqa: BLE001 - a full disk under the event log, a defect of ours
+            outcome = outcome if failed else e
+            guard.seen.set()
+            self._interrupt(guard)
+        if isinstance(outcome, Exception):
             guard.how.set_exception(outcome)
         else:
             guard.how.set_result(outcome)
