@@ -47,9 +47,13 @@ venv: $(STAMP)
 
 demo: $(STAMP)
 	rm -rf build/demo
+	mkdir -p build/demo
+	@echo 'Without faults, in one process:'
+	$(BIN)/python examples/digits.py --state build/demo/without.pt
+	@echo 'Four ranks, through an exception, a SIGKILL and a hang:'
 	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
-		--events-dir build/demo examples/digits.py
-	$(BIN)/outlast report build/demo
+		--events-dir build/demo/events examples/digits.py --state build/demo/with.pt
+	$(BIN)/outlast report build/demo/events
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -82,7 +82,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
 def main() -> None:
     """Reads the options, trains, and says how good it got."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
     parser.add_argument("--state", type=Path, default=Path("digits.pt"))
     options = parser.parse_args()

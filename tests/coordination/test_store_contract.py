@@ -36,7 +36,9 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
 
     def make() -> Store:
         made.append(
-            TorchStore(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), f"127.0.0.1:{port}")
+            TorchStore(
+                dist.TCPStore("127.0.0.1", port, wait_for_workers=False), f"127.0.0.1:{port}"
+            )
             if port
             else TorchStore(dist.FileStore(path, -1), path)
         )

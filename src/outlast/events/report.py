@@ -112,6 +112,9 @@ def _restarts(call: Call) -> list[Restart]:
             continue
         moment = faults[0] if faults else (seen[0] if seen else _first_of(call, iteration + 1))
         causes = [call.cause(fault) for fault in faults]
+        joined, lost = call.joined(iteration), call.lost(iteration)
+        if joined and not lost and all(cause.consequence for cause in causes):
+            causes = []  # nobody failed: what broke, broke because the job was made to grow
         found.append(
             Restart(
                 call=call.number,
@@ -121,8 +124,8 @@ def _restarts(call: Call) -> list[Restart]:
                 others=tuple(causes[1:]),
                 reason=seen[0].reason if seen else "",
                 phases=measure_phases(call, iteration, faults[0] if faults else None),
-                lost=call.lost(iteration),
-                joined=call.joined(iteration),
+                lost=lost,
+                joined=joined,
                 world_size_before=call.world_size(iteration),
                 world_size_after=call.world_size(iteration + 1),
                 resumed=any(isinstance(e, Entered) for e in call.during(iteration + 1)),

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -150,7 +151,8 @@ class Interrupter:
         frame = sys._current_frames().get(self.ident)
         places: list[str] = []
         while frame is not None and frame.f_code is not _REGION and len(places) < 4:
-            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+            file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+            places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
         return " < ".join(places)
 
