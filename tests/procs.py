@@ -221,6 +221,9 @@ class Job:
             **os.environ,
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            # torch asks the resolver for the name of every peer; a resolver that drops the
+            # question would cost five seconds a connection.
+            "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "RANK": str(rank),

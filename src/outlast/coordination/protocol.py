@@ -211,8 +211,8 @@ class Job:
     async def forget(self, iteration: int) -> None:
         """Deletes the keys of an iteration that nobody can be in any more.
 
-        An empty view stays: a newcomer that slept through several iterations must not decide
-        this one anew.
+        An empty view stays, and how the iteration ended: a process that slept through several
+        iterations must not decide this one anew, nor wait for its end.
         """
         if iteration < 0:
             return
@@ -220,7 +220,7 @@ class Job:
         for name in ("start", "term"):
             for part in ("arrived", "count", "done"):
                 await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("over", "done", "fault", "store"):
+        for key in ("done", "fault", "store"):
             await self.link.delete(f"{key}/{iteration}")
 
     async def end_of_job(self) -> LostRecord | None:

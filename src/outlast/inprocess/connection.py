@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from outlast.coordination.torch_store import TorchStore
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess import gloo
-from outlast.inprocess.store import StoreMixin
+from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
 
 __all__ = ["Connection", "connect"]
 
@@ -55,11 +58,16 @@ def connect(
         _await_server(endpoint, timeout)
         options.update(host_name=endpoint[0], port=endpoint[1])
     before = set(gloo.socket_inodes().values())
+    patient = issubclass(factory, dist.TCPStore) and "timeout" not in options
     try:
-        store = factory(**options)
+        # Somebody may listen there who never answers.
+        limit = {"timeout": datetime.timedelta(seconds=timeout)} if patient else {}
+        store = factory(**options, **limit)
     except RuntimeError as e:
         first_line = str(e).partition("\n")[0]
         raise StoreError(f"{where} does not answer as a store: {first_line}") from e
+    if patient:
+        store.set_timeout(DEFAULT_TIMEOUT)
     made = {fd: inode for fd, inode in gloo.socket_inodes().items() if inode not in before}
     return Connection(store, where, made if endpoint is not None else {})
 

@@ -102,7 +102,7 @@ class RankHost:
 
     def at(self, phase: Phase, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
-        self.page.activity = Activity.DONE if phase is Phase.DONE else Activity.WAITING
+        self.page.activity = Activity.WAITING
         self.emitter.place(iteration=iteration, member=member)
         if phase is Phase.JOIN and not self.joining:
             self.joining = True

@@ -35,6 +35,7 @@ abort, finalize, ...) is the `Host`'s business. The real host is `host.py`; the 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from outlast.coordination import barrier
@@ -106,7 +107,9 @@ class Machine:
         except (StoreError, GeneratorExit):
             raise  # nobody can be told, or nobody is to be told
         except BaseException as error:
-            await self._leave(error)
+            # A store that is gone by now must not hide what is raised.
+            with contextlib.suppress(StoreError):
+                await self._leave(error)
             raise
         self.host.at(Phase.DONE, self.iteration, self.member)
         return self.value
@@ -215,9 +218,14 @@ class Machine:
     async def _decide(self) -> Phase:
         k = self.iteration
         faults = await self.job.faults(k)
-        self.cause = first_cause(faults) or self.cause
         ender = await self.job.end_of_job()
-        if ender is not None:
+        if ender is None:
+            self.cause = first_cause(faults) or self.cause
+        else:
+            # That a member gave up is no cause, if there is one that it gave up because of.
+            enders = {record.member for record in await self.job.ledger() if record.ends_job}
+            causes = [f for f in faults if f.member not in enders]
+            self.cause = first_cause(causes) or self.cause or first_cause(faults)
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         if self.host.limits.await_size:
             await self._await_replacements()

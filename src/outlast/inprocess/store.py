@@ -15,9 +15,9 @@ import torch.distributed as dist
 from outlast.errors import StoreError
 from outlast.inprocess.environment import read_launch
 
-__all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
+__all__ = ["DEFAULT_TIMEOUT", "FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
 
-_TIMEOUT = datetime.timedelta(seconds=300)
+DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class StoreMixin:
@@ -47,7 +47,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
         port: int | None = None,
         world_size: int | None = None,
         is_master: bool = False,
-        timeout: datetime.timedelta = _TIMEOUT,
+        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
         wait_for_workers: bool = False,
         multi_tenant: bool = False,
         use_libuv: bool = True,
