@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
+from outlast.coordination.store import KeyTimeout
 from outlast.coordination.torch_store import TorchStore
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess import gloo
@@ -36,6 +36,7 @@ def connect(
     kwargs: Mapping[str, Any],
     endpoint: tuple[str, int] | None,
     timeout: float,
+    ready: str = "",
 ) -> Connection:
     """Connects to the store, which may still be on its way up.
 
@@ -46,11 +47,36 @@ def connect(
         factory, kwargs: of the wrapper.
         endpoint: host and port; `None` for a store without a server.
         timeout: in seconds.
+        ready: a key that the server of this call has, and that of the call before, which may
+            still be up at the same port, has not; empty if the store is there for all calls.
 
     Raises:
         TimeoutError: naming host and port, when nobody answers in time.
         StoreError: when somebody answers who is no such store.
     """
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = _connect_once(factory, kwargs, endpoint, max(0.1, deadline - time.monotonic()))
+        if not ready:
+            return connection
+        try:
+            connection.wait_for(ready, max(0.1, deadline - time.monotonic()))
+            return connection
+        except KeyTimeout:
+            raise TimeoutError(
+                f"the store at {connection.where} did not serve this call within {timeout} s"
+            ) from None
+        except StoreError:  # the server of the call before has ended
+            if time.monotonic() > deadline:
+                raise
+
+
+def _connect_once(
+    factory: type[StoreMixin],
+    kwargs: Mapping[str, Any],
+    endpoint: tuple[str, int] | None,
+    timeout: float,
+) -> Connection:
     options = dict(kwargs)
     where = str(options.get("file_name", factory.__name__))
     if endpoint is not None:
@@ -58,15 +84,15 @@ def connect(
         _await_server(endpoint, timeout)
         options.update(host_name=endpoint[0], port=endpoint[1])
     before = set(gloo.socket_inodes().values())
-    patient = issubclass(factory, dist.TCPStore) and "timeout" not in options
+    limited = "timeout" in inspect.signature(factory).parameters and "timeout" not in options
+    if limited:  # somebody may listen there who never answers
+        options["timeout"] = datetime.timedelta(seconds=timeout)
     try:
-        # Somebody may listen there who never answers.
-        limit = {"timeout": datetime.timedelta(seconds=timeout)} if patient else {}
-        store = factory(**options, **limit)
+        store: Any = factory(**options)
     except RuntimeError as e:
         first_line = str(e).partition("\n")[0]
         raise StoreError(f"{where} does not answer as a store: {first_line}") from e
-    if patient:
+    if limited:
         store.set_timeout(DEFAULT_TIMEOUT)
     made = {fd: inode for fd, inode in gloo.socket_inodes().items() if inode not in before}
     return Connection(store, where, made if endpoint is not None else {})

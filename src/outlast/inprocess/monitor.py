@@ -42,7 +42,8 @@ class MonitorPlan:
 
     Attributes:
         page: shared with the main process.
-        factory, kwargs, endpoint: the store; `serve` if this monitor is to serve it.
+        factory, kwargs, endpoint: the store; `serve` if this monitor is to serve it; `ready` is a
+            key that its server sets for this call, or an empty string.
         prefix: of the call's keys.
         rank, world_size, token: what the main process registers with.
         interval, heartbeat: of the heartbeat, and when a member without one is lost.
@@ -57,6 +58,7 @@ class MonitorPlan:
     kwargs: Mapping[str, Any]
     endpoint: tuple[str, int] | None
     serve: bool
+    ready: str
     prefix: str
     rank: int
     world_size: int
@@ -165,6 +167,7 @@ def _serve_and_watch(
             end.send(json.dumps({"error": str(e).partition("\n")[0]}).encode())
             return
         port = server.port
+        server.set(plan.ready, "1")
         if plan.endpoint is not None:
             plan = dataclasses.replace(plan, endpoint=(plan.endpoint[0], port))
         end.send(json.dumps({"port": port}).encode())

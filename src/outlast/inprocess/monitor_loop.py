@@ -101,7 +101,8 @@ class MonitorLoop:
         deadline = self.clock.now() + self.plan.patience
         while self.store is None and self.clock.now() < deadline:
             try:
-                self.store = connect(self.plan.factory, self.plan.kwargs, self.plan.endpoint, 1.0)
+                plan = self.plan
+                self.store = connect(plan.factory, plan.kwargs, plan.endpoint, 1.0, plan.ready)
             except (StoreError, TimeoutError) as e:
                 print(e)
                 if self.pidfd is None or self.poll.poll(0):

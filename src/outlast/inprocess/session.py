@@ -94,7 +94,9 @@ class _Session:
         self.emitter = Emitter(sink or NullSink(), clock=self.clock)
         self.emitter.place(rank=self.launch.rank)
         self.endpoint = settings.store_factory.endpoint(**settings.store_kwargs)  # type: ignore[attr-defined]
-        self.serves = self._is_server()
+        served_here = self._is_served_here()
+        self.serves = served_here and self.launch.rank == 0 and not self.launch.replacement
+        self.ready = f"{self.prefix}served" if served_here else ""
         self.page = SharedPage()
         self.interrupter = Interrupter()
         self.gate = AtomicGate(self.interrupter)
@@ -174,8 +176,9 @@ class _Session:
 
     # -- coming up ---------------------------------------------------------------------------
 
-    def _is_server(self) -> bool:
-        if self.endpoint is None or self.launch.rank != 0 or self.launch.replacement:
+    def _is_served_here(self) -> bool:
+        """Whether the job serves its store itself, anew for every call."""
+        if self.endpoint is None:
             return False
         host, port = self.endpoint
         by_launcher = self.launch.agent_store and port == self.launch.port
@@ -201,6 +204,7 @@ class _Session:
             kwargs=dict(s.store_kwargs),
             endpoint=self.endpoint,
             serve=self.serves,
+            ready=self.ready,
             prefix=self.prefix,
             rank=self.launch.rank,
             world_size=self.launch.world_size,
@@ -221,6 +225,7 @@ class _Session:
             self.settings.store_kwargs,
             self.endpoint,
             self.settings.barrier_timeout.total_seconds(),
+            self.ready,
         )
 
     def _start_watchdog(self, host: RankHost, control: Connection) -> None:
