@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
+import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -85,17 +88,36 @@ def _connect_once(
         options.update(host_name=endpoint[0], port=endpoint[1])
     before = set(gloo.socket_inodes().values())
     limited = "timeout" in inspect.signature(factory).parameters and "timeout" not in options
-    if limited:  # somebody may listen there who never answers
+    if limited:
         options["timeout"] = datetime.timedelta(seconds=timeout)
+    # Somebody may listen there who never answers; torch waits for the first answer without limit.
+    overdue = threading.Timer(timeout, _shut_down_new, (before, endpoint))
+    overdue.daemon = True
+    overdue.start()
     try:
         store: Any = factory(**options)
     except RuntimeError as e:
         first_line = str(e).partition("\n")[0]
         raise StoreError(f"{where} does not answer as a store: {first_line}") from e
+    finally:
+        overdue.cancel()
     if limited:
         store.set_timeout(DEFAULT_TIMEOUT)
     made = {fd: inode for fd, inode in gloo.socket_inodes().items() if inode not in before}
     return Connection(store, where, made if endpoint is not None else {})
+
+
+def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
+    """Shuts down the connections to `endpoint` that are not in `before`."""
+    for descriptor, inode in gloo.socket_inodes().items():
+        if inode in before or endpoint is None:
+            continue
+        with (
+            contextlib.suppress(OSError),  # closed meanwhile, not connected, or to no port
+            socket.socket(fileno=os.dup(descriptor)) as connection,
+        ):
+            if connection.getpeername()[1] == endpoint[1]:
+                gloo.shut_down(descriptor, inode)
 
 
 def _await_server(endpoint: tuple[str, int], timeout: float) -> None:
@@ -110,7 +132,7 @@ def _await_server(endpoint: tuple[str, int], timeout: float) -> None:
             if time.monotonic() + pause > deadline:
                 raise TimeoutError(
                     f"the store at {endpoint[0]}:{endpoint[1]} could not be reached within "
-                    f"{timeout} s: {e}"
+                    f"{timeout:.3g} s: {e}"
                 ) from e
             time.sleep(pause)
             pause = min(2 * pause, 0.25)

@@ -52,6 +52,8 @@ def read_launch() -> Launch:
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     port = _number("MASTER_PORT", 0)
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
     if world_size > 1 and not port:
         raise ValueError(
             f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: where is the store?"

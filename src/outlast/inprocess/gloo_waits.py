@@ -8,8 +8,10 @@ torch 2.13, and would last for the group's timeout, 30 minutes by default:
 * the wait for a peer to connect, while the group is made: it has no connection yet.
 
 What a thread waits for, Linux shows in `/proc/self/task/<tid>/syscall`: the address of the futex,
-which is part of a condition variable, which is part of the gloo object. So the object begins a few
-words below, and its run-time type name proves that it is one. Then a function of that object ends
+and the stack pointer. A return address into `UnboundBuffer::waitSend`, say, close to the latter
+proves that the thread is in a wait of gloo; threads that have nothing to do wait as well, on their
+group. The futex is part of a condition variable, which is part of the gloo object: so the object
+begins a few words below, where its run-time type name stands. Then a function of that object ends
 the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`, `Pair::signalExceptionExternal`.
 
 A thread is woken only when nothing else will wake it, so that the object stays alive while it is
@@ -26,8 +28,8 @@ import functools
 import os
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from outlast.inprocess.gloo import type_name
 
@@ -41,6 +43,16 @@ _BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
 _PAIR = b"N4gloo9transport3tcp4PairE"
 _REACH = 1024
 """How far from its beginning an object's condition variable may lie, in bytes."""
+_STACK = 2048
+"""How far from the stack pointer the frame of a function of gloo may lie, in bytes."""
+_CODE = 0x300
+"""How long these functions are, in bytes."""
+_MILLISECONDS = "EPiNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"
+_WAITS_IN = {
+    f"_ZN4gloo9transport3tcp13UnboundBuffer8waitSend{_MILLISECONDS}": _BUFFER,
+    f"_ZN4gloo9transport3tcp13UnboundBuffer8waitRecv{_MILLISECONDS}": _BUFFER,
+    "_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb": _PAIR,
+}
 
 # The string of the C++ library, short enough to stand in itself: pointer, length, 16 characters.
 _TEXT = b"aborted"
@@ -87,8 +99,8 @@ def _waits() -> set[_Wait]:
                 status = (_TASKS / tid / "status").read_bytes()
             except OSError:
                 continue  # it has ended, or this system does not tell
-            if len(fields) > 1 and fields[0] == _FUTEX:
-                held = _holder(memory, int(fields[1], 16))
+            if len(fields) == 9 and fields[0] == _FUTEX:
+                held = _holder(memory, int(fields[1], 16), int(fields[7], 16))
                 if held is not None:
                     switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
                     found.add((int(tid), switches, *held))
@@ -97,24 +109,51 @@ def _waits() -> set[_Wait]:
     return found
 
 
-def _holder(memory: int, futex: int) -> tuple[bytes, int] | None:
-    """The gloo object that the futex is a part of. An object begins with its vtable, which lies
-    in torch's library: most words are passed over without a further look.
-    """
+def _holder(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
+    """The gloo object that the futex is a part of."""
+    wanted = _type_waited_for(memory, stack)
+    if wanted is None:
+        return None
     start = futex & ~7
-    try:
-        window = os.pread(memory, _REACH, start - _REACH + 8)
-    except (OSError, OverflowError):
-        return None  # its lower end lies outside of what is mapped
-    words = struct.unpack(f"={len(window) // 8}Q", window)
+    words = _words(memory, start - _REACH, _REACH + 8)
     low, high = _library()
     for index in range(len(words) - 1, -1, -1):
-        if low <= words[index] < high:
+        if low <= words[index] < high:  # may be a vtable
             address = start - 8 * (len(words) - 1 - index)
-            name = type_name(memory, address)
-            if name in (_BUFFER, _PAIR):
-                return name, address
+            if type_name(memory, address) == wanted:
+                # A base class may have a vtable of its own, which says where the whole begins.
+                (to_top,) = struct.unpack("=q", os.pread(memory, 8, words[index] - 16))
+                return wanted, address + to_top
     return None
+
+
+def _type_waited_for(memory: int, stack: int) -> bytes | None:
+    ranges = _code()
+    for word in _words(memory, stack, _STACK):
+        for begin, name in ranges:
+            if begin <= word < begin + _CODE:
+                return name
+    return None
+
+
+def _words(memory: int, address: int, size: int) -> tuple[int, ...]:
+    try:
+        window = os.pread(memory, size, address)
+    except (OSError, OverflowError):
+        return ()  # its lower end lies outside of what is mapped
+    return struct.unpack(f"={len(window) // 8}Q", window[: len(window) // 8 * 8])
+
+
+@functools.cache
+def _code() -> tuple[tuple[int, bytes], ...]:
+    """Where the functions begin in which a thread may wait, and on what they wait."""
+    found = []
+    for symbol, name in _WAITS_IN.items():
+        function = _function(symbol)
+        address = ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+        if address:
+            found.append((address, name))
+    return tuple(found)
 
 
 @functools.cache
@@ -153,7 +192,8 @@ def _wake(name: bytes, address: int) -> bool:
     return True
 
 
-def _function(symbol: str) -> Callable[..., object] | None:
+@functools.cache
+def _function(symbol: str) -> Any:
     """A function of the gloo that torch brings along; it is found among what is loaded."""
     import torch
 
@@ -163,4 +203,4 @@ def _function(symbol: str) -> Callable[..., object] | None:
     except (OSError, AttributeError):
         return None
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function

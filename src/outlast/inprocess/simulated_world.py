@@ -1,4 +1,4 @@
-"""Everything that may happen to a simulated job: deaths, suspicions, newcomers, and how calls end."""
+"""What may happen to a simulated job: deaths, suspicions, newcomers, and how calls end."""
 
 from __future__ import annotations
 

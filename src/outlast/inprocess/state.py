@@ -39,12 +39,13 @@ class _StoreField:
 
     def __get__(self, state: State | None, owner: type[State]) -> Any:
         if state is None:
-            return None  # the default of the field
+            return self
         held = state.__dict__["store"]
         return held.get() if isinstance(held, LazyStore) else held
 
     def __set__(self, state: State, value: Any) -> None:
-        state.__dict__["store"] = value
+        # What `__init__` passes when it is given no store is the default of the field: this object.
+        state.__dict__["store"] = None if value is self else value
 
 
 @dataclasses.dataclass

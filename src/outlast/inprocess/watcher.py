@@ -24,6 +24,7 @@ from outlast.coordination.store import KeyTimeout
 from outlast.events import (
     AbortDone,
     Emitter,
+    Event,
     InterruptSent,
     InterruptSwallowed,
     Seen,
@@ -185,7 +186,7 @@ class Watcher:
         while not guard.left.is_set():
             how = self._interrupter.request()
             if how not in ("none", told):
-                self._emitter.emit(InterruptSent(how=how))
+                self._tell(InterruptSent(how=how))
                 told = how
             if guard.left.wait(pause):
                 return
@@ -197,5 +198,12 @@ class Watcher:
                 landed = self._interrupter.landed
                 where = self._interrupter.where()
                 log.warning("the interrupt was swallowed, it is repeated; now at %s", where)
-                self._emitter.emit(InterruptSwallowed(where=where))
+                self._tell(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
+
+    def _tell(self, event: Event) -> None:
+        """An event that must not end the thread: the function's thread waits for it to go on."""
+        try:
+            self._emitter.emit(event)
+        except Exception:
+            log.exception("an event could not be written; the restart goes on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -167,5 +168,5 @@ def _call_wrapper_parameters(function: Callable[..., Any]) -> list[str]:
 
 def _is_call_wrapper(annotation: Any) -> bool:
     if isinstance(annotation, str):
-        return "CallWrapper" in annotation
+        return re.search(r"\bCallWrapper\b", annotation) is not None
     return annotation is CallWrapper or CallWrapper in typing.get_args(annotation)

@@ -1,0 +1,78 @@
+"""Ranks that are replaced: the test kills rank 1, and starts a new process in its place."""
+
+from __future__ import annotations
+
+import sys
+
+from rank import (
+    Told,
+    collective,
+    finish,
+    join_group,
+    main,
+    observed,
+    report,
+    say,
+    scenario,
+    seconds,
+)
+
+from outlast.events import Event, Joined, NullSink
+from outlast.inprocess import CallWrapper, Compose, GrowPolicy, Wrapper
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+
+ASKED = sys.argv[2] if len(sys.argv) > 2 else ""
+
+
+class Asks(NullSink):
+    """Tells the test that a newcomer has asked to take part."""
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            say("asks")
+
+
+@scenario
+def replaced() -> None:
+    """When one is missing, the others go on until the test tells rank 0 something."""
+    told = Told()
+
+    @Wrapper(grow_policy=GrowPolicy[ASKED], event_sink=Asks())
+    @observed
+    def train(call: CallWrapper) -> int:
+        size = join_group()
+        say("ready", iteration=call.iteration, size=size)
+        if call.iteration == 0:
+            collective()
+            told.wait()
+        elif size < 3:
+            if call.state.initial_rank == 0:
+                told.wait()
+                if ASKED == "AT_NEXT_RESTART":
+                    raise ValueError("the next restart")
+            collective()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def awaited() -> None:
+    """The restart is held for a replacement, for as long as the command line says."""
+    hold = seconds(float(sys.argv[2]))
+    told = Told()
+
+    @Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(hold)))
+    @observed
+    def train(call: CallWrapper) -> int:
+        size = join_group()
+        say("ready", iteration=call.iteration, size=size)
+        if call.iteration == 0:
+            told.wait()
+        return finish()
+
+    report(train)  # type: ignore[call-arg]
+
+
+if __name__ == "__main__":
+    main()

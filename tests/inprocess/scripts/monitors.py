@@ -1,0 +1,82 @@
+"""A monitor process without the rest of the wrapper: its main process is driven by the test."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+
+from rank import main, say, scenario, wait_forever
+
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.protocol import Job
+from outlast.coordination.torch_store import TorchStore
+from outlast.inprocess.monitor import MonitorHandle, MonitorPlan, start_monitor
+from outlast.inprocess.shared import Activity, SharedPage
+from outlast.inprocess.store import TCPStore
+
+NET_S = 60.0
+
+
+def _start(page: SharedPage, port: int, serve: bool) -> MonitorHandle:
+    plan = MonitorPlan(
+        page=page,
+        factory=TCPStore,
+        kwargs={"host_name": "127.0.0.1", "port": port},
+        endpoint=("127.0.0.1", port),
+        serve=serve,
+        ready="served" if serve else "",
+        prefix="call/",
+        rank=0,
+        world_size=1,
+        token="token",
+        interval=0.05,
+        heartbeat=NET_S,
+        soft=NET_S,
+        hard=NET_S,
+        grace=1.0,
+        patience=NET_S,
+        logfile=None,
+        events_dir="",
+    )
+    return start_monitor(plan)
+
+
+def _closed_everywhere(descriptor: int) -> bool:
+    """Whether nobody holds the other end of a pipe."""
+    ready, _, _ = select.select([descriptor], [], [], 0)
+    return bool(ready) and os.read(descriptor, 1) == b""
+
+
+@scenario
+def watched() -> None:
+    """Says when the monitor is at work, and waits for its end."""
+    page = SharedPage()
+    readable, writable = os.pipe()
+    handle = _start(page, 0, serve=True)
+    os.close(writable)
+    assert handle.endpoint is not None
+    store = TorchStore(TCPStore(host_name="127.0.0.1", port=handle.endpoint[1]), "")
+    page.member = drive(Job(Link("call/"), 1).register(0, "token"), perform_on(store)) or 0
+    page.iteration = 0
+    store.wait_for("call/beat/0", NET_S)
+    say("beats", monitor=handle.pid, closed=_closed_everywhere(readable))
+    wait_forever()
+
+
+@scenario
+def dismissed() -> None:
+    """Sends the monitor away."""
+    server = TCPStore.serve(host_name="127.0.0.1", port=0)
+    page = SharedPage()
+    handle = _start(page, server.port, serve=False)
+    page.activity = Activity.DONE
+    handle.dismiss(NET_S)
+    try:
+        os.waitpid(handle.pid, 0)
+    except ChildProcessError:
+        say("gone", lost=bool(server.check(["call/ledger"])))
+    sys.stdout.flush()
+
+
+main()

@@ -1,0 +1,64 @@
+"""Many restarts in a row; rank 0 counts what the process holds after each."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from rank import finish, join_group, main, rank, report, say, scenario
+
+from outlast.inprocess import CallWrapper, Wrapper
+
+
+def _held() -> dict[str, Any]:
+    """What the process holds, once the iteration before is released."""
+    for thread in threading.enumerate():
+        if thread.name == "outlast-release":
+            thread.join()
+    gc.collect()
+    handlers = [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())]
+    return {
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "native_threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(psutil.Process().children(recursive=True)),
+        "handlers": hash(tuple(handlers)),
+        "resident": psutil.Process().memory_info().rss,
+    }
+
+
+@scenario
+def many_restarts() -> None:
+    restarts = int(sys.argv[2])
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        if call.iteration in (10, restarts // 2, restarts):
+            say("held", iteration=call.iteration, **_held())
+        join_group()
+        if call.iteration < restarts:
+            if rank() == call.iteration % 2:
+                raise ValueError("a planned fault")
+            dist.barrier()
+        return finish()
+
+    handler, before = signal.getsignal(signal.SIGURG), _held()
+    report(train)  # type: ignore[call-arg]
+    after = _held()
+    say(
+        "ended",
+        threads=[before["threads"], after["threads"]],
+        descriptors=[before["descriptors"], after["descriptors"]],
+        children=after["children"],
+        handler=signal.getsignal(signal.SIGURG) == handler,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Connections to the store: patient, limited, named in errors, and broken by another thread."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess.connection import connect
+from outlast.inprocess.store import DEFAULT_TIMEOUT, FileStore, TCPStore
+from procs import free_port
+
+NET_S = 60.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, int]]:
+    """Of a store that is served for as long as the test runs."""
+    server = TCPStore.serve(host_name="127.0.0.1", port=0)
+    yield "127.0.0.1", server.port
+    del server
+
+
+def test_nobody_listens_and_the_error_names_the_place() -> None:
+    port = free_port()
+    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{port} .*within 0\.2 s"):
+        connect(TCPStore, {}, ("127.0.0.1", port), 0.2)
+
+
+def test_who_listens_is_no_store_and_the_error_names_the_place() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
+            connect(TCPStore, {}, ("127.0.0.1", port), 0.5)
+
+
+def test_a_store_that_comes_up_late_is_waited_for() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(connect, TCPStore, {}, ("127.0.0.1", port), NET_S)
+        server = TCPStore.serve(host_name="127.0.0.1", port=port)
+        late.result(NET_S).put("key", b"value")
+    assert server.get("key") == b"value"
+
+
+def test_what_connecting_was_limited_to_does_not_limit_the_waits(endpoint: Any) -> None:
+    connection = connect(TCPStore, {}, endpoint, 5.0)
+    assert connection.torch_store.timeout == DEFAULT_TIMEOUT
+
+
+def test_the_server_of_another_call_is_not_the_one(endpoint: Any) -> None:
+    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{endpoint[1]} did not serve this call"):
+        connect(TCPStore, {}, endpoint, 0.2, "call/served")
+    connect(TCPStore, {}, endpoint, NET_S).put("call/served", b"1")
+    assert connect(TCPStore, {}, endpoint, NET_S, "call/served").read("call/served") == b"1"
+
+
+def test_a_broken_connection_wakes_its_waiter_and_no_other(endpoint: Any) -> None:
+    broken, whole = (connect(TCPStore, {}, endpoint, NET_S) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(c.wait_for, "key", None) for c in (broken, whole)]
+        broken.break_off()
+        with pytest.raises(StoreError, match=f"127.0.0.1:{endpoint[1]}"):
+            waits[0].result(NET_S)
+        connect(TCPStore, {}, endpoint, NET_S).put("key", b"value")
+        assert waits[1].result(NET_S) == b"value"
+
+
+def test_a_store_without_a_server_has_nothing_to_break(tmp_path: Any) -> None:
+    connection = connect(FileStore, {"file_name": str(tmp_path / "store")}, None, NET_S)
+    connection.break_off()
+    connection.put("key", b"value")
+    assert connection.read("key") == b"value"
+    assert connection.where == str(tmp_path / "store")

@@ -1,0 +1,97 @@
+"""What the launcher's variables say; each that is wrong is named."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from outlast.inprocess.environment import (
+    Launch,
+    exported,
+    publish_place,
+    read_launch,
+    store_endpoint,
+)
+
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "OUTLAST_REPLACEMENT",
+    "OUTLAST_EVENTS_DIR",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def place() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert read_launch() == Launch(0, 1, None, None, False, 0, 0, "")
+    assert store_endpoint() is None
+
+
+def test_everything_that_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(
+        NAMES, ["3", "8", "node1", "29500", "True", "2", "1", "/events"], strict=True
+    ):
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(3, 8, "node1", 29500, True, 2, 1, "/events")
+    assert store_endpoint() == ("node1", 29500)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "OUTLAST_REPLACEMENT"],
+)
+def test_what_is_no_number_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ValueError, match=rf"^{name}='two' is not a whole number$"):
+        read_launch()
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("-1", "2"), ("2", "2"), ("0", "0")], ids=["below", "beyond", "no ranks"]
+)
+def test_a_rank_out_of_the_world_is_named(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ValueError, match=f"RANK={rank} .* WORLD_SIZE={size}"):
+        read_launch()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_out_of_range_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port} "):
+        read_launch()
+
+
+def test_many_ranks_need_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+        read_launch()
+
+
+def test_a_place_is_published_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    before = place()
+    with pytest.raises(KeyError), exported():
+        publish_place(1, 2, 7, ("node1", 4000))
+        assert store_endpoint() == ("node1", 4000)
+        assert read_launch() == Launch(1, 2, "node1", 4000, True, 7, 0, "")
+        raise KeyError
+    assert place() == before

@@ -1,0 +1,42 @@
+"""The monitor process: a real fork, small, on its own, and gone when its work is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+
+from inprocess.story import errors, events, said
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+NET_S = 60.0
+OWN_MEMORY = 30 << 20
+
+
+def test_it_ends_after_its_main_process_was_killed(ranks: Ranks) -> None:
+    with ranks("monitors", "watched", nprocs=1) as job:
+        job.start_all()
+        job.wait_for_line(0, said("beats"))
+        (line,) = events(job, 0, "beats")
+        monitor = psutil.Process(line["monitor"])
+        assert line["closed"], "it holds a descriptor of its main process open"
+        assert os.getsid(monitor.pid) == monitor.pid != os.getpgid(monitor.ppid())
+        monitor.send_signal(signal.SIGINT)  # Ctrl-C is the main process's business
+        assert monitor.memory_full_info().uss <= OWN_MEMORY
+        assert monitor.is_running()
+        job.kill(0)
+        # No member is left to say goodbye: nothing holds up the end, the served store included.
+        psutil.wait_procs([monitor], timeout=NET_S)
+        assert not monitor.is_running() or monitor.status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_ends_when_it_is_dismissed_and_reports_nothing(ranks: Ranks) -> None:
+    with ranks("monitors", "dismissed", nprocs=1) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0}, errors(job)
+        (line,) = events(job, 0, "gone")
+        assert not line["lost"]

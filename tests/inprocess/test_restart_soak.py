@@ -1,0 +1,33 @@
+"""R4: hundreds of restarts leave everything as it was, and so does the end of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from inprocess.story import errors, events
+from procs import Job
+
+RESTARTS = 200
+MEMORY_BYTES = 32 << 20
+"""What allocators may keep; a leak of a group an iteration takes more."""
+
+
+@pytest.mark.slow
+def test_restarts_leave_nothing_behind(ranks: Callable[..., Job]) -> None:
+    with ranks("soak", "many_restarts", str(RESTARTS)) as job:
+        job.start_all()
+        assert job.wait_all(150) == {0: 0, 1: 0}, errors(job)[-4000:]
+        for rank in (0, 1):
+            early, _, late = events(job, rank, "held")
+            for name in ("threads", "native_threads", "descriptors", "children", "handlers"):
+                assert late[name] == early[name], name
+            assert late["resident"] - early["resident"] < MEMORY_BYTES
+            (ended,) = events(job, rank, "ended")
+            before, after = ended["threads"]
+            assert after == before
+            assert ended["children"] == 0
+            assert ended["handler"]
+            before, after = ended["descriptors"]
+            assert after <= before + 10  # libuv's own, for life: see conftest.py

@@ -1,0 +1,143 @@
+"""The decorator: what it gives the function, what it leaves as it is, and a job of one rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+
+from outlast.errors import RestartAbort
+from outlast.inprocess import CallWrapper, Wrapper, wrapper
+from outlast.inprocess.initialize import RetryController
+
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OTHERS = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "OUTLAST_REPLACEMENT",
+    "OUTLAST_EVENTS_DIR",
+)
+CALL: Any = object()
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PLACE + OTHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is called at once, with `CALL` for its call wrapper."""
+
+    def run_call(settings: Any, function: Callable[[Any], Any], name: str, sink: Any) -> Any:
+        return function(CALL)
+
+    monkeypatch.setattr(wrapper, "run_call", run_call)
+
+
+def plain(first: int, call: CallWrapper) -> Any:
+    return first, call
+
+
+def by_union(first: int, call: CallWrapper | None = None) -> Any:
+    return first, call
+
+
+def by_optional(first: int, call: Optional[CallWrapper] = None) -> Any:  # noqa: UP045
+    return first, call
+
+
+def by_keyword(first: int, *, call: CallWrapper) -> Any:
+    return first, call
+
+
+def unresolved(first: Missing, call: CallWrapper) -> Any:  # type: ignore[name-defined] # noqa: F821
+    return first, call
+
+
+def as_object(first: int, call: Any = None) -> Any:
+    return first, call
+
+
+as_object.__annotations__["call"] = CallWrapper
+
+
+@pytest.mark.usefixtures("called")
+@pytest.mark.parametrize(
+    "function", [plain, by_union, by_optional, by_keyword, unresolved, as_object]
+)
+def test_the_call_wrapper_is_passed_by_annotation(function: Callable[..., Any]) -> None:
+    assert Wrapper()(function)(7) == (7, CALL)
+
+
+@pytest.mark.usefixtures("called")
+def test_other_arguments_are_passed_as_they_are() -> None:
+    @Wrapper()
+    def function(a: CallWrapperLike, *rest: int, call: str = "mine", **more: int) -> Any:  # type: ignore[name-defined] # noqa: F821
+        return a, rest, call, more
+
+    assert function(1, 2, 3, x=4) == (1, (2, 3), "mine", {"x": 4})
+    assert Wrapper()(max)(3, 5) == 5  # a builtin: no annotations, no signature
+
+
+def test_disabled_it_is_the_function_itself() -> None:
+    assert Wrapper(enabled=False)(plain) is plain
+
+
+def test_the_wrapped_function_looks_like_the_function() -> None:
+    wrapped = Wrapper()(plain)
+    assert wrapped is not plain
+    assert (wrapped.__name__, wrapped.__module__) == ("plain", __name__)
+    assert wrapped.__wrapped__ is plain  # type: ignore[attr-defined]
+
+
+def test_misuse_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="decorates a function, not 3"):
+        Wrapper()(3)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="enabled must be a bool, not 1"):
+        Wrapper(enabled=1)  # type: ignore[arg-type]
+
+
+def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    @Wrapper()
+    def function(first: int, call: CallWrapper) -> Any:
+        place = (os.environ["RANK"], os.environ["WORLD_SIZE"])
+        return first, place, call.state.rank, call.state.world_size, call.iteration
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert function(7) == (7, ("0", "1"), 0, 1, 0)  # type: ignore[call-arg]
+    assert {name: os.environ.get(name) for name in PLACE} == dict.fromkeys(PLACE) | {
+        "WORLD_SIZE": "1"
+    }
+
+
+def test_after_an_exception_it_starts_again_in_the_same_process() -> None:
+    pids: list[int] = []
+
+    @Wrapper()
+    def function(call: CallWrapper) -> int:
+        pids.append(os.getpid())
+        if call.iteration < 2:
+            raise KeyError(call.iteration)
+        return call.iteration
+
+    assert function() == 2  # type: ignore[call-arg]
+    assert pids == [os.getpid()] * 3
+
+
+def test_the_environment_is_given_back_after_an_error_too() -> None:
+    monitors: list[Any] = []
+
+    @Wrapper(initialize=RetryController(max_iterations=1))
+    def function(call: CallWrapper) -> None:
+        monitors.append(call.monitor_pid)
+        raise KeyError("always")
+
+    with pytest.raises(RestartAbort):
+        function()  # type: ignore[call-arg]
+    # Nobody waits for the monitor: it serves the store for as long as others need it.
+    os.waitpid(monitors[0], 0)
+    assert {name: os.environ.get(name) for name in PLACE} == dict.fromkeys(PLACE)
