@@ -195,7 +195,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "isinstance(error, RestartAbort)),",
         "False),",
     ),
-    "an ended job goes on": (Machine._decide, "if ender is not None:", "if False:"),
+    "an ended job goes on": (Machine._decide, "if ender is None:", "if True:"),
     "two processes take one place": (
         Job.register,
         "if held == token.encode() else None",

@@ -6,6 +6,7 @@ import datetime
 import functools
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -169,4 +170,5 @@ def _call_wrapper_parameters(function: Callable[..., Any]) -> list[str]:
 def _is_call_wrapper(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return re.search(r"\bCallWrapper\b", annotation) is not None
-    return annotation is CallWrapper or CallWrapper in typing.get_args(annotation)
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return annotation is CallWrapper or (union and CallWrapper in typing.get_args(annotation))

@@ -25,15 +25,21 @@ def report(
             file_okay=False,
         ),
     ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as JSON, for programs.")
+    ] = False,
 ) -> None:
     """Print what happened in a run: each fault, its cause, and what the recovery took."""
     from rich.console import Console
 
     from outlast.errors import EventLogError
-    from outlast.events.report import render
+    from outlast.events.report import build, load, render, to_json
 
     try:
-        render(directory, Console())
+        if as_json:
+            typer.echo(to_json(build(load(directory))))
+        else:
+            render(directory, Console())
     except EventLogError as e:
         typer.echo(f"outlast: error: {e}", err=True)
         raise typer.Exit(1) from e
