@@ -211,7 +211,6 @@ class RankHost:
             let_go(error)
         with self._user_code(), self.emitter.span(FinalizeDone):
             self.releaser.release()
-            self.iteration_store.close()
             if self.settings.finalize is not None:
                 self.state, train_ex = self.settings.finalize(self.state, train_ex)
         self._check_health(train_ex)
@@ -240,6 +239,9 @@ class RankHost:
         return record
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+        # Not before everyone has left: torch's client that finds no server tries again and again,
+        # in C++, where no interrupt gets it out.
+        self.iteration_store.close()
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
         else:

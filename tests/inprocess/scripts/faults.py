@@ -146,7 +146,9 @@ def no_groups() -> None:
     def train(call: CallWrapper) -> int:
         if call.iteration == 0:
             if rank() == 0:
+                call.state.store.wait(["in"])
                 raise ValueError("a planned fault")
+            call.state.store.set("in", "1")
             wait_forever()
         return rank()
 
@@ -162,7 +164,9 @@ def swallows() -> None:
     def train(call: CallWrapper) -> int:
         if call.iteration == 0:
             if rank() == 1:
+                call.state.store.wait(["in"])
                 raise ValueError("a planned fault")
+            call.state.store.set("in", "1")
             for _ in range(3):
                 try:
                     time.sleep(1000)
