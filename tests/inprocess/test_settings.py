@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -188,3 +189,16 @@ def test_how_long_a_restart_is_held() -> None:
 def test_only_functions_are_decorated() -> None:
     with pytest.raises(TypeError, match="decorates"):
         Wrapper()(3)  # type: ignore[type-var]
+
+
+async def a_coroutine() -> None: ...
+
+
+def a_generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize("function", [a_coroutine, a_generator, 3])
+def test_what_is_no_plain_function_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match="Wrapper decorates"):
+        Wrapper()(function)

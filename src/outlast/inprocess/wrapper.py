@@ -139,6 +139,11 @@ class Wrapper:
     def __call__(self, function: F) -> F:
         if not callable(function):
             raise TypeError(f"Wrapper decorates a function, not {function!r}")
+        if _is_lazy(function):
+            raise TypeError(
+                f"Wrapper decorates a plain function, not the coroutine or generator function "
+                f"{function!r}: a call of it returns before it has run"
+            )
         if not self.enabled:
             return function
         wanted = _call_wrapper_parameters(function)
@@ -152,6 +157,14 @@ class Wrapper:
             return run_call(self.settings, once, name, self.event_sink)
 
         return typing.cast(F, wrapped)
+
+
+def _is_lazy(function: Callable[..., Any]) -> bool:
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    )
 
 
 def _call_wrapper_parameters(function: Callable[..., Any]) -> list[str]:
