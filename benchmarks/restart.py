@@ -14,7 +14,10 @@ from benchmarks.sheets import Sheet, median, ms, quantile
 
 __all__ = ["run", "sheets"]
 
-PEER_CAP_S = 40.0
+PEER_CAP_S = 30.0
+# The peer does not recover from these within the cap, whatever its setting: the value is the cap,
+# once.
+PEER_NEVER = ("hang_subgroup", "sleep")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -42,11 +45,11 @@ def _peer(kinds: list[str], quick: bool) -> dict[str, dict[str, list[float | Non
     for setting in settings:
         results[setting.name] = {}
         for kind in kinds:
+            if kind in PEER_NEVER and setting is not settings[-1]:
+                continue
             # Where the gloo timeout is long one value tells as much as five.
-            faults = 1 if quick else 2 if setting.gloo_s > 5 else 5
+            faults = 1 if quick or setting.gloo_s > 5 or kind in PEER_NEVER else 5
             print(f"restart: peer, {setting.name}: {kind}, {faults} faults", flush=True)
-            if kind == "sleep":
-                faults = 1  # it cannot wake it: the value is the cap
             results[setting.name][kind] = peer.measure(kind, setting, faults, PEER_CAP_S)
     return results
 

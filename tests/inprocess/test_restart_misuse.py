@@ -60,6 +60,16 @@ def test_the_store_cannot_be_reached(ranks: Ranks) -> None:
         assert f"127.0.0.1:{job.port}" in raised["message"]
 
 
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_rank_fails_while_its_call_comes_up(ranks: Ranks, nprocs: int) -> None:
+    # Its monitor, which serves the store, goes when the others are done: `Job` sees to that.
+    with ranks("misuse", "fails_coming_up", nprocs=nprocs) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 1} | dict.fromkeys(range(1, nprocs), 0), errors(job)
+        assert events(job, 0, "raised")[0]["message"] == "not prepared"
+        assert returned(job) == dict.fromkeys(range(1, nprocs), 1)
+
+
 def test_calls_nested_repeated_and_with_a_group_there_already(ranks: Ranks) -> None:
     with ranks("misuse", "nested_and_repeated") as job:
         job.start_all()

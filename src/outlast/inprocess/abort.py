@@ -64,19 +64,25 @@ class AbortTorchDistributed(Abort):
         for thread in threads:
             thread.start()
         self._forgotten = ForgottenWaits()
-        self.again(state)
+        self._shut_down()
         for thread in threads:
             thread.join()
         return state
 
     def again(self, state: State) -> None:
-        """Shuts down what is connected by now: a group may have come up since the abort."""
+        """Shuts down what is connected by now: a group may have come up since the abort. Wakes who
+        waits although nothing is connected any more.
+        """
+        if self._forgotten.wake(settled=not self._shut_down()):
+            log.info("gloo left a thread waiting without a connection; it was woken")
+
+    def _shut_down(self) -> bool:
+        """Shuts down all connections; whether there were any between gloo's pairs."""
         pairs = [p for p in gloo.pair_sockets().items() if p[1] not in self._foreign]
         for descriptor, inode in pairs:
             gloo.shut_down(descriptor, inode)
         self._leave_store()
-        if self._forgotten.wake(settled=not pairs):
-            log.info("gloo left a thread waiting without a connection; it was woken")
+        return bool(pairs)
 
     def _leave_store(self) -> None:
         endpoint = store_endpoint()

@@ -36,7 +36,7 @@ from outlast.inprocess.gloo import type_name
 __all__ = ["ForgottenWaits"]
 
 SETTLED_PATIENCE_S = 0.003
-PATIENCE_S = 0.1
+PATIENCE_S = 0.04
 _TASKS = Path("/proc/self/task")
 _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
 _BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"

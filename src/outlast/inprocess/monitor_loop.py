@@ -81,6 +81,8 @@ class MonitorLoop:
                 self._beat()
         if not self.main_alive and self.page.activity != Activity.DONE:
             self._report_death()
+        elif dismissed and self.page.member < 0:
+            self._report_departure()
         if self.server is not None and self.store is not None:
             self._serve_to_the_end()
 
@@ -228,6 +230,13 @@ class MonitorLoop:
         )
         plan = self.plan
         self._drive(self.job.report_killed(plan.rank, plan.token, fault.member, fault))
+
+    def _report_departure(self) -> None:
+        """The main process failed before it had a place; it lives, but nobody need wait for it."""
+        plan, cause = self.plan, f"process {self.main} failed before it took its place"
+        fault = self._fault("BASE_EXCEPTION", cause)
+        self._emit_fault(fault)
+        self._drive(self.job.report_killed(plan.rank, plan.token, -1, fault))
 
     def _report_unresponsive(self, member: int) -> None:
         iteration = self.page.iteration

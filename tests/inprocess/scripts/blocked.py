@@ -24,7 +24,8 @@ from rank import (
     wait_until_asleep,
 )
 
-from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess import CallWrapper, State, Wrapper
+from outlast.inprocess.abort import Abort
 
 Block = Callable[[], object]
 
@@ -158,7 +159,12 @@ def atomic() -> None:
     """Rank 0 is in atomic(), nested, when rank 1 fails; the test says when it may go on."""
     told = Told()
 
-    @Wrapper()
+    class Tells(Abort):
+        def __call__(self, state: State) -> State:
+            say("abort")
+            return state
+
+    @Wrapper(abort=Tells())
     @observed
     def train(call: CallWrapper) -> int:
         if call.iteration:

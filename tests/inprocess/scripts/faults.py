@@ -94,7 +94,7 @@ def all_fail_at_once() -> None:
     @observed
     def train(call: CallWrapper) -> int:
         join_group()
-        if call.iteration < 5:
+        if call.iteration < 40:
             dist.barrier()
             raise ValueError(f"rank {rank()} fails in iteration {call.iteration}")
         return finish()

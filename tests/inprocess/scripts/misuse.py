@@ -27,13 +27,19 @@ from rank import (
 )
 
 from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.abort import AbortTorchDistributed
 from outlast.inprocess.initialize import RetryController
 
 
-def _ask_of_rank_1(how: str) -> None:
+def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
     if how == "kill":
         die()
-    raise KeyError("the sample is missing")
+    with call.atomic():  # so that its own fault comes to be known after the echoes of it
+        store = call.state.store
+        dist.destroy_process_group()
+        store.wait(["echo"])
+        time.sleep(0.1)
+        raise KeyError("the sample is missing")
 
 
 @scenario
@@ -45,10 +51,15 @@ def aborted_by_the_controller() -> None:
     @observed
     def train(call: CallWrapper) -> None:
         join_group()
+        store = call.state.store
         if rank() == 1:
-            _ask_of_rank_1(how)
-        while True:
-            dist.barrier()  # ends with the echo of rank 1's end, or with the interrupt
+            _ask_of_rank_1(how, call)
+        try:
+            while True:
+                dist.barrier()  # ends with the echo of rank 1's end, or with the interrupt
+        except RuntimeError:
+            store.set("echo", "1")
+            raise
 
     report(train)  # type: ignore[call-arg]
 
@@ -65,6 +76,24 @@ def port_taken() -> None:
     )
     def train(call: CallWrapper) -> None:
         say("must not be entered")
+
+    report(train)  # type: ignore[call-arg]
+
+
+class Unprepared(AbortTorchDistributed):
+    """Fails on rank 0 when the call comes up, after the monitor process did."""
+
+    def prepare(self) -> None:
+        if rank() == 0:
+            raise OSError("not prepared")
+
+
+@scenario
+def fails_coming_up() -> None:
+    @Wrapper(abort=Unprepared())
+    @observed
+    def train(call: CallWrapper) -> int:
+        return join_group()
 
     report(train)  # type: ignore[call-arg]
 
