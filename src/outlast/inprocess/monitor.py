@@ -87,6 +87,11 @@ class MonitorHandle:
         self.socket = end
         self.endpoint = endpoint
 
+    def watch_threads(self) -> None:
+        """The ids of the threads to watch are in the shared page."""
+        with contextlib.suppress(OSError):  # it has ended: the watchdog sees that
+            self.socket.send(b"T")
+
     def dismiss(self, timeout: float) -> None:
         """The main process is done. Waits until the monitor has ended, at most `timeout`
         seconds: a server may have to stay for others.

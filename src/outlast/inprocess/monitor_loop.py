@@ -18,6 +18,7 @@ from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink
 from outlast.inprocess.connection import Connection, connect
+from outlast.inprocess.dying import is_dying, open_thread
 from outlast.inprocess.monitor import MonitorPlan
 from outlast.inprocess.shared import Activity
 
@@ -52,6 +53,7 @@ class MonitorLoop:
         self.poll = select.poll()
         self.pidfd = self._open_pidfd()
         self.poll.register(end, select.POLLIN)
+        self.threads: set[int] = set()
         self.link = Link(plan.prefix)
         self.job = Job(self.link, plan.world_size)
         self.store: Connection | None = None
@@ -68,13 +70,16 @@ class MonitorLoop:
         dismissed = False
         while self.main_alive and not dismissed:
             ready = [fd for fd, _ in self.poll.poll(self._pause() * 1000)]
-            if self.pidfd in ready:
+            if self.pidfd in ready or self._threads_ended(ready):
                 self.main_alive = False
             elif self.end.fileno() in ready:
-                # Without a word: the main process ends, and its descriptors are closed before
-                # its pidfd tells so.
-                dismissed = bool(self.end.recv(1))
-                if not dismissed:
+                word = self.end.recv(1)
+                dismissed = word == b"B"
+                if word == b"T":
+                    self._watch_threads()
+                elif not word:
+                    # Without a word: the main process ends, and its descriptors are closed
+                    # before its pidfd tells so.
                     self.poll.unregister(self.end)
             else:
                 self._check_progress()
@@ -97,6 +102,22 @@ class MonitorLoop:
             return None  # gone, and its number given to somebody else
         self.poll.register(pidfd, select.POLLIN)
         return pidfd
+
+    def _watch_threads(self) -> None:
+        for tid in (self.page.thread_1, self.page.thread_2):
+            descriptor = open_thread(tid) if tid else None
+            if descriptor is not None:
+                self.threads.add(descriptor)
+                self.poll.register(descriptor, select.POLLIN)
+
+    def _threads_ended(self, ready: list[int]) -> bool:
+        """Whether a thread has ended because the main process is dying."""
+        ended = self.threads.intersection(ready)
+        for descriptor in ended:
+            self.poll.unregister(descriptor)
+            os.close(descriptor)
+        self.threads -= ended
+        return bool(ended) and is_dying(self.main)
 
     def _connect(self) -> None:
         """Reaches the store; gives up when the main process has ended, or needs it no longer."""

@@ -241,6 +241,9 @@ class _Session:
 
         interval = self.settings.progress_watchdog_interval.total_seconds()
         self.watchdog = Watchdog(self.page, self.clock, interval, self.monitor.socket, lost)
+        self.page.thread_1 = self.watchdog.native_id
+        self.page.thread_2 = host.watcher.native_id
+        self.monitor.watch_threads()
 
     def job(self, host: RankHost) -> Any:
         return Machine(host, Link(self.prefix), self.launch.world_size).job

@@ -64,6 +64,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._work, name="outlast-watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def native_id(self) -> int:
+        """The system's id of the thread."""
+        return self._thread.native_id or 0
+
     def close(self) -> None:
         """Ends the thread."""
         self._wake.send(b"x")

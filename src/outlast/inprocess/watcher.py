@@ -104,6 +104,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
         self._thread.start()
 
+    @property
+    def native_id(self) -> int:
+        """The system's id of the thread."""
+        return self._thread.native_id or 0
+
     def wait_for(self, op: Op) -> bytes:
         """Performs a wait for the function's thread."""
         return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
