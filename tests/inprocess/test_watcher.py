@@ -37,6 +37,8 @@ class Answers:
             raise answer
         return answer
 
+    can_break_off = True
+
     def break_off(self) -> None:
         self.answers.put(StoreError("broken off"))
 
@@ -59,6 +61,8 @@ class Rig:
         self.aborts: list[bool] = []
         self.abort: Callable[[bool], None] = self.aborts.append
         connection: Any = self.connection
+        self.next = Answers()
+        renewed: Any = self.next
         self.watcher = Watcher(
             connection,
             self.gate,
@@ -66,6 +70,7 @@ class Rig:
             self.page,
             lambda again: self.abort(again),
             self.emitter,
+            renew=lambda: renewed,
         )
 
     def run(self, answer: bytes | Exception, function: Callable[[], Any] | None = None) -> Guard:
@@ -98,6 +103,23 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
+
+
+def test_a_wait_that_timed_out_goes_on_for_who_asks_again(rig: Rig) -> None:
+    with pytest.raises(KeyTimeout):
+        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+    rig.connection.answers.put(b"value")
+    assert rig.watcher.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
+    assert rig.connection.asked.get() == "key"
+    assert rig.connection.asked.empty()
+
+
+def test_a_wait_that_nobody_wants_any_more_is_broken_off(rig: Rig) -> None:
+    with pytest.raises(KeyTimeout):
+        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+    rig.next.answers.put(b"value")
+    assert rig.watcher.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
+    assert rig.next.asked.get() == "other"
 
 
 def test_a_wait_is_answered_in_the_thread_that_asked(rig: Rig) -> None:

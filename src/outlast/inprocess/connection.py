@@ -28,6 +28,11 @@ class Connection(TorchStore):
         super().__init__(store, where)
         self._sockets = sockets
 
+    @property
+    def can_break_off(self) -> bool:
+        """Whether `break_off` ends a wait: it is over a socket."""
+        return bool(self._sockets)
+
     def break_off(self) -> None:
         """Ends the connection: an operation that waits on it fails at once (`StoreError`)."""
         for descriptor, inode in self._sockets.items():

@@ -129,6 +129,7 @@ class _Session:
                 self.page,
                 lambda again: _run_abort(abort, host, again),
                 self.emitter,
+                renew=self._connect,
             )
             stack.callback(lambda: host.watcher.close(5.0))
             self._announce(control, "running")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from outlast.errors import StoreError
 from outlast.inprocess.environment import read_launch
 
-__all__ = ["DEFAULT_TIMEOUT", "FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
+__all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 

@@ -10,6 +10,7 @@ more; the abort runs; the function's thread is interrupted, again and again unti
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import queue
 import threading
@@ -81,6 +82,7 @@ class Watcher:
             left, since work may have begun after the first time.
         emitter: takes the events.
         retry: pause before an interrupt is repeated, in seconds.
+        renew: makes another connection, should a wait have to be broken off.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Watcher:
         abort: Callable[[bool], None],
         emitter: Emitter,
         retry: float = 0.005,
+        renew: Callable[[], Connection] | None = None,
     ) -> None:
         self._connection = connection
         self._gate = gate
@@ -100,6 +103,8 @@ class Watcher:
         self._abort = abort
         self._emitter = emitter
         self._retry = retry
+        self._renew = renew
+        self._pending: tuple[str, Future[bytes] | None] = ("", None)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
         self._thread.start()
@@ -110,17 +115,38 @@ class Watcher:
         return self._thread.native_id or 0
 
     def wait_for(self, op: Op) -> bytes:
-        """Performs a wait for the function's thread."""
-        return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
+        """Performs a wait for the function's thread.
+
+        The timeout is kept here, not on the connection: one that torch's client sees run out
+        costs a log line and two look-ups of names, which take seconds where no resolver answers.
+        The wait itself goes on; who asks for the same key again gets its answer.
+
+        Raises:
+            KeyTimeout: when the time is over.
+        """
+        if self._renew is None or not self._connection.can_break_off:
+            return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
+        key, future = self._pending
+        if key != op.key or future is None:
+            self._drop_pending()
+            future = self._submit(lambda: self._connection.wait_for(op.key, None))
+            self._pending = op.key, future
+        if not concurrent.futures.wait([future], op.timeout).done:
+            raise KeyTimeout(f"no {op.key!r} within {op.timeout} s")
+        self._pending = "", None
+        return future.result()
 
     def guard(self, key: str) -> Guard:
         """Starts to guard the iteration that `key` is the end of."""
         guard = Guard()
+        self._drop_pending()
         self._tasks.put(lambda: self._guard(key, guard))
         return guard
 
     def close(self, timeout: float) -> None:
         """Ends the thread, breaking off what it may still wait for."""
+        if self._pending[1] is not None:
+            self._connection.break_off()
         self._tasks.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -130,6 +156,21 @@ class Watcher:
     def break_off(self) -> None:
         """Ends the wait that is under way, whose asker has gone away."""
         self._connection.break_off()
+
+    def _drop_pending(self) -> None:
+        """Breaks off a wait that nobody waits for any more; the thread goes on with a new
+        connection.
+        """
+        future, self._pending = self._pending[1], ("", None)
+        renew = self._renew
+        if future is None or renew is None or future.done():
+            return
+        self._connection.break_off()
+
+        def replace() -> None:
+            self._connection = renew()
+
+        self._submit(replace)
 
     # -- in the thread -----------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ def dismissed() -> None:
     server = TCPStore.serve(host_name="127.0.0.1", port=0)
     page = SharedPage()
     handle = _start(page, server.port, serve=False)
+    page.member = 0  # one that never registered would be reported as gone
     page.activity = Activity.DONE
     handle.dismiss(NET_S)
     try:
