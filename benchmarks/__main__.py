@@ -26,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", nargs="*", metavar="NAME", help="which; all by default")
     parser.add_argument("--quick", action="store_true", help="few repetitions: does it work?")
+    parser.add_argument(
+        "--keep-peer", action="store_true", help="restart: measure outlast alone, keep the peer's"
+    )
     parser.add_argument("--write-docs", action="store_true", help="fill in docs/benchmarks.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
@@ -36,7 +39,8 @@ def main() -> None:
     console = Console(width=None if Console().is_terminal else 140)
     for name in names:
         module = importlib.import_module(f"benchmarks.{name}")
-        data = module.run(options.quick)
+        kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
+        data = module.run(options.quick, kept) if kept else module.run(options.quick)
         _keep(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
         for sheet in module.sheets(data):
             show(console, sheet)

@@ -20,8 +20,8 @@ PEER_CAP_S = 30.0
 PEER_NEVER = ("hang_subgroup", "sleep")
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Measures; seconds."""
+def run(quick: bool, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Measures; seconds. The peer's figures are those of `kept`, an earlier result, if given."""
     kinds = ["exception", "sigkill"] if quick else list(KINDS)
     faults = 3 if quick else 52
     mine: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def run(quick: bool) -> dict[str, Any]:
             "rejoin": found.rejoin,
             "phases": medians(found.phases),
         }
-    return {"ours": mine, "peer": _peer(kinds, quick), "ranks": RANKS}
+    return {"ours": mine, "peer": kept["peer"] if kept else _peer(kinds, quick), "ranks": RANKS}
 
 
 def _peer(kinds: list[str], quick: bool) -> dict[str, dict[str, list[float | None]]]:
