@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import builtins
 import functools
 import queue
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -463,3 +465,33 @@ def test_a_generator_that_dies_in_an_atomic_block_later_harms_nothing(
     held.close()
     gate.begin_termination()  # and it is not counted twice
     assert interrupter._shields == 0
+
+
+def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interrupt comes amid the import of a package, and lands after it.
+    (tmp_path / "slowly_imported.py").write_text(
+        "import builtins, time\n"
+        "builtins.request_amid_import()\n"
+        "for _ in range(1000): pass\n"
+        "done = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    interrupter = Interrupter()
+    interrupter.install()
+    monkeypatch.setattr(builtins, "request_amid_import", interrupter.request, raising=False)
+
+    def function() -> None:
+        import slowly_imported
+
+        assert slowly_imported.done
+        interrupter.request()
+        while True:
+            pass
+
+    try:
+        value, error = interrupter.run(function)
+    finally:
+        interrupter.restore()
+        sys.modules.pop("slowly_imported", None)
+    assert isinstance(error, RankShouldRestart), (value, error)
+    assert interrupter.landed == 1

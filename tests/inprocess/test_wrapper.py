@@ -141,3 +141,21 @@ def test_the_environment_is_given_back_after_an_error_too() -> None:
     # Nobody waits for the monitor: it serves the store for as long as others need it.
     os.waitpid(monitors[0], 0)
     assert {name: os.environ.get(name) for name in PLACE} == dict.fromkeys(PLACE)
+
+
+def test_a_call_that_does_not_fit_fails_once_and_at_once() -> None:
+    @Wrapper()
+    def two(a: int, call: CallWrapper) -> int:
+        return a
+
+    with pytest.raises(TypeError, match="missing a required argument"):
+        two()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="multiple values"):
+        two(1, None)  # type: ignore[arg-type]
+
+
+def test_a_positional_only_call_wrapper_is_refused() -> None:
+    def function(call: CallWrapper, /) -> None: ...
+
+    with pytest.raises(TypeError, match="positional-only"):
+        Wrapper()(function)

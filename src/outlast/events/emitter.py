@@ -7,6 +7,7 @@ process is at; every event after that carries them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from outlast.events.sink import NullSink, Sink
 from outlast.events.types import Event
 
 __all__ = ["Emitter", "Span"]
+
+log = logging.getLogger("outlast.events")
 
 E = TypeVar("E", bound=Event)
 
@@ -47,6 +50,7 @@ class Emitter:
         self.iteration = -1
         self.member = -1
         self.rank = -1
+        self._failed = False
 
     def place(
         self, *, iteration: int | None = None, member: int | None = None, rank: int | None = None
@@ -59,7 +63,17 @@ class Emitter:
     def emit(self, event: Event) -> None:
         """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
         monitor can speak of another process.
+
+        A sink that fails, on a full disk say, is no reason for a job to stop: it is logged, once.
         """
+        try:
+            self._write(event)
+        except Exception:
+            if not self._failed:
+                log.exception("an event could not be written; further failures are not logged")
+            self._failed = True
+
+    def _write(self, event: Event) -> None:
         self.sink.write(
             dataclasses.replace(
                 event,

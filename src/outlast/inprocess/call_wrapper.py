@@ -60,7 +60,7 @@ class CallWrapper:
         now = self._clock.now()
         page = self._page
         if self._estimator is not None:
-            if self._last_ping is not None:
+            if self._last_ping is not None and not page.long_limit:
                 self._estimator.observe(now - self._last_ping)
             page.soft_limit = self._estimator.limit
         self._last_ping = now
@@ -85,15 +85,22 @@ class CallWrapper:
             limit: how long the phase may take before the rank counts as hung; `None` is the soft
                 timeout of the settings (`Adaptive.initial`). The hard timeout comes as long
                 after it as it comes after the soft timeout in the settings, or later.
+
+        Phases nest: the innermost one counts.
+
+        Raises:
+            ValueError: if `limit` is not positive.
         """
+        if limit is not None and limit <= datetime.timedelta(0):
+            raise ValueError(f"limit must be positive, not {limit}")
         page = self._page
-        before = page.soft_limit
+        before, outer = page.soft_limit, page.long_limit
         page.long_limit = -1.0 if limit is None else limit.total_seconds()
         page.progress = self._clock.now()
         try:
             yield
         finally:
-            page.long_limit = 0.0
+            page.long_limit = outer
             page.soft_limit = before
             page.progress = self._clock.now()
             self._last_ping = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -25,21 +26,20 @@ _ECHOES = (
 
 def describe(error: BaseException) -> str:
     """Type and message in one line."""
-    message = str(error).strip().partition("\n")[0]
+    message = _message(error).strip().partition("\n")[0]
     name = type(error).__name__
     return f"{name}: {message}" if message else name
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error`, or what it was raised from, is what a broken connection looks like."""
-    seen: BaseException | None = error
-    while seen is not None:
-        network = isinstance(seen, dist.DistNetworkError | dist.DistBackendError)
-        if network or (
-            isinstance(seen, RuntimeError | OSError) and any(e in str(seen) for e in _ECHOES)
-        ):
+    for seen in _chain(error):
+        if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
             return True
-        seen = seen.__cause__ or seen.__context__
+        if isinstance(seen, RuntimeError | OSError):
+            message = _message(seen)
+            if any(echo in message for echo in _ECHOES):
+                return True
     return False
 
 
@@ -47,7 +47,22 @@ def let_go(error: BaseException) -> None:
     """Lets go of the local variables that the tracebacks of `error` hold: models, groups,
     buffers, which the next iteration makes anew.
     """
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in _chain(error):
         traceback.clear_frames(seen.__traceback__)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from; each once, since `raise e from e` is a circle."""
+    met: set[int] = set()
+    seen: BaseException | None = error
+    while seen is not None and id(seen) not in met:
+        met.add(id(seen))
+        yield seen
         seen = seen.__cause__ or seen.__context__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ must not hide the user's error
+        return "(its message cannot be made)"

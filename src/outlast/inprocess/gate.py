@@ -55,6 +55,14 @@ class AtomicGate:
             self._terminating = True
             self._changed.wait_for(lambda: self._depth == 0)
 
+    def left(self) -> None:
+        """The function has been left: what it still holds, in a generator that lives on, does not
+        hold up the termination.
+        """
+        with self._changed:
+            self._depth = 0
+            self._changed.notify_all()
+
     def reset(self) -> None:
         """A new iteration: `atomic()` may be entered again."""
         with self._changed:

@@ -175,6 +175,7 @@ class RankHost:
         error: BaseException | None = RankShouldRestart("over before it began")
         if not guard.seen.is_set():
             value, error = self.interrupter.run(lambda: self.call_function(self.state))
+            self.gate.left()
         # In this order: once `left` is set, the watcher does not touch `activity` any more.
         guard.left.set()
         if not guard.seen.is_set():

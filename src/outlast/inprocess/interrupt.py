@@ -137,6 +137,8 @@ class Interrupter:
             # Read again: from here on the thread does not leave or enter a shield unseen.
             if self._shields or not self._still_inside():
                 return "none"
+            if _importing(sys._current_frames().get(self.ident)):
+                return "none"
             _set_async_exc(self.ident, RankShouldRestart)
             self.landed += 1
             return "async"
@@ -166,7 +168,9 @@ class Interrupter:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         at_boundary = frame is not None and frame.f_code is _BOUNDARY
-        if self._wanted and self._inside and not self._shields and not at_boundary:
+        if at_boundary or not self._wanted or not self._inside or self._shields:
+            return
+        if not _importing(frame):
             self.landed += 1
             raise RankShouldRestart("another rank failed, or the job changes its size")
 
@@ -175,6 +179,18 @@ class Interrupter:
             time.sleep(0)
         for _ in range(2):  # a loop's jump is a point where a pending exception is raised
             pass
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way. An interrupt there would leave modules behind that are half
+    made: Python forgets the module, but not its submodules, and many packages, torch's among them,
+    cannot be imported a second time. The request is repeated, so it lands after the import.
+    """
+    while frame is not None and frame.f_code is not _REGION:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _user_region(function: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.protocol import Job
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.errors import StoreError, TimeoutError
-from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink
+from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink, Sink
 from outlast.inprocess.connection import Connection, connect
 from outlast.inprocess.dying import is_dying, open_thread
 from outlast.inprocess.monitor import MonitorPlan
@@ -44,11 +44,12 @@ class MonitorLoop:
         self.plan, self.page, self.main, self.end = plan, plan.page, main, end
         self.server = server
         self.clock = MonotonicClock()
-        sink = (
-            NullSink()
-            if not plan.events_dir
-            else JsonlSink(Path(plan.events_dir) / f"monitor-{os.getpid()}.jsonl")
-        )
+        sink: Sink = NullSink()
+        if plan.events_dir:
+            try:
+                sink = JsonlSink(Path(plan.events_dir) / f"monitor-{os.getpid()}.jsonl")
+            except OSError as e:
+                print(e)  # the main process, which has the same directory, raises it
         self.emitter = Emitter(sink)
         self.poll = select.poll()
         self.pidfd = self._open_pidfd()

@@ -90,7 +90,10 @@ class _Session:
         self.clock = MonotonicClock()
         events_dir = self.launch.events_dir
         if sink is None and events_dir:
-            sink = JsonlSink(Path(events_dir) / f"rank{self.launch.rank}-{os.getpid()}.jsonl")
+            try:
+                sink = JsonlSink(Path(events_dir) / f"rank{self.launch.rank}-{os.getpid()}.jsonl")
+            except OSError as e:
+                raise ValueError(f"OUTLAST_EVENTS_DIR={events_dir!r} cannot be used: {e}") from e
         self.emitter = Emitter(sink or NullSink(), clock=self.clock)
         self.emitter.place(rank=self.launch.rank)
         self.endpoint = settings.store_factory.endpoint(**settings.store_kwargs)  # type: ignore[attr-defined]
@@ -164,8 +167,11 @@ class _Session:
         self.completed = True
         if not host.joining:  # a newcomer may have come when all was over
             self.emitter.emit(Completed())
-        self._announce(control, "completed")
-        drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
+        # Whoever serves the store may be gone as soon as all have said goodbye; and nothing may
+        # take the value away any more.
+        with contextlib.suppress(StoreError, RuntimeError):
+            self._announce(control, "completed")
+            drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
         return value
 
     def _end_wait(self, host: RankHost) -> None:
@@ -298,8 +304,6 @@ class _Session:
             GapEstimator(soft) if isinstance(soft, Adaptive) else None,
             self.monitor.pid,
         )
-        if self.froze:
-            gc.freeze()  # with what the iterations before have imported
         for observer in observers():
             observer.entered(call)
         return self.function(call)

@@ -146,11 +146,16 @@ class Wrapper:
             )
         if not self.enabled:
             return function
-        wanted = _call_wrapper_parameters(function)
+        signature = _signature(function)
+        wanted = _call_wrapper_parameters(function, signature)
         name = getattr(function, "__qualname__", repr(function))
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # A call that does not fit would fail anew in every iteration: it fails here, once.
+            if signature is not None:
+                signature.bind(*args, **{**kwargs, **dict.fromkeys(wanted, None)})
+
             def once(call: CallWrapper) -> Any:
                 return function(*args, **{**kwargs, **dict.fromkeys(wanted, call)})
 
@@ -167,17 +172,31 @@ def _is_lazy(function: Callable[..., Any]) -> bool:
     )
 
 
-def _call_wrapper_parameters(function: Callable[..., Any]) -> list[str]:
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # a builtin that does not tell
+
+
+def _call_wrapper_parameters(
+    function: Callable[..., Any], signature: inspect.Signature | None
+) -> list[str]:
     """Names of the parameters that are annotated `CallWrapper` or `Optional[CallWrapper]`."""
+    if signature is None:
+        return []
     try:
         hints = typing.get_type_hints(function)
-    except (NameError, TypeError):  # annotations that cannot be resolved, or no function at all
-        hints = getattr(function, "__annotations__", {})
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return []  # a builtin that does not tell
-    return [name for name in parameters if _is_call_wrapper(hints.get(name))]
+    except Exception:  # noqa: BLE001 - annotations may be anything, and may refer to anything
+        hints = {}
+    names = []
+    for name, parameter in signature.parameters.items():
+        if not _is_call_wrapper(hints.get(name, parameter.annotation)):
+            continue
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise TypeError(f"{name}: the CallWrapper cannot be a positional-only parameter")
+        names.append(name)
+    return names
 
 
 def _is_call_wrapper(annotation: Any) -> bool:
