@@ -66,7 +66,16 @@ def spawn(command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) 
             stdout=out_file,
             stderr=err_file,
             start_new_session=True,
+            preexec_fn=default_signals,
         )
+
+
+def default_signals() -> None:
+    """For a new process: a runner in the background may hand down that Ctrl-C and the end of the
+    terminal are ignored, and a program then leaves it so.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def free_port() -> int:

@@ -34,7 +34,7 @@ import psutil
 import torch.distributed as dist
 
 from outlast.launch.store import JOB_KEY
-from procs import MARKER, NET_S
+from procs import MARKER, NET_S, default_signals
 
 WORKER = '''
 """Says that it is there, then exits as it is told: SIGUSR1 is code 0, SIGUSR2 code 3."""
@@ -95,6 +95,7 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            preexec_fn=default_signals,
         )
         for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
             assert stream is not None
