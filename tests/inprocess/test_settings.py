@@ -10,7 +10,7 @@ import pytest
 
 from outlast.inprocess import Adaptive, Wrapper
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
-from outlast.inprocess.store import FileStore
+from outlast.inprocess.store import FileStore, PrefixStore
 
 
 def s(seconds: float) -> datetime.timedelta:
@@ -202,3 +202,8 @@ def a_generator() -> Iterator[int]:
 def test_what_is_no_plain_function_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match="Wrapper decorates"):
         Wrapper()(function)
+
+
+def test_a_prefix_store_is_no_factory_of_connections() -> None:
+    with pytest.raises(ValueError, match="store_factory"):
+        Wrapper(store_factory=PrefixStore)

@@ -18,7 +18,7 @@ from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.progress import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.store import StoreMixin
+from outlast.inprocess.store import PrefixStore, StoreMixin
 
 __all__ = ["Settings"]
 
@@ -97,6 +97,12 @@ class Settings:
         factory = self.store_factory
         if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
             raise TypeError(f"store_factory must be a subclass of StoreMixin, not {factory!r}")
+        if issubclass(factory, PrefixStore):
+            raise ValueError(
+                "store_factory must make a connection at each call, but all PrefixStores over one "
+                "store share its connection: give the factory of that store; each call of a "
+                "wrapped function has its own prefix anyway"
+            )
         if not isinstance(self.store_kwargs, Mapping):
             raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
         kinds: dict[str, tuple[type, bool]] = {
