@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -76,3 +79,30 @@ def test_a_store_without_a_server_has_nothing_to_break(tmp_path: Any) -> None:
     connection.put("key", b"value")
     assert connection.read("key") == b"value"
     assert connection.where == str(tmp_path / "store")
+
+
+SERVER = """
+import sys, time
+from outlast.inprocess.store import TCPStore
+server = TCPStore.serve(host_name="127.0.0.1", port=0)
+print(server.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        connection = connect(TCPStore, {}, ("127.0.0.1", int(server.stdout.readline())), NET_S)
+        assert connection.add("key", 1) == 1
+        server.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(connection.add, "key", 1)
+            while not answer.done():
+                connection.end_overdue(0.0)
+                wait([answer], 0.01)
+            with pytest.raises(StoreError, match="cannot be reached"):
+                answer.result()
+        server.kill()

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from outlast.coordination.store import KeyTimeout
 from outlast.coordination.torch_store import TorchStore
@@ -20,6 +20,8 @@ from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
 
 __all__ = ["Connection", "connect"]
 
+T = TypeVar("T")
+
 
 class Connection(TorchStore):
     """A `Store` over one connection of its own, which another thread can break."""
@@ -27,6 +29,22 @@ class Connection(TorchStore):
     def __init__(self, store: Any, where: str, sockets: dict[int, int]) -> None:
         super().__init__(store, where)
         self._sockets = sockets
+        self._busy_since = 0.0
+
+    def end_overdue(self, limit: float) -> None:
+        """Breaks off an operation other than a wait that has taken longer than `limit` seconds:
+        whoever serves the store is frozen, or out of reach without a word.
+        """
+        since = self._busy_since
+        if since and time.monotonic() - since > limit:
+            self.break_off()
+
+    def _try(self, operation: Callable[[], T]) -> T:
+        self._busy_since = time.monotonic()
+        try:
+            return super()._try(operation)
+        finally:
+            self._busy_since = 0.0
 
     @property
     def can_break_off(self) -> bool:

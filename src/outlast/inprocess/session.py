@@ -247,7 +247,15 @@ class _Session:
                 return  # the watcher sees the same, and tells the function's thread
 
         interval = self.settings.progress_watchdog_interval.total_seconds()
-        self.watchdog = Watchdog(self.page, self.clock, interval, self.monitor.socket, lost)
+        patience = self.settings.barrier_timeout.total_seconds()
+        self.watchdog = Watchdog(
+            self.page,
+            self.clock,
+            interval,
+            self.monitor.socket,
+            lost,
+            lambda: control.end_overdue(patience),
+        )
         self.page.thread_1 = self.watchdog.native_id
         self.page.thread_2 = host.watcher.native_id
         self.monitor.watch_threads()

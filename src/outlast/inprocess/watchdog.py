@@ -39,6 +39,7 @@ class Watchdog:
         interval: between two timestamps, in seconds.
         monitor: the socket to the monitor process.
         monitor_lost: called once, in the watchdog's thread, when the monitor process has ended.
+        each: called in every interval, in the watchdog's thread.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Watchdog:
         interval: float,
         monitor: socket.socket,
         monitor_lost: Callable[[], None],
+        each: Callable[[], None] = lambda: None,
     ) -> None:
         self._page = page
         self._clock = clock
         self._interval = interval
         self._monitor = monitor
         self._monitor_lost = monitor_lost
+        self._each = each
         self._watched = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
@@ -91,6 +94,7 @@ class Watchdog:
                 poll.unregister(self._monitor)
                 self._monitor_lost()
             self._look()
+            self._each()
 
     def _look(self) -> None:
         if self._page.activity not in _WATCHED or self._page.pings:
