@@ -124,6 +124,9 @@ class Member:
     async def settle(self, iteration: int) -> None:
         pass
 
+    def testimony(self, iteration: int) -> FaultRecord | None:
+        return None
+
     def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
         return FaultRecord(
             iteration, self._member, self.preferred_rank, "here", 0, interruption, cause
