@@ -171,6 +171,7 @@ class _Session:
         # take the value away any more.
         with contextlib.suppress(StoreError, RuntimeError):
             self._announce(control, "completed")
+        with contextlib.suppress(StoreError):
             drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
         return value
 
