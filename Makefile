@@ -49,10 +49,10 @@ demo: $(STAMP)
 	rm -rf build/demo
 	mkdir -p build/demo
 	@echo 'Without faults, in one process:'
-	$(BIN)/python examples/digits.py --state build/demo/without.pt
+	$(BIN)/python examples/digits.py --state build/demo/without
 	@echo 'Four ranks, through an exception, a SIGKILL and a hang:'
 	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
-		--events-dir build/demo/events examples/digits.py --state build/demo/with.pt
+		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
 
 test: $(STAMP)

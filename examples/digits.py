@@ -2,9 +2,9 @@
 
     outlast run --nproc-per-node 4 examples/digits.py
 
-What makes it outlast them is the decorator, a ping a step, and a state that is saved now and then:
-after a fault the function starts again on every healthy rank, in the same processes, loads the
-last state and goes on. The data (1,797 images of 8 x 8 pixels) ship with scikit-learn.
+What makes it outlast them is the decorator, a ping a step, and a checkpointer: after a fault the
+function starts again on every healthy rank, in the same processes, restores the last state and
+goes on. The data (1,797 images of 8 x 8 pixels) ship with scikit-learn.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast.inprocess as inprocess
+from outlast.async_checkpoint import Checkpointer, Retention
 
 GLOBAL_BATCH = 96  # divides by 1, 2, 3, 4, 6, 8: the job may change its size
 
@@ -32,13 +33,6 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[:-360], labels[:-360], images[-360:], labels[-360:]
 
 
-def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the saved state in one step: a kill in between leaves the old one."""
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
-
-
 @inprocess.Wrapper(soft_timeout=inprocess.Adaptive())
 def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> float:
     """Trains to the end, from wherever the saved state is. Returns the accuracy on test images."""
@@ -50,12 +44,11 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    first = 0
-    if options.state.exists():
-        state = torch.load(options.state, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+    # What only the optimizer changes is copied beside the next forward and backward pass.
+    checkpointer = Checkpointer(options.state, keep=Retention(last=2), overlap=optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    first = checkpointer.restore(state) or 0
+    optimizer.load_state_dict(state["optimizer"])
     ddp = DistributedDataParallel(model)
     if rank == 0:
         print(f"iteration {call.iteration}: {world_size} ranks from step {first}", flush=True)
@@ -69,10 +62,11 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rank == 0 and (step + 1) % options.save_every == 0:
-            with call.atomic():
-                save(options.state, step + 1, model, optimizer)
+        if (step + 1) % options.save_every == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpointer.save(step + 1, state)
 
+    checkpointer.close()
     with torch.no_grad():
         accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
     dist.destroy_process_group()
@@ -84,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
-    parser.add_argument("--state", type=Path, default=Path("digits.pt"))
+    parser.add_argument("--state", type=Path, default=Path("digits"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     accuracy = train(options)

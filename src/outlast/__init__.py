@@ -1,5 +1,26 @@
 """Training jobs that outlast their faults.
 
-`outlast.inprocess` restarts a function in place, `outlast run` keeps a job's survivors and replaces
-its dead, `outlast.chaos` injects faults, `outlast.events` tells what happened.
+`outlast.inprocess` restarts a function in place, `outlast.async_checkpoint` saves in the background
+(`outlast.Checkpointer`), `outlast run` keeps a job's survivors and replaces its dead,
+`outlast.chaos` injects faults, `outlast.events` tells what happened.
+
+Nothing is imported before it is asked for: the small processes that `outlast` starts beside a
+training have no use for torch, whose import takes seconds.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.async_checkpoint import Checkpointer
+
+__all__ = ["Checkpointer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Checkpointer":
+        from outlast.async_checkpoint import Checkpointer
+
+        return Checkpointer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,11 @@ __all__ = [
     "Admitted",
     "Assigned",
     "BarrierPassed",
+    "CheckpointCommitted",
+    "CheckpointFailed",
+    "CheckpointPassedOver",
+    "CheckpointRemoved",
+    "CheckpointRestored",
     "Completed",
     "Entered",
     "Event",
@@ -74,13 +79,18 @@ class Fault(Event, kind="fault"):
     """A fault of `member`, as its own process or its monitor reports it.
 
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`; `consequence` says
-    that this fault looks like the echo of another one (a peer's closed connection).
+    that this fault looks like the echo of another one (a peer's closed connection). Of a rank that
+    stood still, `testimony` says that it tells so itself, `pings` and `collectives` how far it had
+    come (see `hang.py`).
     """
 
     interruption: str = ""
     cause: str = ""
     traceback: str = ""
     consequence: bool = False
+    testimony: bool = False
+    pings: int = 0
+    collectives: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,6 +221,58 @@ class WorkerExited(Event, kind="worker_exited"):
     worker_pid: int = -1
     exit_code: int = 0
     last_words: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointCommitted(Event, kind="checkpoint_committed"):
+    """A checkpoint is durable and visible, on all ranks.
+
+    `size_bytes` is of the whole, `own_bytes` of this rank's part; `blocked_seconds` is how long
+    `save` held the training up, `seconds` how long until the commit; `queued` saves are behind it.
+    """
+
+    step: int = -1
+    size_bytes: int = 0
+    own_bytes: int = 0
+    blocked_seconds: float = 0.0
+    seconds: float = 0.0
+    queued: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event, kind="checkpoint_failed"):
+    """A save failed, on all ranks. Nothing of it is visible."""
+
+    step: int = -1
+    cause: str = ""
+    blocked_seconds: float = 0.0
+    seconds: float = 0.0
+    queued: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRestored(Event, kind="checkpoint_restored"):
+    """All ranks have loaded a checkpoint. `source`: memory, storage."""
+
+    step: int = -1
+    source: str = ""
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointPassedOver(Event, kind="checkpoint_passed_over"):
+    """A checkpoint was not loaded, because it is not whole or not what was written."""
+
+    step: int = -1
+    source: str = ""
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRemoved(Event, kind="checkpoint_removed"):
+    """The retention policy had a checkpoint removed."""
+
+    step: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

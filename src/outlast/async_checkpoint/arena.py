@@ -1,0 +1,102 @@
+"""Shared memory in which a snapshot lies, laid out as the files that are written from it.
+
+An arena is an anonymous file in memory (`memfd_create`): the main process copies tensors into it,
+the writer process, which was handed the descriptor, writes it to storage and checksums it. Nothing
+of it has a name in any file system, so nothing is left behind when the last process that holds it
+ends; and it lives on with the writer when the main process dies.
+
+Nothing here imports torch: the writer process does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+__all__ = ["CHUNK_BYTES", "PAGE_BYTES", "Arena", "memory_at", "page_up", "pieces", "populate"]
+
+PAGE_BYTES = mmap.PAGESIZE
+# The unit that is written, read and checksummed at once: large enough for a disk to be at full
+# speed with a few of them in flight, small enough to stay in a core's cache between the hash and
+# the copy, and for a damaged byte to be told with some precision.
+CHUNK_BYTES = 4 << 20
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates, so that no page faults one by one
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def page_up(size_bytes: int) -> int:
+    """The next multiple of the page size."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Arena:
+    """A piece of shared memory of fixed size.
+
+    Args:
+        size_bytes: rounded up to whole pages.
+        descriptor: of an arena that another process made; a new one is made without.
+
+    Attributes:
+        descriptor: of the memory; whoever holds a copy of it keeps the memory alive.
+        view: the bytes, writable.
+        address: of the first byte in this process.
+    """
+
+    def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
+        self.size_bytes = page_up(max(size_bytes, 1))
+        if descriptor is None:
+            descriptor = os.memfd_create("outlast-snapshot", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, self.size_bytes)
+        elif os.fstat(descriptor).st_size < self.size_bytes:
+            raise ValueError(f"the memory is smaller than {self.size_bytes} bytes")
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, self.size_bytes)
+        self.view = memoryview(self._map)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(anchor)
+        del anchor
+
+    def close(self) -> None:
+        """Gives the memory back. Tensors made of it keep its pages until they are gone too."""
+        if self.descriptor < 0:
+            return
+        os.close(self.descriptor)
+        self.descriptor = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # a tensor still looks into it: unmapped with the last of them
+
+
+def populate(arena: Arena, threads: int = 2) -> None:
+    """Allocates all pages of `arena` now, in parallel, so that the first copy into it runs at the
+    speed of the ones after. A kernel that cannot do that allocates them at the first touch.
+    """
+    step = page_up(-(-arena.size_bytes // threads))
+    parts = [
+        (arena.address + at, min(step, arena.size_bytes - at))
+        for at in range(0, arena.size_bytes, step)
+    ]
+    workers = [
+        threading.Thread(target=_libc.madvise, args=(*part, _MADV_POPULATE_WRITE)) for part in parts
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """The memory at `address` as writable bytes. The caller keeps its owner alive."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[int, int]]:
+    """Offset and length of each piece that `size_bytes` are cut into."""
+    return [(at, min(piece_bytes, size_bytes - at)) for at in range(0, size_bytes, piece_bytes)]

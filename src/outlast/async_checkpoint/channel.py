@@ -1,0 +1,137 @@
+"""Messages between two processes of one host: bytes, and descriptors that go with them.
+
+A message is its length (8 bytes, big-endian), then its payload. Descriptors travel with the
+length, because the kernel hands them over with the first byte of what they were sent with; so
+whoever has read a length has its descriptors, and never those of the message behind it.
+
+What a payload means is for the two ends to say. This module imports nothing but the standard
+library: a process that needs no torch must not wait for its import.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+__all__ = ["MAX_DESCRIPTORS", "Channel"]
+
+MAX_DESCRIPTORS = 253
+"""How many descriptors Linux takes along with one message (SCM_MAX_FD)."""
+
+_LENGTH = struct.Struct(">Q")
+_ITEM_BYTES = array.array("i").itemsize
+_PIECE_BYTES = 1 << 20
+
+
+class Channel:
+    """One end of a connection. It owns `sock`, a connected, blocking Unix stream socket.
+
+    Several threads may send; one at a time may receive.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Two ends that are connected to each other."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(one), cls(other)
+
+    def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Sends one message; waits while the other end does not read.
+
+        The descriptors are duplicated: the caller keeps its own, and closes them when it likes.
+
+        Raises:
+            ValueError: for more than `MAX_DESCRIPTORS` descriptors.
+            OSError: when the other end is gone (`BrokenPipeError`, `ConnectionResetError`), or
+                this one is closed.
+        """
+        if len(descriptors) > MAX_DESCRIPTORS:
+            raise ValueError(f"{len(descriptors)} descriptors, at most {MAX_DESCRIPTORS} can go")
+        rights = array.array("i", descriptors)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        with self._sending:
+            try:
+                length = _LENGTH.pack(len(payload))
+                sent = self._socket.sendmsg([length], ancillary)
+                self._socket.sendall(length[sent:])
+                self._socket.sendall(payload)
+            except BaseException:
+                # An interrupt may have come between two parts. What was sent is no message, and
+                # must not become the beginning of the next one: the other end is told it is over.
+                self._shut_down()
+                raise
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """Waits for one message; returns its payload and its descriptors.
+
+        The descriptors are the caller's to close; they do not pass on to programs it starts.
+
+        Raises:
+            EOFError: when the other end is gone, also in the middle of a message.
+            OSError: when descriptors came for which this process has no room.
+        """
+        descriptors: list[int] = []
+        try:
+            length = self._receive_length(descriptors)
+            payload = bytearray(length)
+            self._fill(memoryview(payload))
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return bytes(payload), descriptors
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to be waited on; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Ends the connection; the other end reads what was sent, then the end."""
+        self._socket.close()
+
+    def _receive_length(self, descriptors: list[int]) -> int:
+        data = b""
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _ITEM_BYTES)
+        while len(data) < _LENGTH.size:
+            try:
+                piece, ancillary, flags, _ = self._socket.recvmsg(
+                    _LENGTH.size - len(data), room, socket.MSG_CMSG_CLOEXEC
+                )
+            except ConnectionResetError:  # it went without reading what we sent
+                piece, ancillary, flags = b"", [], 0
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    rights = array.array("i")
+                    rights.frombytes(content[: len(content) - len(content) % rights.itemsize])
+                    descriptors.extend(rights)
+            if flags & socket.MSG_CTRUNC:
+                self._shut_down()
+                raise OSError("descriptors were sent for which this process has no room")
+            if not piece:
+                raise EOFError("the other end of the channel is gone")
+            data += piece
+        (length,) = _LENGTH.unpack(data)
+        return int(length)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            try:
+                count = self._socket.recv_into(view[:_PIECE_BYTES])
+            except ConnectionResetError:
+                count = 0
+            if not count:
+                raise EOFError("the other end of the channel is gone, in the middle of a message")
+            view = view[count:]
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):  # the other end was first
+            self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,152 @@
+"""Copies tensors into an arena: at once, or beside the training while it does not change them.
+
+Eagerly, a save returns when everything is copied. Overlapped, it returns at once: tensors that
+only an optimizer changes (its parameters and its state) are copied by a thread beside the next
+forward and backward pass, and the optimizer's `step` waits, by torch's own hook, for what is left.
+All other tensors, batch-norm statistics say, are copied eagerly.
+
+What is copied must be the state of the moment of the save (C2), so a write to a tensor that is
+still being copied has to be noticed. torch counts the writes to a tensor (`_version`); a write
+counts when it ends. A `Guard` therefore compares the counts not when the copy ends, but later, on
+the thread that trains: there no write of that thread is under way, and every write that began
+before has counted. Only then is the snapshot sealed, and only a sealed one is ever written. A
+write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs
+to an optimizer, between `save` and `step`, cannot be seen: such code needs an eager save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from outlast.errors import CheckpointError
+
+__all__ = ["Copy", "Guard", "copy_now", "owned_by"]
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
+
+# One call of memmove: long enough that taking Python's lock in between costs nothing, short enough
+# to end soon when the copy is called off.
+_PIECE_BYTES = 16 << 20
+
+_memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
+
+def copy_now(copies: Sequence[Copy]) -> None:
+    """Copies everything, on torch's own threads."""
+    if not copies:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_([to for _, to in copies], [source for source, _ in copies])
+    if any(source.is_cuda for source, _ in copies):
+        torch.cuda.synchronize()
+
+
+def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The memory that only these optimizers change: addresses of storages."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(p.untyped_storage().data_ptr() for p in group["params"])
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                found.update(
+                    value.untyped_storage().data_ptr()
+                    for value in state.values()
+                    if isinstance(value, torch.Tensor)
+                )
+    return found
+
+
+class Guard:
+    """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
+
+    Args:
+        copies: from contiguous tensors in the CPU's memory, to others of the same kind.
+        optimizers: whose steps change what is copied.
+        sealed: called once, on the thread that trains or on one that asks for the snapshot:
+            with nothing, when the snapshot is what it should be; else with what went wrong.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        optimizers: Sequence[Optimizer],
+        sealed: Callable[[CheckpointError | None], None],
+    ) -> None:
+        self._copies = copies
+        self._versions = [source._version for source, _ in copies]
+        self._optimizers = optimizers
+        self._sealed = sealed
+        self._called_off = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_sealed = False
+        self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._thread.start()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the copy has ended."""
+        return not self._thread.is_alive()
+
+    def seal(self) -> None:
+        """Waits for the copy to end, and says whether it is good. To be called by a thread of
+        which no write to the tensors is under way; a second call does nothing.
+        """
+        self._thread.join()
+        with self._lock:
+            if self._is_sealed:
+                return
+            self._is_sealed = True
+        self._hook.remove()
+        self._sealed(self._found())
+        self._copies = []
+
+    def call_off(self) -> None:
+        """Ends the copy; the snapshot is no good."""
+        self._called_off = True
+        self.seal()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(optimizer is each for each in self._optimizers):
+            self.seal()
+
+    def _found(self) -> CheckpointError | None:
+        if self._called_off:
+            return CheckpointError("the snapshot was called off")
+        if self._error is not None:
+            return CheckpointError(f"the copy of a tensor failed: {self._error}")
+        changed = [
+            tuple(source.shape)
+            for (source, _), version in zip(self._copies, self._versions, strict=True)
+            if source._version != version
+        ]
+        if changed:
+            return CheckpointError(
+                f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
+                "they were copied, before the optimizer's step: the snapshot is torn. Save such "
+                "tensors eagerly: leave their optimizer out of `overlap`"
+            )
+        return None
+
+    def _copy(self) -> None:
+        try:
+            for source, to in self._copies:
+                self._move(to.data_ptr(), source.data_ptr(), source.nbytes)
+        except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
+            self._error = e
+
+    def _move(self, to: int, source: int, size_bytes: int) -> None:
+        for at in range(0, size_bytes, _PIECE_BYTES):
+            if self._called_off:
+                return
+            _memmove(to + at, source + at, min(_PIECE_BYTES, size_bytes - at))

@@ -1,0 +1,196 @@
+"""What a process keeps for one folder of checkpoints: the writer, the arenas, the lock.
+
+Made with the first checkpointer for a folder, and taken over by the next one for the same folder in
+this process: a training function that is restarted in place makes its checkpointer anew, and finds
+the buffers allocated, the writer running and the last snapshots still in memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outlast.async_checkpoint.arena import Arena, populate
+from outlast.async_checkpoint.environment import runtime_folder
+from outlast.async_checkpoint.legacy import claim
+from outlast.async_checkpoint.manifest import checksum
+from outlast.async_checkpoint.snapshot import Structure
+from outlast.async_checkpoint.storage import open_storage
+from outlast.async_checkpoint.writer import WriterClient
+
+__all__ = ["Engine", "Slot", "engine_for"]
+
+_engines: dict[str, Engine] = {}
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass
+class Slot:
+    """Room for one snapshot.
+
+    Attributes:
+        number: names it in the writer.
+        arena: the memory; none before the first use.
+        structure: what its frames were made for.
+        targets: tensors that look into it.
+        busy: whether a save is using it.
+        snapshot: what lies in it, once it is sealed.
+        values: and what belongs to it that is no tensor.
+    """
+
+    number: int
+    arena: Arena | None = None
+    structure: Structure | None = None
+    targets: Sequence[torch.Tensor] = ()
+    busy: bool = False
+    snapshot: dict[str, Any] | None = None
+    values: bytes = b""
+
+
+class Engine:
+    """See the module. Not for use by two checkpointers at a time.
+
+    Args:
+        url: of the folder.
+        threads: that the writer writes with.
+        linger_s: how long the snapshots outlive this process, in seconds.
+    """
+
+    def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
+        self.url = url
+        self.storage = open_storage(url)
+        self.locked = False
+        self.owner: Any = None  # a weak reference to the checkpointer that uses it
+        self.writer = WriterClient(
+            {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
+        )
+        self.slots: list[Slot] = []
+        self.inherited: list[Slot] = []
+        self._freed = threading.Condition()
+        # A program that ends says goodbye to the writer, which would linger otherwise.
+        atexit.register(self.close, 1.0)
+
+    def socket_path(self, rank: int, world_size: int) -> Path:
+        """Where a dead main process's writer waits for the next one of this rank."""
+        name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
+        return runtime_folder() / f"{name}.sock"
+
+    def inherit(self, rank: int, world_size: int) -> None:
+        """Takes what a dead process of this rank left in memory."""
+        found = claim(self.socket_path(rank, world_size))
+        if found:
+            self.writer.start()
+        for bequest in found:
+            number = 1000 + len(self.inherited)
+            arena = Arena(os.fstat(bequest.descriptor).st_size, bequest.descriptor)
+            slot = Slot(number, arena, snapshot=bequest.snapshot, values=bequest.values)
+            self.inherited.append(slot)
+            self.writer.give(number, arena, bequest.snapshot["index"].encode())
+            self.writer.tell(
+                {"op": "sealed", "arena": number, "snapshot": bequest.snapshot}, bequest.values
+            )
+
+    def resize(self, count: int) -> None:
+        """Has `count` slots."""
+        while len(self.slots) < count:
+            self.slots.append(Slot(len(self.slots)))
+
+    def take(self, structure: Structure) -> Slot:
+        """A slot for a snapshot of this structure; waits for one to be free."""
+        with self._freed:
+            self._freed.wait_for(lambda: any(not slot.busy for slot in self.slots))
+            free = [slot for slot in self.slots if not slot.busy]
+            # One that fits, if there is one; and then the one whose snapshot is older.
+            slot = min(free, key=lambda s: (s.structure is not structure, _age(s)))
+            slot.busy = True
+        try:
+            self._fit(slot, structure)
+        except BaseException:
+            self.give_back(slot)
+            raise
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The save does not need it any more."""
+        with self._freed:
+            slot.busy = False
+            self._freed.notify_all()
+
+    def give_back_all(self) -> None:
+        """No save is under way any more."""
+        with self._freed:
+            for slot in self.slots:
+                slot.busy = False
+            self._freed.notify_all()
+
+    def forget_inherited(self) -> None:
+        """The snapshots of a dead predecessor are of no use any more: there is a newer state."""
+        for slot in self.inherited:
+            self.writer.tell({"op": "release", "arena": slot.number})
+            self.writer.forget(slot.number)
+            if slot.arena is not None:
+                slot.arena.close()
+        self.inherited = []
+
+    def _fit(self, slot: Slot, structure: Structure) -> None:
+        # Before the first byte is overwritten: see `writer_main`.
+        slot.snapshot = None
+        self.writer.tell({"op": "reuse", "arena": slot.number})
+        if slot.structure is structure:
+            return
+        slot.targets = ()
+        slot.structure = None
+        needed = structure.layout.size_bytes
+        if slot.arena is None or not needed <= slot.arena.size_bytes <= 2 * needed + (1 << 20):
+            if slot.arena is not None:
+                slot.arena.close()
+            slot.arena = Arena(needed)
+            populate(slot.arena)
+            self._pin(slot.arena)
+        self.writer.give(slot.number, slot.arena, structure.index)
+        structure.layout.inscribe(slot.arena, structure.tensors)
+        slot.targets = structure.targets(slot.arena)
+        slot.structure = structure
+
+    def _pin(self, arena: Arena) -> None:
+        """Lets a GPU copy into it by itself, beside the program."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            # Without it copies are slower, but right; so an error is no reason to stop.
+            torch.cuda.cudart().cudaHostRegister(arena.address, arena.size_bytes, 0)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the writer and gives all memory back."""
+        atexit.unregister(self.close)
+        self.writer.close(timeout_s)
+        for slot in (*self.slots, *self.inherited):
+            slot.targets = ()
+            if slot.arena is not None:
+                slot.arena.close()
+        self.slots, self.inherited = [], []
+        if self.locked:
+            self.storage.unlock()
+            self.locked = False
+        with _lock:
+            if _engines.get(self.url) is self:
+                del _engines[self.url]
+
+
+def engine_for(url: str, *, threads: int, linger_s: float) -> tuple[Engine, bool]:
+    """The engine for a folder, and whether it was there before."""
+    with _lock:
+        if url in _engines:
+            return _engines[url], True
+        engine = Engine(url, threads=threads, linger_s=linger_s)
+        _engines[url] = engine
+        return engine, False
+
+
+def _age(slot: Slot) -> int:
+    return -1 if slot.snapshot is None else int(slot.snapshot["number"])

@@ -1,0 +1,111 @@
+"""How a background call ended: what one rank says of it, and all others repeat.
+
+These records come from other hosts, so they are JSON, and nothing in them is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import traceback as tracebacks
+from typing import Any
+
+from outlast.errors import AsyncCallError
+
+__all__ = ["CallFailure", "Verdict", "describe", "formatted"]
+
+_TRACEBACK_CHARS = 20_000  # its end: every rank is sent it
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFailure:
+    """Why a call has failed, as the rank on which it did puts it.
+
+    Attributes:
+        call: its index in the order of scheduling.
+        name: of what was called.
+        rank: where it failed, in the group of the ledger.
+        host: the name of that rank's host.
+        cause: what happened, in a line: `ValueError: ...`, `killed by SIGKILL`.
+        traceback: as text; empty where there is none (a killed process leaves none).
+    """
+
+    call: int
+    name: str
+    rank: int
+    host: str
+    cause: str
+    traceback: str = ""
+
+    @classmethod
+    def here(cls, call: int, name: str, rank: int, cause: str, traceback: str = "") -> CallFailure:
+        """A failure on this host."""
+        return cls(call, name, rank, socket.gethostname(), cause, traceback)
+
+    @classmethod
+    def of(cls, error: BaseException, call: int, name: str, rank: int) -> CallFailure:
+        """An exception on this host, with its traceback."""
+        return cls.here(call, name, rank, describe(error), formatted(error))
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> CallFailure:
+        """From what `encode` made.
+
+        Raises:
+            AsyncCallError: if it is something else.
+        """
+        try:
+            values: dict[str, Any] = json.loads(data)
+            return cls(
+                call=int(values["call"]),
+                name=str(values["name"]),
+                rank=int(values["rank"]),
+                host=str(values["host"]),
+                cause=str(values["cause"]),
+                traceback=str(values["traceback"]),
+            )
+        except (ValueError, KeyError, TypeError) as e:
+            raise AsyncCallError(f"this is no record of a failed call: {data[:200]!r}") from e
+
+    def to_error(self) -> AsyncCallError:
+        """What every rank raises."""
+        text = f"background call {self.call} ({self.name}) failed on rank {self.rank} on "
+        text += f"{self.host}: {self.cause}"
+        return AsyncCallError(f"{text}\n{self.traceback.rstrip()}" if self.traceback else text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a call ended, for all ranks: with all of them done, or with the failure of one."""
+
+    failure: CallFailure | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has finished."""
+        return self.failure is None
+
+    def encode(self) -> bytes:
+        """As JSON; `{}` if all is well."""
+        return b"{}" if self.failure is None else self.failure.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Verdict:
+        """From what `encode` made."""
+        return cls() if data == b"{}" else cls(CallFailure.decode(data))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in a line, as at the end of a traceback."""
+    return "".join(tracebacks.format_exception_only(type(error), error)).strip()
+
+
+def formatted(error: BaseException) -> str:
+    """Its traceback, as text; the end of it where it is very long."""
+    text = "".join(tracebacks.format_exception(type(error), error, error.__traceback__))
+    return text[-_TRACEBACK_CHARS:]

@@ -1,0 +1,231 @@
+"""What is saved by which rank: torch.distributed.checkpoint's own view of a state dict, shared out.
+
+torch's planner says which parts of a state dict a rank has (`describe`): whole tensors, shards of
+DTensors and ShardedTensors, values. What several ranks have, one of them saves (`share_out`): the
+one that has least to do so far. All of it is decided again only when a rank's state dict has
+changed its structure; a save of the same structure as before needs no word between the ranks.
+
+What ranks tell one another is JSON, so nothing from another host is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from outlast.errors import CheckpointError
+
+__all__ = ["Item", "Key", "decode_items", "describe", "encode_items", "share_out", "signature"]
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A part of a state dict.
+
+    Attributes:
+        name: the flat name, as torch.distributed.checkpoint makes it.
+        path: how to get there; a list's index stands in a tuple of its own, `(i,)`.
+        kind: `tensor`, or `value` for anything that is pickled, sparse tensors among it.
+        offsets: of this part in the tensor.
+        sizes: of this part.
+        shape: of the tensor as a whole.
+        dtype: without `torch.`.
+    """
+
+    name: str
+    path: tuple[Any, ...]
+    kind: str
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the other parts of the job's state."""
+        return self.name, self.offsets
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a tensor's bytes."""
+        if self.kind != "tensor":
+            return 0
+        return int(math.prod(self.sizes) * getattr(torch, self.dtype).itemsize)
+
+
+def describe(state_dict: Mapping[str, Any]) -> list[Item]:
+    """The parts of `state_dict` that this rank has.
+
+    Raises:
+        ValueError: for keys that are neither text nor numbers, and for names that stand twice.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state_dict), is_coordinator=True)
+    paths = _paths(state_dict)
+    items = []
+    for item in planner.create_local_plan().items:
+        name = item.index.fqn
+        path = paths[planner.mappings[name]]
+        data = item.tensor_data
+        if item.type is WriteItemType.BYTE_IO or data is None or not _plain(path, state_dict):
+            items.append(Item(name, path, "value"))
+            continue
+        items.append(
+            Item(
+                name=name,
+                path=path,
+                kind="tensor",
+                offsets=tuple(data.chunk.offsets),
+                sizes=tuple(data.chunk.sizes),
+                shape=tuple(data.size),
+                dtype=str(data.properties.dtype).removeprefix("torch."),
+            )
+        )
+    return items
+
+
+def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
+    """Whether a tensor is bytes in a row, at least after a copy."""
+    leaf = look_up(state_dict, path)
+    return leaf.layout is torch.strided and not getattr(leaf, "is_quantized", False)
+
+
+def look_up(state_dict: Any, path: tuple[Any, ...]) -> Any:
+    """What stands at `path`."""
+    for key in path:
+        state_dict = state_dict[key[0] if isinstance(key, tuple) else key]
+    return state_dict
+
+
+def _paths(state_dict: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """From torch's path, in which every key of a dict is text, to ours, which keeps its type."""
+    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def walk(value: Any, theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
+        found[theirs] = ours
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if not isinstance(key, str | int) or isinstance(key, bool):
+                    raise ValueError(
+                        f"state_dict{_written(ours)} has the key {key!r}; keys are text or numbers"
+                    )
+                walk(inner, (*theirs, str(key)), (*ours, key))
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                walk(inner, (*theirs, index), (*ours, (index,)))
+
+    walk(state_dict, (), ())
+    return found
+
+
+def _written(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
+
+
+def signature(value: Any) -> Any:
+    """What must be equal for a state dict to have the same parts as before. Cheap: it is made at
+    every save.
+    """
+    if isinstance(value, torch.Tensor):
+        spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
+        if spec is not None:
+            return (value.shape, value.dtype, spec.placements, id(spec.mesh))
+        return (value.shape, value.dtype, value.layout)
+    if isinstance(value, dict):
+        return {key: signature(inner) for key, inner in value.items()}
+    if isinstance(value, Mapping):
+        return {key: signature(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [signature(inner) for inner in value]
+    return None
+
+
+def share_out(
+    plans: Mapping[int, Sequence[Item]], fixed: Mapping[int, Iterable[Key]] | None = None
+) -> dict[int, list[Key]]:
+    """Which rank saves what.
+
+    Args:
+        plans: the items that each rank has.
+        fixed: what ranks save whatever the outcome: theirs was decided before.
+
+    Returns:
+        For each rank the keys of its items, in the order of its plan.
+
+    Raises:
+        CheckpointError: when ranks have different tensors under one name, or parts of a tensor
+            are missing or overlap.
+    """
+    fixed = fixed or {}
+    owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}
+    holders: dict[Key, list[int]] = {}
+    parts: dict[Key, Item] = {}
+    first: dict[str, tuple[int, Item]] = {}
+    for rank, items in plans.items():
+        for item in items:
+            begun = first.setdefault(item.name, (rank, item))
+            other = begun[1]
+            if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
+                raise CheckpointError(
+                    f"{item.name!r} is {_say(other)} on rank {begun[0]}, but {_say(item)} on rank "
+                    f"{rank}: what is not the same on all ranks needs names of its own"
+                )
+            holders.setdefault(item.key, []).append(rank)
+            parts.setdefault(item.key, item)
+    load = dict.fromkeys(plans, 0)
+    for key, rank in owner.items():
+        load[rank] += parts[key].size_bytes + 1 if key in parts else 0
+    for key, ranks in holders.items():
+        if owner.get(key) not in ranks:
+            owner[key] = min(ranks, key=lambda rank: load[rank])
+            load[owner[key]] += parts[key].size_bytes + 1
+    _check_covered(parts.values())
+    return {
+        rank: [item.key for item in items if owner[item.key] == rank]
+        for rank, items in plans.items()
+    }
+
+
+def _check_covered(parts: Iterable[Item]) -> None:
+    volumes: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for item in parts:
+        if item.kind == "tensor":
+            volumes[item.name] = volumes.get(item.name, 0) + math.prod(item.sizes)
+            shapes[item.name] = item.shape
+    for name, volume in volumes.items():
+        if volume != math.prod(shapes[name]):
+            raise CheckpointError(
+                f"the parts of {name!r} that the ranks have make {volume} elements, but its shape "
+                f"{shapes[name]} has {math.prod(shapes[name])}"
+            )
+
+
+def _say(item: Item) -> str:
+    return f"a tensor {item.shape} of {item.dtype}" if item.kind == "tensor" else "a value"
+
+
+def encode_items(items: Sequence[Item]) -> bytes:
+    """Items as JSON."""
+    return json.dumps([dataclasses.astuple(item) for item in items], separators=(",", ":")).encode()
+
+
+def decode_items(content: bytes) -> list[Item]:
+    """The items that `encode_items` made `content` of."""
+    return [
+        Item(name, _path(path), kind, tuple(offsets), tuple(sizes), tuple(shape), dtype)
+        for name, path, kind, offsets, sizes, shape, dtype in json.loads(content)
+    ]
+
+
+def _path(path: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(key) if isinstance(key, list) else key for key in path)

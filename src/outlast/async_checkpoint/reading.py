@@ -1,0 +1,194 @@
+"""Reads parts of a checkpoint into memory, and believes no byte that was not verified.
+
+The unit is the chunk that has a checksum. One that lies within a single destination is read there
+and hashed in place; one that several share goes through a buffer. From memory, a chunk is hashed
+where it lies and copied while it is in the cache. Several threads do this side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from outlast.async_checkpoint.arena import memory_at
+from outlast.async_checkpoint.manifest import FileEntry, checksum
+from outlast.async_checkpoint.storage import FileReader, Storage
+from outlast.errors import CheckpointError
+
+__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
+
+_memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+_THREADS = max(2, min(8, os.cpu_count() or 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Bytes that are wanted: which, and the address they go to. `owner` keeps that memory."""
+
+    file: str
+    at: int
+    size_bytes: int
+    address: int
+    owner: Any
+
+
+class Source(Protocol):
+    """The files of one checkpoint, and what they must be."""
+
+    where: str
+    chunk_bytes: int
+    files: Mapping[str, FileEntry]
+
+    def open(self, name: str) -> FileReader:
+        """Opens a file of its."""
+        ...
+
+
+class StorageSource:
+    """A checkpoint on storage."""
+
+    def __init__(
+        self, storage: Storage, folder: str, files: Mapping[str, FileEntry], chunk_bytes: int
+    ) -> None:
+        self.where = f"{storage.where}/{folder}"
+        self.chunk_bytes = chunk_bytes
+        self.files = files
+        self._storage = storage
+        self._folder = folder
+
+    def open(self, name: str) -> FileReader:
+        return self._storage.open(self._folder, name)
+
+
+class MemorySource:
+    """A snapshot in memory.
+
+    Args:
+        where: what to call it.
+        views: the content of each file.
+        files: what it must be.
+        chunk_bytes: the stretch that each checksum is of.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        views: Mapping[str, memoryview],
+        files: Mapping[str, FileEntry],
+        chunk_bytes: int,
+    ) -> None:
+        self.where = where
+        self.chunk_bytes = chunk_bytes
+        self.files = files
+        self._views = views
+
+    def open(self, name: str) -> _MemoryReader:
+        return _MemoryReader(self._views[name])
+
+
+class _MemoryReader:
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        part = self.view[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def read_verified(source: Source, wanted: Sequence[Piece], threads: int = _THREADS) -> None:
+    """Reads what is wanted.
+
+    Raises:
+        CheckpointError: naming the file and the place, at the first chunk that is missing or not
+            what was written. What was read before stays where it is.
+    """
+    by_chunk: dict[tuple[str, int], list[Piece]] = {}
+    for piece in wanted:
+        if piece.size_bytes:
+            first = piece.at // source.chunk_bytes
+            last = (piece.at + piece.size_bytes - 1) // source.chunk_bytes
+            for number in range(first, last + 1):
+                by_chunk.setdefault((piece.file, number), []).append(piece)
+    readers: dict[str, FileReader] = {}
+    jobs = iter(by_chunk.items())
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def work() -> None:
+        scratch = memoryview(bytearray(source.chunk_bytes))
+        while True:
+            with lock:
+                job = next(jobs, None)
+            if job is None or failed.is_set():
+                return
+            (name, number), pieces = job
+            try:
+                _read_chunk(source, readers[name], name, number, pieces, scratch)
+            except BaseException:
+                failed.set()
+                raise
+
+    try:
+        for name in {name for name, _ in by_chunk}:
+            if name not in source.files:
+                raise CheckpointError(f"{source.where}/{name} is not in the manifest")
+            try:
+                readers[name] = source.open(name)
+            except OSError as e:
+                raise CheckpointError(f"{source.where}/{name}: {e.strerror or e}") from e
+        with ThreadPoolExecutor(threads, "outlast-read") as pool:
+            for running in [pool.submit(work) for _ in range(threads)]:
+                running.result()
+    finally:
+        for reader in readers.values():
+            reader.close()
+
+
+def _read_chunk(
+    source: Source,
+    reader: FileReader,
+    name: str,
+    number: int,
+    pieces: Sequence[Piece],
+    scratch: memoryview,
+) -> None:
+    entry = source.files[name]
+    begin = number * source.chunk_bytes
+    size = min(source.chunk_bytes, entry.size_bytes - begin)
+    direct = False
+    if isinstance(reader, _MemoryReader):
+        chunk = reader.view[begin : begin + size]
+    else:
+        only = pieces[0]
+        direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
+        chunk = memory_at(only.address + begin - only.at, size) if direct else scratch[:size]
+        try:
+            got = reader.read_into(begin, chunk)
+        except OSError as e:
+            raise CheckpointError(f"{source.where}/{name} cannot be read: {e}") from e
+        if got != size:
+            raise CheckpointError(
+                f"{source.where}/{name} is cut short: {begin + got} bytes, "
+                f"{entry.size_bytes} were written"
+            )
+    if number >= len(entry.checksums) or checksum(chunk) != entry.checksums[number]:
+        raise CheckpointError(
+            f"{source.where}/{name} is damaged between bytes {begin} and {begin + size}"
+        )
+    if direct:
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+    for piece in pieces:
+        low, high = max(begin, piece.at), min(begin + size, piece.at + piece.size_bytes)
+        _memmove(piece.address + low - piece.at, address + low - begin, high - low)

@@ -1,0 +1,58 @@
+"""Which checkpoints stay: the last ones, every k-th step, the best by a metric."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from outlast.async_checkpoint.folder import CheckpointInfo
+
+__all__ = ["Retention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay. One that any of the rules keeps is kept; without rules, all are.
+
+    Nothing is removed but after the commit of a newer one, and that one is never removed.
+
+    Attributes:
+        last: how many of the newest stay.
+        every: steps that are a multiple of it stay.
+        best: how many of the best by `save(metric=...)` stay; those saved without one do not count.
+        mode: whether the best metric is the greatest (`"max"`) or the least (`"min"`).
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} is no number from 1 on")
+        if self.mode not in ("max", "min"):
+            raise ValueError(f"mode={self.mode!r} is neither 'max' nor 'min'")
+
+    def removable(
+        self, checkpoints: Sequence[CheckpointInfo], committed: int
+    ) -> list[CheckpointInfo]:
+        """Those that need not stay, now that step `committed` is."""
+        if self.last is None and self.every is None and self.best is None:
+            return []
+        if all(info.step != committed for info in checkpoints):
+            return []  # it is not to be seen: then the others are all there is
+        ordered = sorted(checkpoints, key=lambda info: info.step)
+        kept = {committed}
+        if self.last is not None:
+            kept.update(info.step for info in ordered[-self.last :])
+        if self.every is not None:
+            kept.update(info.step for info in ordered if info.step % self.every == 0)
+        if self.best is not None:
+            rated = [info for info in ordered if info.metric is not None]
+            rated.sort(key=lambda info: info.metric or 0.0, reverse=self.mode == "max")
+            kept.update(info.step for info in rated[: self.best])
+        return [info for info in ordered if info.step not in kept]

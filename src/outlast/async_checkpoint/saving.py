@@ -1,0 +1,308 @@
+"""The way of a save, after the snapshot: written by all ranks, then committed by one.
+
+One thread of each rank walks the saves through it, one after another:
+
+    agree       who saves what (`exchange`); that all ranks are at the same save
+    sealed      the snapshot is whole: the state of the moment of the save
+    write       the writer process has this rank's bytes durable, with their checksums
+    verdict     all ranks have, or one has failed: the ledger says the same to every rank
+    commit      rank 0: the manifest, then the rename
+    conclusion  rank 0 says what came of it
+
+Nothing before the commit makes anything visible. Why a checkpoint is never committed and dropped
+at once: both need the verdict of the save, which is claimed once. An abort claims it as a failure;
+if that wins, nobody commits. If "all are durable" won, the abort has come too late, and the commit
+goes on, on rank 0 and for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
+from outlast.async_checkpoint.copying import Guard
+from outlast.async_checkpoint.engine import Engine, Slot
+from outlast.async_checkpoint.exchange import Catalog, Exchange
+from outlast.async_checkpoint.failure import CallFailure
+from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.ledger import CallLedger
+from outlast.async_checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    checksum,
+    encode,
+)
+from outlast.async_checkpoint.writer import WriterFailed
+from outlast.async_checkpoint.writing import Dropped
+from outlast.errors import CheckpointError, OutlastError, StoreError
+
+__all__ = ["METADATA", "Save", "Saver"]
+
+METADATA = ".metadata"
+_ABORTED = "aborted: it was dropped for all ranks"
+# After an abort that came too late to drop a save: how long rank 0 has to say what came of it.
+_LAST_WORD_S = 10.0
+
+
+@dataclasses.dataclass
+class Save:
+    """A save that is under way. `catalog` is set on rank 0 if the structure is new."""
+
+    index: int
+    step: int
+    metric: float | None
+    handle: SaveHandle
+    slot: Slot
+    snapshot: dict[str, Any]
+    values: bytes
+    places: list[list[int]]
+    changed: bool
+    catalog: Catalog | None
+    guard: Guard | None = None
+    sealed: threading.Event = dataclasses.field(default_factory=threading.Event)
+    torn: CheckpointError | None = None
+    blocked_s: float = 0.0
+    began: float = 0.0
+
+
+class Saver:
+    """The thread that saves go through.
+
+    Args:
+        engine: of the folder.
+        ledger: of the saves: call i is save i.
+        exchange: of the structures.
+        committed: called on rank 0, on this thread, after a commit that all ranks know of.
+        ended: called on every rank when a save has ended, with its error.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: CallLedger,
+        exchange: Exchange,
+        committed: Callable[[Manifest], None],
+        ended: Callable[[Save, int, Exception | None], None],
+    ) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._exchange = exchange
+        self._committed = committed
+        self._ended = ended
+        self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._pending: list[Save] = []
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> list[Save]:
+        """The saves that have not ended, oldest first."""
+        with self._lock:
+            return list(self._pending)
+
+    def add(self, save: Save) -> None:
+        """Takes a save on its way."""
+        with self._lock:
+            self._pending.append(save)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outlast-saver", daemon=True)
+            self._thread.start()
+        self._queue.put(save)
+
+    def refuse(self, index: int, step: int, error: Exception) -> None:
+        """Fails a save of which there is no snapshot, so that the other ranks do not wait."""
+        name = f"save of step {step}"
+        self._ledger.fail(index, CallFailure.of(error, index, name, self._ledger.rank))
+        self._ledger.forget(index)
+
+    def abort(self) -> None:
+        """Drops what is under way, for all ranks. Does not wait: the store may be out of reach."""
+        self._aborted = True
+        pending = self.pending
+        for save in pending:
+            if save.guard is not None:
+                save.guard.call_off()
+        if pending:
+            self._engine.writer.tell({"op": "drop"})
+            threading.Thread(
+                target=self._drop, args=(pending,), name="outlast-abort", daemon=True
+            ).start()
+        self._queue.put(None)
+
+    def finish(self, timeout_s: float | None) -> bool:
+        """Ends the thread once all saves have ended; says whether they have, in time."""
+        self._queue.put(None)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _drop(self, saves: list[Save]) -> None:
+        try:
+            late = [s for s in saves if not self._ledger.fail(s.index, self._failure(s, _ABORTED))]
+            time.sleep(_LAST_WORD_S if any(not s.handle.done for s in late) else 0)
+            for save in late:
+                if not save.handle.done:
+                    said = json.dumps({"error": "rank 0 did not say whether it was committed"})
+                    self._ledger.conclude(save.index, said.encode())
+        except StoreError:
+            pass  # then the thread that waits on it has been told as well
+
+    def _run(self) -> None:
+        while (save := self._queue.get()) is not None:
+            error: Exception | None = None
+            size_bytes = 0
+            try:
+                size_bytes = self._walk(save)
+            except (OutlastError, OSError) as e:
+                error = e
+            except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a save that takes long
+                error = CheckpointError(f"the save of step {save.step} failed: {e!r}")
+                error.__cause__ = e
+            with self._lock:
+                self._pending.remove(save)
+            if not self._aborted:
+                self._engine.give_back(save.slot)
+            save.handle._end(error)
+            self._ended(save, size_bytes, error)
+
+    def _walk(self, save: Save) -> int:
+        ledger, index = self._ledger, save.index
+        try:
+            if not save.changed:
+                save.catalog = self._exchange.unchanged(index)
+            ledger.announce(index, f"save of step {save.step}")
+            part = self._write(save)
+        except StoreError:
+            raise
+        except Exception as e:  # noqa: BLE001 - whatever it is, all ranks must know
+            ledger.fail(index, self._failure_of(save, e))
+            part = None
+        if part is not None:
+            ledger.finish(index, json.dumps(part, separators=(",", ":")).encode())
+        verdict = ledger.await_verdict(index, None)
+        if verdict.failure is not None:
+            if ledger.rank == 0:
+                self._clean(save)
+            ledger.forget(index)
+            raise _error(verdict.failure)
+        manifest: Manifest | None = None
+        if ledger.rank == 0:
+            manifest, result = self._commit(save)
+            ledger.conclude(index, json.dumps(result).encode())
+        else:
+            result = json.loads(ledger.await_conclusion(index, None))
+        ledger.forget(index)
+        if "error" in result:
+            raise CheckpointError(
+                f"the save of step {save.step} was not committed: {result['error']}"
+            )
+        if manifest is not None:
+            self._committed(manifest)
+        return int(result["size_bytes"])
+
+    def _write(self, save: Save) -> dict[str, Any]:
+        save.sealed.wait()
+        if save.torn is not None:
+            raise save.torn
+        self._engine.writer.request({"op": "begin"})
+        if self._aborted:
+            raise Dropped
+        snapshot = save.snapshot
+        answer = self._engine.writer.request(
+            {
+                "op": "write",
+                "arena": save.slot.number,
+                "save_id": snapshot["save_id"],
+                "folder": snapshot["working"],
+                "files": snapshot["layout"],
+                "values": snapshot["values"],
+            },
+            save.values,
+        )
+        return {"files": answer["files"], "places": save.places, "id": snapshot["save_id"]}
+
+    def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
+        """The manifest, if it is committed, and what rank 0 says of it: `size_bytes` or `error`."""
+        try:
+            manifest, puts = self._gather(save)
+            header = {
+                "op": "commit",
+                "working": save.snapshot["working"],
+                "final": save.snapshot["final"],
+                "manifest": MANIFEST,
+                "puts": [[name, len(content)] for name, content in puts],
+            }
+            self._engine.writer.request(header, b"".join(content for _, content in puts))
+        except (OutlastError, OSError, Dropped) as e:
+            self._clean(save)
+            return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
+        return manifest, {"size_bytes": manifest.size_bytes}
+
+    def _gather(self, save: Save) -> tuple[Manifest, list[tuple[str, bytes]]]:
+        catalog = save.catalog
+        assert catalog is not None
+        files: dict[str, FileEntry] = {}
+        places = {}
+        for rank, part in enumerate(self._ledger.parts(save.index)):
+            told = json.loads(part)
+            if told["id"] != save.snapshot["save_id"]:
+                raise CheckpointError(f"rank {rank} wrote into another folder: {told['id']}")
+            places[rank] = told["places"]
+            for name, entry in told["files"].items():
+                files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
+        values = catalog.values(places)
+        metadata = catalog.metadata(values)
+        files[METADATA] = FileEntry(
+            METADATA,
+            len(metadata),
+            [checksum(metadata[at : at + n]) for at, n in pieces(len(metadata))],
+        )
+        manifest = Manifest(
+            step=save.step,
+            save_id=save.snapshot["save_id"],
+            world_size=self._ledger.world_size,
+            metric=save.metric,
+            chunk_bytes=CHUNK_BYTES,
+            files=files,
+            tensors=catalog.tensors,
+            values=values,
+        )
+        return manifest, [(METADATA, metadata), (MANIFEST, encode(manifest))]
+
+    def _clean(self, save: Save) -> None:
+        """Removes what a save that failed has left. If that fails too, the next job does it."""
+        with contextlib.suppress(WriterFailed, Dropped):
+            self._engine.writer.request({"op": "remove", "folders": [save.snapshot["working"]]})
+
+    def _failure(self, save: Save, cause: str) -> CallFailure:
+        return CallFailure.here(save.index, _name(save), self._ledger.rank, cause)
+
+    def _failure_of(self, save: Save, error: Exception) -> CallFailure:
+        if isinstance(error, Dropped):
+            return self._failure(save, _ABORTED)
+        if isinstance(error, WriterFailed):
+            return CallFailure.here(
+                save.index, _name(save), self._ledger.rank, str(error), error.remote_traceback
+            )
+        if isinstance(error, OutlastError):
+            return self._failure(save, str(error))
+        return CallFailure.of(error, save.index, _name(save), self._ledger.rank)
+
+
+def _name(save: Save) -> str:
+    return f"save of step {save.step}"
+
+
+def _error(failure: CallFailure) -> CheckpointError:
+    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
+    return CheckpointError(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)

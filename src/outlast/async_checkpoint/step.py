@@ -1,0 +1,52 @@
+"""Ranks in step: the few small collectives of this room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.errors import AsyncCallError
+
+__all__ = ["least", "raise_together", "rank_of"]
+
+
+def rank_of(group: Any) -> int:
+    """This rank in the group; 0 without any."""
+    return dist.get_rank(group) if _several(group) else 0
+
+
+def least(value: int, group: Any = None) -> int:
+    """The least value of all ranks. Called on all of them; without a group, it is this one's."""
+    if not _several(group):
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+    return int(tensor.item())
+
+
+def raise_together(error: Exception | None, what: str, rank: int, group: Any = None) -> None:
+    """Returns if no rank has an error. Called on all of them, and so a barrier too.
+
+    Raises:
+        Exception: this rank's.
+        AsyncCallError: that `what` happened on another rank, which it names.
+    """
+    nobody = 1 << 62
+    first = least(nobody if error is None else rank, group)
+    if error is not None:
+        raise error
+    if first != nobody:
+        raise AsyncCallError(f"{what} on rank {first}: its own error says why")
+
+
+def _several(group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _device(group: Any) -> torch.device:
+    resolved: Any = dist.group.WORLD if group is None else group
+    kinds = [device.type for device in resolved._device_types]
+    # NCCL moves nothing but what is on the GPU; gloo takes both, and the CPU's needs no copy.
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])

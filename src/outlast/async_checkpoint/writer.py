@@ -1,0 +1,146 @@
+"""The main process's side of its writer process: started when needed, started again when lost.
+
+One thread of the checkpointer makes all requests that are answered (`request`); any thread may
+`tell` what needs no answer. The arenas are held on both sides, so a new writer gets them again;
+what a lost one was writing has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+from outlast.async_checkpoint.arena import Arena
+from outlast.async_checkpoint.background_process import BackgroundProcess, start_process
+from outlast.async_checkpoint.messages import pack, unpack
+from outlast.async_checkpoint.writing import Dropped
+from outlast.errors import CheckpointError
+
+__all__ = ["WriterClient", "WriterFailed"]
+
+
+class WriterFailed(CheckpointError):
+    """The writer could not do what it was asked, or was lost. `remote_traceback` is its own."""
+
+    def __init__(self, cause: str, remote_traceback: str = "") -> None:
+        super().__init__(cause)
+        self.remote_traceback = remote_traceback
+
+
+class WriterClient:
+    """Starts the writer process, and talks to it.
+
+    Args:
+        config: what `writer_main` reads: url, threads, linger_s, launcher.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = {**config, "main": os.getpid()}
+        self._process: BackgroundProcess | None = None
+        self._arenas: dict[int, tuple[Arena, bytes]] = {}
+        self._starting = threading.Lock()
+        self._requests = 0
+        self._asking = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the writer process, if there is one."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    def start(self) -> None:
+        """Starts the writer process, unless it is there."""
+        with self._starting:
+            if self._process is not None and self._process.alive:
+                return
+            if self._process is not None:
+                self._process.close()
+            self._process = start_process(
+                "outlast.async_checkpoint.writer_main",
+                arguments=[pack(self._config).decode().rstrip("\n")],
+            )
+            for number, (arena, index) in self._arenas.items():
+                self._hand(self._process, number, arena, index)
+
+    def give(self, number: int, arena: Arena, index: bytes) -> None:
+        """Gives the writer an arena, instead of the one of that number.
+
+        Args:
+            number: names it.
+            arena: the memory.
+            index: what lies in it and where (`Structure.index`).
+        """
+        with self._starting:
+            self._arenas[number] = (arena, index)
+            if self._process is not None:
+                with contextlib.suppress(OSError):  # lost: the next one gets it
+                    self._hand(self._process, number, arena, index)
+
+    def forget(self, number: int) -> None:
+        """A writer that is started anew does not get this arena."""
+        with self._starting:
+            self._arenas.pop(number, None)
+
+    def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        """Says something that is not answered. A writer that is lost needs not to know."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.channel.send(pack(header, blob))
+
+    def request(self, header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
+        """Asks for something, and waits for the answer.
+
+        Raises:
+            WriterFailed: naming the cause.
+            Dropped: if it was told to drop it.
+        """
+        with self._asking:
+            return self._request(header, blob)
+
+    def _request(self, header: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        self.start()
+        process = self._process
+        assert process is not None
+        self._requests += 1
+        number = self._requests
+        try:
+            process.channel.send(pack({**header, "id": number}, blob))
+            while True:
+                answer, _ = unpack(process.channel.receive()[0])
+                if answer["id"] == number:
+                    break
+        except (OSError, EOFError):
+            raise WriterFailed(self._how_lost(process)) from None
+        if answer.get("dropped"):
+            raise Dropped
+        if "error" in answer:
+            raise WriterFailed(answer["error"], answer["traceback"])
+        return answer
+
+    def close(self, timeout: float) -> None:
+        """Ends the writer process; what it is writing is lost. Its snapshots go with it.
+
+        Args:
+            timeout: in seconds, until it is killed.
+        """
+        self.tell({"op": "bye"})
+        with self._starting:
+            if self._process is not None:
+                self._process.close(timeout)
+                self._process = None
+
+    def _hand(self, process: BackgroundProcess, number: int, arena: Arena, index: bytes) -> None:
+        header = {"op": "arena", "arena": number, "size_bytes": arena.size_bytes}
+        process.channel.send(pack(header, index), [arena.descriptor])
+
+    def _how_lost(self, process: BackgroundProcess) -> str:
+        code = process.close(timeout=1.0)
+        with self._starting:
+            if self._process is process:
+                self._process = None
+        if code < 0:
+            return f"the writer process {process.pid} was killed by signal {-code}"
+        return f"the writer process {process.pid} ended with exit code {code}"

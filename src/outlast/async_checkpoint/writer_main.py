@@ -1,0 +1,200 @@
+"""The writer process: writes snapshots to storage, checksums them, and keeps the last ones.
+
+A program of its own (see `writer.py` for the side that starts it), without torch, of low priority.
+It holds the arenas of the main process, so the snapshots outlive that. When the main process ends
+without a word of goodbye, it lingers for a while on a socket in a private folder, and hands the
+arenas to the successor that asks; then it ends. It ends at once when the process that would start
+a successor (the launcher: the main process's own parent) is gone too, so it is never left behind.
+
+Messages are a line of JSON and, behind it, bytes (see `pack`). A request is answered in the order
+of its kind: writing is done by one thread, everything else at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import sys
+import threading
+import traceback
+from typing import Any
+
+from outlast.async_checkpoint.arena import Arena
+from outlast.async_checkpoint.background_process import settle
+from outlast.async_checkpoint.channel import Channel
+from outlast.async_checkpoint.legacy import Bequest, hand_over, open_pidfd
+from outlast.async_checkpoint.messages import pack, unpack
+from outlast.async_checkpoint.storage import open_storage
+from outlast.async_checkpoint.writing import Dropped, checksums_of, write_files
+
+__all__ = ["main"]
+
+
+class Writer:
+    """The writer process's state: arenas, the snapshots that lie in them, the work to do."""
+
+    def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
+        self.channel = channel
+        parent = os.getppid()
+        self.main_process = open_pidfd(parent) if parent == config["main"] else -1
+        self.config = config
+        self.storage = open_storage(config["url"])
+        self.arenas: dict[int, Arena] = {}
+        self.snapshots: dict[int, dict[str, Any]] = {}
+        self.values: dict[int, bytes] = {}
+        self.indexes: dict[int, bytes] = {}
+        self.dropped = threading.Event()
+        self._work: queue.SimpleQueue[tuple[dict[str, Any], bytes] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write_all, name="outlast-writer", daemon=True).start()
+
+    def serve(self) -> bool:
+        """Serves the main process until it is gone; says whether it said goodbye."""
+        while True:
+            try:
+                self._await_message()
+                payload, descriptors = self.channel.receive()
+            except EOFError:
+                # Nobody can commit what is being written now: the main process would have to.
+                self.dropped.set()
+                return False
+            request, blob = unpack(payload)
+            if request["op"] == "bye":
+                return True
+            self._take(request, blob, descriptors)
+
+    def _await_message(self) -> None:
+        """Waits for a message, or for the end of the main process: a fork of that may hold the
+        channel open. What it had sent before it ended is still read.
+        """
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        if self.main_process >= 0:
+            poll.register(self.main_process, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if self.channel.fileno() not in ready:
+            raise EOFError("the main process is gone")
+
+    def _take(self, request: dict[str, Any], blob: bytes, descriptors: list[int]) -> None:
+        op = request["op"]
+        if op == "arena":
+            old = self.arenas.pop(request["arena"], None)
+            self.snapshots.pop(request["arena"], None)
+            if old is not None:
+                old.close()
+            self.arenas[request["arena"]] = Arena(request["size_bytes"], descriptors[0])
+            self.indexes[request["arena"]] = blob
+        elif op == "reuse":
+            # From here on the main process writes into the arena: what lay there is no more. It
+            # was told before the first byte is written, so this holds also if it dies next.
+            self.snapshots.pop(request["arena"], None)
+        elif op == "sealed":
+            self.snapshots[request["arena"]] = request["snapshot"]
+            self.values[request["arena"]] = blob
+        elif op == "release":
+            self.snapshots.pop(request["arena"], None)
+            self.values.pop(request["arena"], None)
+            if (arena := self.arenas.pop(request["arena"], None)) is not None:
+                arena.close()
+        elif op == "drop":
+            self.dropped.set()
+        else:
+            self._work.put((request, blob))
+
+    def _write_all(self) -> None:
+        while (work := self._work.get()) is not None:
+            request, blob = work
+            try:
+                answer = self._do(request, blob)
+            except Dropped:
+                answer = {"dropped": True}
+            except Exception as e:  # noqa: BLE001 - the main process raises it
+                answer = {
+                    "error": f"{type(e).__name__}: {e}",
+                    "traceback": traceback.format_exc(),
+                }
+            # The main process is gone: `serve` sees that too.
+            with contextlib.suppress(OSError):
+                self.channel.send(pack({**answer, "id": request["id"]}))
+
+    def _do(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        op = request["op"]
+        if op == "begin":  # what was dropped before this is not this
+            self.dropped.clear()
+            return {}
+        if op == "write":
+            arena = self.arenas[request["arena"]]
+            written = write_files(
+                self.storage,
+                request["folder"],
+                arena.view,
+                request["files"],
+                {request["values"]: blob} if blob else {},
+                threads=self.config["threads"],
+                dropped=self.dropped,
+            )
+            snapshot = self.snapshots.get(request["arena"])
+            if snapshot is not None and snapshot["save_id"] == request["save_id"]:
+                snapshot["files"] = written
+            return {"files": written}
+        if op == "commit":
+            at = 0
+            for name, size_bytes in request["puts"]:  # the manifest is the last of them
+                if name == request["manifest"] and request["working"] == request["final"]:
+                    self.storage.sync(request["working"])
+                self.storage.put(request["working"], name, blob[at : at + size_bytes])
+                at += size_bytes
+            self.storage.sync(request["working"])
+            self.storage.publish(request["working"], request["final"])
+            return {}
+        if op == "remove":
+            for folder in request["folders"]:
+                self.storage.remove(folder)
+            return {}
+        if op == "snapshots":
+            return {"snapshots": self.described()}
+        raise ValueError(f"unknown request {op!r}")
+
+    def described(self) -> list[dict[str, Any]]:
+        """The snapshots that are whole, with their checksums."""
+        found = []
+        for number, snapshot in list(self.snapshots.items()):
+            if snapshot.get("files") is None:  # sealed, but not written yet
+                snapshot["files"] = checksums_of(
+                    self.arenas[number].view,
+                    snapshot["layout"],
+                    {snapshot["values"]: self.values[number]} if snapshot["values"] else {},
+                )
+            index = self.indexes.get(number, b"").decode()
+            found.append({**snapshot, "arena": number, "index": index})
+        return found
+
+    def estate(self) -> list[Bequest]:
+        """What a successor of the main process can use."""
+        return [
+            Bequest(snapshot, self.values.get(snapshot["arena"], b""), self._arena_fd(snapshot))
+            for snapshot in self.described()
+        ]
+
+    def _arena_fd(self, snapshot: dict[str, Any]) -> int:
+        return self.arenas[snapshot["arena"]].descriptor
+
+
+def main() -> None:
+    """Runs the writer process."""
+    channel = settle(ends_with_parent=False)
+    config = unpack(sys.argv[1].encode())[0]
+    launcher = open_pidfd(config["launcher"])
+    writer = Writer(channel, config)
+    try:
+        if not writer.serve() and writer.main_process >= 0 and config["linger_s"] > 0:
+            # The channel may end before the process does.
+            select.select([writer.main_process], [], [], config["linger_s"])
+            hand_over(writer.estate(), config["linger_s"], launcher)
+    finally:
+        os._exit(0)  # threads that are in the middle of a write have nobody to write for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Writes an arena to files, checksummed on the way, by several threads.
+
+Each thread takes the next piece, of any file, hashes its chunks while they are in the cache, and
+writes it. The disk is busy with one thread's piece while another's is hashed; hashing and writing
+both leave Python's lock. Files are made durable as soon as their last piece is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
+from outlast.async_checkpoint.manifest import checksum
+from outlast.async_checkpoint.storage import FileWriter, Storage
+
+__all__ = ["PIECE_BYTES", "Dropped", "checksums_of", "write_files"]
+
+# What one write call is given. Measured on a virtual disk, past the page cache: 4 MiB pieces take
+# 1.2 times as long, 64 MiB ones 1.07 times.
+PIECE_BYTES = 4 * CHUNK_BYTES
+
+Files = Sequence[tuple[str, int, int]]  # name, first byte in the arena, size
+
+
+class Dropped(Exception):
+    """The save was dropped while it was written."""
+
+
+class _File:
+    def __init__(self, name: str, view: memoryview) -> None:
+        self.name = name
+        self.view = view
+        self.checksums = [""] * len(pieces(len(view)))
+        self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
+        self.writer: FileWriter | None = None
+
+
+def write_files(
+    storage: Storage,
+    folder: str,
+    arena: memoryview,
+    files: Files,
+    small: Mapping[str, bytes],
+    *,
+    threads: int,
+    dropped: threading.Event,
+) -> dict[str, dict[str, Any]]:
+    """Writes files into `folder`, and returns when they are durable.
+
+    Args:
+        storage, folder: where to; the folder is made.
+        arena, files: the large ones lie in the arena.
+        small: content of others, by name.
+        threads: how many pieces are under way at once.
+        dropped: set when the result is not wanted any more.
+
+    Returns:
+        For each name `size_bytes` and `checksums`, as the manifest takes them.
+
+    Raises:
+        Dropped: when it was dropped.
+        OSError: of the first piece that failed.
+    """
+    storage.make(folder)
+    parts = [_File(name, arena[at : at + size]) for name, at, size in files]
+    parts += [_File(name, memoryview(content)) for name, content in small.items()]
+    lock = threading.Lock()
+    failed = threading.Event()
+    jobs = _jobs(parts)
+
+    def work() -> None:
+        while True:
+            with lock:
+                job = next(jobs, None)
+                if job is None or failed.is_set():
+                    return
+                part, at, size = job
+            try:
+                if dropped.is_set():
+                    raise Dropped
+                with lock:
+                    if part.writer is None:
+                        part.writer = storage.create(folder, part.name, len(part.view))
+                piece = part.view[at : at + size]
+                for begin, length in pieces(size):
+                    part.checksums[(at + begin) // CHUNK_BYTES] = checksum(
+                        piece[begin : begin + length]
+                    )
+                if size:
+                    part.writer.write_at(at, piece)
+                with lock:
+                    part.left -= 1
+                    last = part.left == 0
+                if last:
+                    part.writer.finish()
+            except BaseException:
+                failed.set()
+                raise
+
+    try:
+        with ThreadPoolExecutor(max(1, threads), "outlast-write") as pool:
+            running = [pool.submit(work) for _ in range(max(1, threads))]
+        for each in running:
+            each.result()
+    except BaseException:
+        for part in parts:
+            if part.writer is not None and part.left:
+                part.writer.abandon()
+        raise
+    storage.sync(folder)
+    return _told(parts)
+
+
+def checksums_of(
+    arena: memoryview, files: Files, small: Mapping[str, bytes]
+) -> dict[str, dict[str, Any]]:
+    """What `write_files` would return, of a snapshot that was never written."""
+    parts = [_File(name, arena[at : at + size]) for name, at, size in files]
+    parts += [_File(name, memoryview(content)) for name, content in small.items()]
+    for part in parts:
+        part.checksums = [checksum(part.view[at : at + n]) for at, n in pieces(len(part.view))]
+    return _told(parts)
+
+
+def _told(parts: Sequence[_File]) -> dict[str, dict[str, Any]]:
+    return {
+        part.name: {"size_bytes": len(part.view), "checksums": part.checksums} for part in parts
+    }
+
+
+def _jobs(parts: Sequence[_File]) -> Iterator[tuple[_File, int, int]]:
+    for part in parts:
+        yield from ((part, at, size) for at, size in pieces(len(part.view), PIECE_BYTES))
+        if not len(part.view):
+            yield part, 0, 0
