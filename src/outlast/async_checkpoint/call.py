@@ -59,5 +59,4 @@ def abandon(watcher: Watcher, calls: deque[Call]) -> None:
     if calls:
         what = ", ".join(f"{call.index} ({call.name})" for call in calls)
         log.warning("background calls dropped, as their queue was never closed: %s", what)
-    watcher.drop({call.index: call.name for call in calls}, "its queue was never closed")
-    watcher.end()
+    watcher.give_up({call.index: call.name for call in calls}, "its queue was never closed")

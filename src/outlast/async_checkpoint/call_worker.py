@@ -7,7 +7,6 @@ handed over: nobody waits for the worker to read it, and there is one copy of it
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -20,7 +19,7 @@ from typing import Any
 from outlast.async_checkpoint import call_worker_main
 from outlast.async_checkpoint.background_process import BackgroundProcess, start_process
 from outlast.async_checkpoint.failure import describe, formatted
-from outlast.async_checkpoint.outcome import Outcome, ended_badly
+from outlast.async_checkpoint.outcome import Outcome, await_copies, ended_badly
 from outlast.async_checkpoint.request import name_of
 
 __all__ = ["WorkerRunner"]
@@ -39,6 +38,7 @@ class WorkerRunner:
         self._worker: BackgroundProcess | None = None
         self._waiting: deque[tuple[int, int]] = deque()  # index, descriptor of the pickle
         self._running: int | None = None
+        self._hung_up = False  # the channel has ended; the worker is about to
 
     @property
     def pid(self) -> int | None:
@@ -53,6 +53,7 @@ class WorkerRunner:
                 "this program is being imported by its own worker: what it does when it is run "
                 'must stand under `if __name__ == "__main__":`'
             )
+        await_copies()
         self._waiting.append((index, _pickled(fn, args, dict(kwargs))))
         try:
             self._next()
@@ -64,6 +65,8 @@ class WorkerRunner:
     def descriptors(self) -> list[int]:
         if self._worker is None:
             return []
+        if self._hung_up:
+            return [self._worker.pidfd]
         return [self._worker.pidfd, self._worker.channel.fileno()]
 
     def collect(self) -> list[tuple[int, Outcome]]:
@@ -86,27 +89,33 @@ class WorkerRunner:
 
     def close(self) -> None:
         self.kill()
-        self._running = None
+        self._running, self._hung_up = None, False
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
     def _said(self, worker: BackgroundProcess) -> Outcome | None:
         """What the worker says of its call, or its end does; `None` if there is nothing yet."""
-        poll = select.poll()
-        poll.register(worker.channel.fileno(), select.POLLIN)
-        if poll.poll(0):
-            with contextlib.suppress(EOFError):
-                return Outcome.decode(worker.channel.receive()[0])
-        elif worker.alive:
+        alive = worker.alive  # asked first: what it said before its end is there below
+        if not self._hung_up:
+            poll = select.poll()
+            poll.register(worker.channel.fileno(), select.POLLIN)
+            if poll.poll(0):
+                try:
+                    return Outcome.decode(worker.channel.receive()[0])
+                except EOFError:
+                    # It is ending; or a call has closed what it does not know, and then nobody
+                    # will hear of it again. Once it is ending, this changes its code no more.
+                    self._hung_up = True
+                    worker.kill()
+        if alive:
             return None
-        # The end of its channel is the end of the worker: it has nothing else to do.
-        self._worker = None
-        return ended_badly(worker.close(timeout=_LEAVE_S))
+        self._worker, self._hung_up = None, False
+        return ended_badly(worker.close())
 
     def _start_next(self, outcomes: list[tuple[int, Outcome]]) -> None:
         """Hands over the next call; one for which no worker can be started has failed."""
-        while self._waiting and self._running is None:
+        while self._waiting and self._running is None and not self._hung_up:
             try:
                 self._next()
             except OSError as e:
@@ -115,25 +124,27 @@ class WorkerRunner:
                 outcomes.append((index, Outcome(f"no worker: {describe(e)}", formatted(e))))
 
     def _next(self) -> None:
-        if self._running is not None or not self._waiting:
-            return
+        if self._running is not None or self._hung_up or not self._waiting:
+            return  # with the end of the one before, or of the worker, `collect` comes here again
         index, descriptor = self._waiting[0]
         worker, new = self._worker, self._worker is None
         if worker is None:
             worker = start_process(call_worker_main.__name__, arguments=[str(self._nice)])
             self._worker = worker
-        # If it has just died, it is the next `collect` that finds out, by the end of the channel.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             if new:
                 worker.channel.send(json.dumps(_surroundings()).encode())
             worker.channel.send(b"", [descriptor])
+        except (BrokenPipeError, ConnectionResetError):
+            # It has died. The call goes to the next worker; but one for which a new worker did
+            # not come up has failed, or there would be no end of starting them.
+            self._hung_up = True
+            worker.kill()
+            if not new:
+                return
         os.close(descriptor)
         self._waiting.popleft()
         self._running = index
-
-
-_LEAVE_S = 10.0
-"""How long a worker that has closed its channel may take to end, before it is killed."""
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -285,6 +285,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         strict: bool = True,
+        optional: Iterable[str] = (),
         weights_only: bool = True,
     ) -> int | None:
         """Loads the newest valid checkpoint into `state_dict`, in place. Called on all ranks.
@@ -299,6 +300,8 @@ class Checkpointer:
             state_dict: what to load into.
             step: a certain one, and no other.
             strict: whether names that only one side has are an error.
+            optional: how names begin that may be on one side only all the same. What is not in
+                the checkpoint stays as it is.
             weights_only: `False` lets values be unpickled that may run code: only for
                 checkpoints that you trust.
 
@@ -312,7 +315,7 @@ class Checkpointer:
         """
         self._check_open()
         self._seal_all()
-        return self._restorer.restore(state_dict, step, strict, weights_only)
+        return self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
 
     def list(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first. Only their manifests are read."""

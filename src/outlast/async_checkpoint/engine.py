@@ -174,9 +174,8 @@ class Engine:
             if slot.arena is not None:
                 slot.arena.close()
         self.slots, self.inherited = [], []
-        if self.locked:
-            self.storage.unlock()
-            self.locked = False
+        self.storage.close()
+        self.locked = False
         with _lock:
             if _engines.get(self.url) is self:
                 del _engines[self.url]

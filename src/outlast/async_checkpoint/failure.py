@@ -15,7 +15,8 @@ from outlast.errors import AsyncCallError
 
 __all__ = ["CallFailure", "Verdict", "describe", "formatted"]
 
-_TRACEBACK_CHARS = 20_000  # its end: every rank is sent it
+_TRACEBACK_CHARS = 20_000  # every rank is sent it
+_CAUSE_CHARS = 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,9 @@ class Verdict:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a line, as at the end of a traceback."""
-    return "".join(tracebacks.format_exception_only(type(error), error)).strip()
+    """An exception in a line, as at the end of a traceback; its beginning where it is very long."""
+    text = "".join(tracebacks.format_exception_only(type(error), error)).strip()
+    return text if len(text) <= _CAUSE_CHARS else text[:_CAUSE_CHARS] + " ..."
 
 
 def formatted(error: BaseException) -> str:

@@ -157,7 +157,7 @@ def _look(storage: Storage, step: int, folder: str) -> Found:
     try:
         manifest = read_manifest(storage, folder)
     except CheckpointError as e:
-        return Found(folder, step, None, str(e))
+        return Found(folder, step, None, str(e).removeprefix(f"{storage.where}/{folder}/"))
     with ThreadPoolExecutor(8, "outlast-look") as pool:
         looks = pool.map(lambda file: _size_wrong(storage, folder, file), manifest.files.values())
         wrong = "; ".join(text for text in looks if text)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from outlast.async_checkpoint.background_process import end_with, lower_priority, reap
-from outlast.async_checkpoint.outcome import Outcome, ended_badly, run_here
+from outlast.async_checkpoint.outcome import Outcome, await_copies, ended_badly, run_here
 
 __all__ = ["ForkRunner"]
 
@@ -45,6 +45,7 @@ class ForkRunner:
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
+        await_copies()
         self._calls[index] = _fork(lambda: run_here(fn, args, kwargs), self._nice)
 
     def descriptors(self) -> list[int]:

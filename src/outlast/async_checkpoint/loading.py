@@ -98,10 +98,21 @@ def _place(root: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def fit(
-    state_dict: Mapping[str, Any], index: Index, where: str, strict: bool
+    state_dict: Mapping[str, Any],
+    index: Index,
+    where: str,
+    strict: bool,
+    optional: tuple[str, ...] = (),
 ) -> tuple[list[Item], list[str]]:
     """The parts of `state_dict` that are to be loaded, and the names that only the checkpoint has:
     another rank may have a place for them.
+
+    Args:
+        state_dict: what is loaded into.
+        index: what the checkpoint holds.
+        where: what to call it.
+        strict: whether names that only one side has are an error.
+        optional: how names begin that may be on one side only all the same.
 
     Raises:
         Misfit: naming the keys, shapes and dtypes that differ.
@@ -111,7 +122,7 @@ def fit(
     saved = {*index.tensors, *index.values}
     differences: list[str] = []
     if strict:
-        differences += _few("only in the state dict", sorted(names - saved))
+        differences += _few("only in the state dict", _without(names - saved, optional))
     wrong = []
     for item in items:
         entry = index.tensors.get(item.name)
@@ -129,7 +140,11 @@ def fit(
     differences += _few("different", wrong)
     if differences:
         raise Misfit(f"{where} does not fit the state dict: " + "; ".join(differences))
-    return [item for item in items if item.name in saved], sorted(saved - names)
+    return [item for item in items if item.name in saved], _without(saved - names, optional)
+
+
+def _without(names: set[str], optional: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in names if not name.startswith(optional))
 
 
 def left_over(names: Sequence[str], where: str) -> Misfit:

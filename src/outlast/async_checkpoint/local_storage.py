@@ -134,6 +134,9 @@ class LocalStorage:
             os.close(self._lock)
             self._lock = -1
 
+    def close(self) -> None:
+        self.unlock()
+
     def _inside(self, *names: str) -> Path:
         for name in names:
             if not name or "/" in name or name in (".", ".."):
@@ -181,10 +184,11 @@ class _Writer:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         while data:
+            direct = self.direct  # as it was: another thread may give it up in between
             try:
                 count = os.pwrite(self._fd, data, offset)
             except OSError as e:
-                if not self.direct or e.errno != errno.EINVAL:
+                if not direct or e.errno != errno.EINVAL:
                     raise
                 self._give_up_direct()
                 continue

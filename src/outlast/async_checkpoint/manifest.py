@@ -143,7 +143,7 @@ def decode(content: bytes, where: str) -> Manifest:
     try:
         head = json.loads(line)
         version = head["version"] if head["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         version = None
     if not isinstance(version, int):
         raise CheckpointError(f"{where} is no manifest of a checkpoint, or its beginning is lost")
@@ -153,7 +153,10 @@ def decode(content: bytes, where: str) -> Manifest:
         )
     if len(body) != head.get("bytes") or checksum(body) != head.get("xxh3_128"):
         raise CheckpointError(f"{where} is damaged: its checksum does not hold")
-    return _build(json.loads(body))
+    try:
+        return _build(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{where} is of a form that this outlast does not know: {e!r}") from e
 
 
 def _build(values: dict[str, Any]) -> Manifest:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from outlast.async_checkpoint.failure import describe, formatted
 
-__all__ = ["Outcome", "Runner", "ended_badly", "run_here"]
+__all__ = ["Outcome", "Runner", "await_copies", "ended_badly", "run_here"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,15 @@ class Runner(Protocol):
     def close(self) -> None:
         """Kills and reaps whatever runs, and gives everything back."""
         ...
+
+
+def await_copies() -> None:
+    """Waits for copies from a GPU that were started and not waited for (`non_blocking=True`): a
+    snapshot of their target must not be one of half a tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:

@@ -215,9 +215,13 @@ class AsyncCallsQueue:
         this one does not. Does not wait, for other ranks, the store or a process, and may be
         called at any time, more than once. The queue is closed.
         """
-        if not self._closed:
-            self._drop("the queue was aborted")
-            self._end()
+        if self._closed:
+            return
+        if self._watcher is not None:
+            calls = {call.index: call.name for call in self._calls}
+            self._watcher.give_up(calls, "the queue was aborted")
+            self._watcher = None
+        self._end()
 
     def __enter__(self) -> AsyncCallsQueue:
         return self

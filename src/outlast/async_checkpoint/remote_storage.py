@@ -48,6 +48,7 @@ __all__ = ["OWNER", "RemoteStorage"]
 log = logging.getLogger("outlast.checkpoint")
 
 OWNER = ".owner"
+_CLOSING_S = 5.0
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 _WILDCARDS = re.compile(r"[*?\[\]]")
 
@@ -203,6 +204,16 @@ class RemoteStorage:
                 with as_os_errors(f"{self.where}/{OWNER}"):
                     self._fs.rm_file(self._inside(OWNER))
 
+    def close(self) -> None:
+        self.unlock()
+        client = getattr(self._fs, "_s3", None)
+        if client is not None:
+            from fsspec.asyn import sync
+
+            # Left to the garbage collector, it is closed within a tenth of a second, or not.
+            with suppress(OSError), as_os_errors(self.where):
+                sync(self._fs.loop, client.close, timeout=_CLOSING_S)
+
     def _owner(self) -> dict[str, Any] | None:
         with as_os_errors(f"{self.where}/{OWNER}"):
             try:
@@ -260,15 +271,10 @@ class RemoteStorage:
 
     def _by_age(self, folders: list[str]) -> list[str]:
         """The same, with those committed for one step in the order of their commits."""
-        by_step: dict[int, list[str]] = {}
-        for folder in folders:
-            step = step_of(folder)
-            if step is not None:
-                by_step.setdefault(step, []).append(folder)
         ages = {
             folder: self._committed_at(folder)
-            for several in by_step.values()
-            if len(several) > 1
+            for several in _by_step(folders).values()
+            if len(several) > 1  # which is rare, and the store need not be asked of others
             for folder in several
         }
         return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))
@@ -283,15 +289,10 @@ class RemoteStorage:
 
     def _replaced(self, but: int | None) -> list[str]:
         """Those committed for a step that has a later one. Not of step `but`."""
-        newest: dict[int, str] = {}
-        found = []
-        for folder in self.folders():
-            step = step_of(folder)
-            if step is None or step == but or not self._committed_at(folder):
-                continue
-            if step in newest:
-                found.append(newest[step])
-            newest[step] = folder
+        found: list[str] = []
+        for step, several in _by_step(self.folders()).items():
+            if step != but and len(several) > 1:
+                found += [folder for folder in several if self._committed_at(folder)][:-1]
         return found
 
 
@@ -335,6 +336,15 @@ def _connect(url: str, where: str) -> tuple[Any, str]:
     if hasattr(fs, "dircache"):
         fs.dircache.use_listings_cache = False  # other processes write there too
     return fs, root
+
+
+def _by_step(folders: list[str]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for folder in folders:
+        step = step_of(folder)
+        if step is not None:
+            found.setdefault(step, []).append(folder)
+    return found
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -86,7 +86,12 @@ class Restorer:
         self._engine.inherit(rank, world_size)
 
     def restore(
-        self, state_dict: dict[str, Any], step: int | None, strict: bool, weights_only: bool
+        self,
+        state_dict: dict[str, Any],
+        step: int | None,
+        strict: bool,
+        optional: tuple[str, ...],
+        weights_only: bool,
     ) -> int | None:
         """See `Checkpointer.restore`."""
         mine = self._snapshots()
@@ -101,7 +106,7 @@ class Restorer:
         for candidate in candidates:
             found, source = int(candidate["step"]), str(candidate["kind"])
             began = self._emitter.clock.now()
-            failure = self._try(candidate, mine, state_dict, strict, weights_only)
+            failure = self._try(candidate, mine, state_dict, strict, optional, weights_only)
             if failure is None:
                 seconds = self._emitter.clock.now() - began
                 self._emitter.emit(CheckpointRestored(step=found, source=source, seconds=seconds))
@@ -159,6 +164,7 @@ class Restorer:
         mine: Mapping[str, Any],
         state_dict: dict[str, Any],
         strict: bool,
+        optional: tuple[str, ...],
         weights_only: bool,
     ) -> CallFailure | None:
         found = self._found_in(candidate, mine, state_dict)
@@ -170,7 +176,7 @@ class Restorer:
         extra: list[str] = []
 
         def compare() -> None:
-            fitting, unexpected = fit(state_dict, index, where, strict)
+            fitting, unexpected = fit(state_dict, index, where, strict, optional)
             items.extend(fitting)
             extra.extend(unexpected)
 

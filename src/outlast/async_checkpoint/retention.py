@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,7 +21,8 @@ class Retention:
     Attributes:
         last: how many of the newest stay.
         every: steps that are a multiple of it stay.
-        best: how many of the best by `save(metric=...)` stay; those saved without one do not count.
+        best: how many of the best by `save(metric=...)` stay; those saved without one, or
+            with NaN, do not count.
         mode: whether the best metric is the greatest (`"max"`) or the least (`"min"`).
     """
 
@@ -52,7 +54,12 @@ class Retention:
         if self.every is not None:
             kept.update(info.step for info in ordered if info.step % self.every == 0)
         if self.best is not None:
-            rated = [info for info in ordered if info.metric is not None]
-            rated.sort(key=lambda info: info.metric or 0.0, reverse=self.mode == "max")
-            kept.update(info.step for info in rated[: self.best])
+            # NaN, of a training that went astray, is neither the best nor can it be sorted.
+            rated = [
+                (info.metric, info.step)
+                for info in ordered
+                if info.metric is not None and not math.isnan(info.metric)
+            ]
+            rated.sort(key=lambda one: one[0], reverse=self.mode == "max")
+            kept.update(step for _, step in rated[: self.best])
         return [info for info in ordered if info.step not in kept]

@@ -22,7 +22,7 @@ class FileWriter(Protocol):
     """A file that is being written, from several threads at once."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Writes `data`, or sees to it that `finish` does: what `data` looks at stays as it is until
+        """Writes `data`, at the latest in `finish`: what `data` looks at must stay as it is until
         then. Pieces come in any order, and each but the last is of equal length.
         """
         ...
@@ -129,6 +129,10 @@ class Storage(Protocol):
 
     def unlock(self) -> None:
         """Lets other jobs in."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds: the lock, connections. It may still be used afterwards."""
         ...
 
 

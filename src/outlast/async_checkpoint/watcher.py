@@ -10,6 +10,7 @@ It is also who says to the ledger that a call can be forgotten: after this rank'
 from __future__ import annotations
 
 import functools
+import logging
 import select
 import socket
 import threading
@@ -20,9 +21,11 @@ from typing import Any
 from outlast.async_checkpoint.failure import CallFailure
 from outlast.async_checkpoint.ledger import CallLedger
 from outlast.async_checkpoint.outcome import Outcome, Runner
-from outlast.errors import StoreError
+from outlast.errors import AsyncCallError, OutlastError, StoreError
 
 __all__ = ["Watcher"]
+
+log = logging.getLogger("outlast.async_checkpoint")
 
 
 class Watcher:
@@ -31,12 +34,12 @@ class Watcher:
     Args:
         runner: runs the calls.
         ledger: where outcomes are said.
-        on_error: told, in the watcher's thread, when the store cannot be reached: then the other
-            ranks do not hear of this one's outcomes any more.
+        on_error: told, in the watcher's thread, why the other ranks do not hear of this one's
+            outcomes any more: the store cannot be reached.
     """
 
     def __init__(
-        self, runner: Runner, ledger: CallLedger, on_error: Callable[[StoreError], None]
+        self, runner: Runner, ledger: CallLedger, on_error: Callable[[OutlastError], None]
     ) -> None:
         self._runner = runner
         self._ledger = ledger
@@ -46,6 +49,7 @@ class Watcher:
         self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be said
         self._left: set[int] = set()  # the main thread is through with them
         self._drop: tuple[dict[int, str], str] | None = None
+        self._given_up: tuple[dict[int, str], str] | None = None
         self._ending = False
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -105,6 +109,14 @@ class Watcher:
             self._ending = True
         self.drop({}, "the queue was closed")
 
+    def give_up(self, calls: Mapping[int, str], cause: str) -> None:
+        """Does what `leave` of these calls, `drop` and `end` do, in the watcher's own time. Takes
+        no lock: it may be called where the program was interrupted, and by the garbage collector
+        in any thread, the watcher's too.
+        """
+        self._given_up = (dict(calls), cause)
+        self._stir()
+
     def join(self, timeout: float | None = None) -> bool:
         """Waits for its end, at most `timeout` seconds; returns whether it has ended."""
         self._thread.join(timeout)
@@ -122,6 +134,10 @@ class Watcher:
         try:
             while not self._step():
                 self._wait()
+        except Exception as e:
+            # A defect, or a system that has no room for anything: nobody must wait for this.
+            log.exception("the thread that watches background calls has failed")
+            self._on_error(AsyncCallError(f"background calls are not watched any more: {e!r}"))
         finally:
             with self._guard:
                 self._runner.close()
@@ -144,6 +160,12 @@ class Watcher:
 
     def _step(self) -> bool:
         """Says what there is to say. Returns whether the thread is to end."""
+        if self._given_up is not None:
+            (calls, why), self._given_up = self._given_up, None
+            with self._guard:
+                self._left.update(calls)
+            self.drop(calls, why)
+            self.end()
         with self._guard:
             self._outcomes.extend(self._runner.collect())
             outcomes, self._outcomes = list(self._outcomes), deque()

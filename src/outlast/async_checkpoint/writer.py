@@ -41,6 +41,7 @@ class WriterClient:
         self._process: BackgroundProcess | None = None
         self._arenas: dict[int, tuple[Arena, bytes]] = {}
         self._starting = threading.Lock()
+        self._closed = False
         self._requests = 0
         self._asking = threading.Lock()
 
@@ -51,8 +52,14 @@ class WriterClient:
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Starts the writer process, unless it is there."""
+        """Starts the writer process, unless it is there.
+
+        Raises:
+            WriterFailed: after `close`: a save that was dropped then must not start another one.
+        """
         with self._starting:
+            if self._closed:
+                raise WriterFailed("the checkpointer was closed")
             if self._process is not None and self._process.alive:
                 return
             if self._process is not None:
@@ -128,6 +135,7 @@ class WriterClient:
         """
         self.tell({"op": "bye"})
         with self._starting:
+            self._closed = True
             if self._process is not None:
                 self._process.close(timeout)
                 self._process = None

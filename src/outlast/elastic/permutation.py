@@ -1,0 +1,67 @@
+"""A random order of n things that takes no memory: the place of any one is computed.
+
+A Feistel network turns a key into a permutation of the numbers of 2k bits (Luby and Rackoff, "How
+to construct pseudorandom permutations from pseudorandom functions", 1988); numbers from n on are
+sent through it again until they are below n ("cycle walking": Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002). As 4^k is at most 4n, that takes less than four rounds of the
+network on average. So the order of 100 million samples is there at once, from any place on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Permutation", "mixed"]
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """An order of the numbers below `size`.
+
+    Args:
+        size: how many.
+        key: which order; any number.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        if size < 0:
+            raise ValueError(f"size={size} is negative")
+        self.size = size
+        self._half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
+        self._keys = [mixed(key * _ROUNDS + i) >> 1 for i in range(_ROUNDS)]
+
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
+        """What stands at each of `places`: int64, below `size`, any shape."""
+        values = self._walk(places.to(torch.int64))
+        while bool((outside := values >= self.size).any()):
+            values = torch.where(outside, self._walk(values), values)
+        return values
+
+    def _walk(self, values: torch.Tensor) -> torch.Tensor:
+        bits = self._half_bits
+        mask = (1 << bits) - 1
+        left, right = values >> bits, values & mask
+        for key in self._keys:
+            left, right = right, left ^ (_scrambled(right + key) & mask)
+        return (left << bits) | right
+
+
+def mixed(value: int) -> int:
+    """A number of 64 bits that follows from `value`: the finalizer of splitmix64 (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _scrambled(values: torch.Tensor) -> torch.Tensor:
+    """A hash of each value. Products wrap around; a shift of a signed number that keeps its sign
+    is as good as one that does not.
+    """
+    values = (values ^ (values >> 33)) * -0x00AE502812AA7333  # murmur3's 64-bit finalizer
+    values = (values ^ (values >> 33)) * -0x3B314601E57A13AD
+    return values ^ (values >> 33)
