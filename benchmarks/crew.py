@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import select
@@ -13,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import psutil
@@ -84,12 +84,7 @@ class Crew:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
@@ -113,6 +108,11 @@ class Crew:
         self.pids[slot] = pid
         self.codes.pop(slot, None)
         self._pidfds[slot] = os.pidfd_open(pid)
+
+    def start_all(self, target: Callable[[int], None]) -> None:
+        """Forks every rank; each calls `target` with its slot."""
+        for slot in range(self.size):
+            self.start(slot, functools.partial(target, slot))
 
     def ended(self, timeout: float) -> list[int]:
         """Slots whose processes have ended meanwhile; waits at most `timeout` s for one."""

@@ -42,8 +42,7 @@ def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
     board = Board(RANKS, hangs * 3 + 16)
     with Crew(f"hang-{floor_ms}", RANKS) as crew:
         crew.env["OUTLAST_EVENTS_DIR"] = str(crew.folder)
-        for slot in range(RANKS):
-            crew.start(slot, lambda slot=slot: _rank(board, slot, floor_ms, hangs))  # type: ignore[misc]
+        crew.start_all(lambda slot: _rank(board, slot, floor_ms, hangs))
         crew.wait_all(120 + 5 * hangs)
         seen = _times(crew.folder, "rank*.jsonl", "seen")
         steps = json.loads((crew.folder / "steps.json").read_text())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
+from outlast.inprocess.bare_host import BareHost
 from outlast.inprocess.contract import (
     GrowPolicy,
     Interrupted,
@@ -51,7 +51,7 @@ class CountedStore:
         return self.operations.total(), self.received_bytes
 
 
-class Member:
+class Member(BareHost):
     """One member, and its rank-local side: member `k` fails in iteration k, until `restarts`.
 
     Attributes:
@@ -69,7 +69,6 @@ class Member:
         self.entered: dict[int, float] = {}
         self.failed: dict[int, float] = {}
         self._all_in = all_in
-        self._member = -1
         self._counted: CountedStore | None = None
         self._first: tuple[int, int] = (0, 0)
         self._last: tuple[int, int] = (0, 0)
@@ -89,7 +88,7 @@ class Member:
     # -- the rank-local side -----------------------------------------------------------------
 
     def at(self, phase: Phase, iteration: int, member: int) -> None:
-        self._member = member
+        self.member = member
 
     def assign(self, record: ViewRecord, member: int) -> Place:
         alive = [m for m in record.slots() if m is not None]
@@ -117,26 +116,3 @@ class Member:
             return Raised(self.fault(iteration, "EXCEPTION", "planned"))
         await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)
         return Interrupted()
-
-    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
-        return await link.wait_for(f"over/{iteration}", timeout)
-
-    async def settle(self, iteration: int) -> None:
-        pass
-
-    def testimony(self, iteration: int) -> FaultRecord | None:
-        return None
-
-    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
-        return FaultRecord(
-            iteration, self._member, self.preferred_rank, "here", 0, interruption, cause
-        )
-
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.fault(iteration, "BASE_EXCEPTION", repr(error))
-
-    def timing(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 import torch.distributed as dist
@@ -39,8 +40,7 @@ def measure(kind: str, faults: int) -> Latencies:
     board = Board(RANKS, 4 * faults + 64)
     with Crew(f"ours-{kind}", RANKS) as crew:
         crew.env["OUTLAST_EVENTS_DIR"] = str(crew.folder)
-        for slot in range(RANKS):
-            crew.start(slot, lambda slot=slot: _rank(board, slot, kind, faults))  # type: ignore[misc]
+        crew.start_all(lambda slot: _rank(board, slot, kind, faults))
         _attend(crew, board, kind, faults)
         spans = _spans(board, replaced=kind == "sigkill")
         return Latencies(
@@ -71,7 +71,7 @@ def _attend(crew: Crew, board: Board, kind: str, faults: int) -> None:
             time.sleep(QUIET_S)  # the fork of the replacement takes a core for a moment
             crew.start(
                 slot,
-                lambda slot=slot: _replacement(board, slot, kind, faults),  # type: ignore[misc]
+                functools.partial(_replacement, board, slot, kind, faults),
                 {"OUTLAST_REPLACEMENT": "1"},
             )
         if board.faults > seen:

@@ -37,8 +37,7 @@ def run(quick: bool) -> dict[str, Any]:
     print(f"overhead: {pairs} pairs of {SEGMENT_S} s", flush=True)
     ports = [free_port() for _ in range(2 * pairs + 2)]
     with Crew("overhead", RANKS) as crew:
-        for slot in range(RANKS):
-            crew.start(slot, lambda slot=slot: _rank(pairs, slot, ports, str(crew.folder)))  # type: ignore[misc]
+        crew.start_all(lambda slot: _rank(pairs, slot, ports, str(crew.folder)))
         crew.wait_all(120 + pairs * 10)
         data: dict[str, Any] = json.loads((crew.folder / "rates.json").read_text())
     seconds = 3.0 if quick else 20.0

@@ -81,8 +81,7 @@ def _one(library: Any, kind: str, setting: Setting, cap_s: float) -> float | Non
     board, port = Board(RANKS, 16), free_port()
     with Crew(f"peer-{kind}", RANKS) as crew:
         crew.start(SERVER, lambda: serve(port))
-        for slot in range(RANKS):
-            crew.start(slot, lambda slot=slot: _rank(library, board, slot, kind, setting, port))  # type: ignore[misc]
+        crew.start_all(lambda slot: _rank(library, board, slot, kind, setting, port))
         deadline = time.monotonic() + 60.0
         while (fault := board.fault(0)) is None:
             crew.ended(0.05)

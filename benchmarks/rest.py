@@ -51,8 +51,7 @@ def operations_at_rest(ranks: int, seconds: float) -> dict[str, Any]:
     """Operations a second and rank, by process and kind; the mean over the ranks."""
     print(f"overhead: store operations at rest, {seconds} s", flush=True)
     with Crew("rest", ranks) as crew:
-        for slot in range(ranks):
-            crew.start(slot, lambda slot=slot: _rank(slot, seconds, str(crew.folder)))  # type: ignore[misc]
+        crew.start_all(lambda slot: _rank(slot, seconds, str(crew.folder)))
         crew.wait_all(120 + seconds)
         found = [
             json.loads((crew.folder / f"counts{slot}.json").read_text()) for slot in range(ranks)

@@ -31,11 +31,7 @@ def run(quick: bool) -> dict[str, Any]:
     print(f"soak: {restarts} restarts", flush=True)
     board = Board(RANKS, restarts + 16)
     with Crew("soak", RANKS) as crew:
-        for slot in range(RANKS):
-            crew.start(
-                slot,
-                lambda slot=slot: _rank(board, slot, restarts, every, str(crew.folder)),  # type: ignore[misc]
-            )
+        crew.start_all(lambda slot: _rank(board, slot, restarts, every, str(crew.folder)))
         crew.wait_all(120 + restarts)
         samples = {
             f"{who} {slot}": json.loads((crew.folder / f"{who}{slot}.json").read_text())

@@ -27,7 +27,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import psutil
@@ -122,12 +121,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for attempts in self._started.values():
             for process in attempts:
                 if process.poll() is None:
@@ -278,7 +272,7 @@ class Job:
     def _reap_leftovers(self) -> list[str]:
         """Wait for the helpers of ended ranks to end; kill, and describe, those that do not."""
         deadline = time.monotonic() + LINGER_S
-        while (left := self._marked()) and time.monotonic() < deadline:
+        while (left := marked(self.id)) and time.monotonic() < deadline:
             psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
         described = []
         for process in left:
@@ -290,18 +284,18 @@ class Job:
         psutil.wait_procs(left, timeout=LINGER_S)
         return described
 
-    def _marked(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if (
-                    process.environ().get(MARKER) == self.id
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue  # it has ended, or is another user's
-        return found
+
+def marked(job_id: str) -> list[psutil.Process]:
+    """The processes that carry a job's id, and have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            carried = process.environ().get(MARKER)
+            if carried == job_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # it has ended, or is another user's
+    return found
 
 
 def _ended(process: Process, deadline: float) -> bool:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from procs import MARKER
@@ -56,12 +55,7 @@ class Zygote:
     def __enter__(self) -> Zygote:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lines.close()
         self._socket.close()  # its sign to end
         self._process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -59,12 +60,18 @@ class Run:
             coroutine.close()
 
 
-def every_order(makers: list[Make]) -> Iterator[tuple[list[int], Run]]:
-    """Every interleaving of the operations, run to the end; depth first, each replayed anew."""
+def every_order(
+    makers: list[Make], begin: Callable[[Run], None] = lambda run: None
+) -> Iterator[tuple[list[int], Run]]:
+    """Every interleaving of the operations, run to the end; depth first, each replayed anew.
+
+    What `begin` does comes before.
+    """
     pending: list[list[int]] = [[]]
     while pending:
         path = pending.pop()
         run = Run(makers)
+        begin(run)
         for number in path:
             run.step(number)
         while run.open:
@@ -118,24 +125,18 @@ def test_one_that_dies_at_any_point_of_its_arrival_and_is_recorded_then() -> Non
         lambda link: come(link, 1, expected),
         lambda link: lose(link, 1, expected),
     ]
+
+    def one_dies(run: Run, before: int, lived: int) -> None:
+        for number in [0] * before + [1] * lived:
+            if run.asked[number] is not None:
+                run.step(number)
+        run.kill(1)
+
     for lived in range(6):
         # Of 0 and the recorder every order, after `lived` operations of 1; and those before.
         for before in range(6):
-            pending: list[list[int]] = [[]]
-            while pending:
-                path = pending.pop()
-                run = Run(makers)
-                for number in [0] * before + [1] * lived:
-                    if run.asked[number] is not None:
-                        run.step(number)
-                run.kill(1)
-                for number in path:
-                    run.step(number)
-                while run.open:
-                    first, *others = run.open
-                    pending.extend([*path, other] for other in others)
-                    path = [*path, first]
-                    run.step(first)
+            begin = functools.partial(one_dies, before=before, lived=lived)
+            for path, run in every_order(makers, begin):
                 assert run.done, (lived, before, path)
 
 

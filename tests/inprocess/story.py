@@ -29,6 +29,12 @@ def views(job: Job) -> dict[int, View]:
     return {iteration: sorted(view) for iteration, view in sorted(seen.items())}
 
 
+def first_and_last(job: Job) -> list[View]:
+    """How the job began, and how it ended; who saw which view between the two may differ."""
+    seen = views(job)
+    return [seen[0], seen[max(seen)]]
+
+
 def full(size: int) -> View:
     """The view with `size` members: ranks dense from 0, world sizes equal (R1)."""
     return [(rank, size) for rank in range(size)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -91,13 +93,17 @@ time.sleep(600)
 
 
 def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
-    ) as server:
+    command = [sys.executable, "-c", SERVER]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        ExitStack() as stack,
+    ):
         assert server.stdout is not None
+        stack.callback(server.kill)
         connection = connect(TCPStore, {}, ("127.0.0.1", int(server.stdout.readline())), NET_S)
         assert connection.add("key", 1) == 1
         server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(connection.add, "key", 1)
             while not answer.done():
@@ -105,4 +111,29 @@ def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
                 wait([answer], 0.01)
             with pytest.raises(StoreError, match="cannot be reached"):
                 answer.result()
-        server.kill()
+
+
+class Busy(TCPStore):
+    """Stands for a thread that opens a connection of its own while the store connects."""
+
+    other: socket.socket
+
+    def __init__(self, **options: Any) -> None:
+        Busy.other = socket.create_connection(PLACE[0])
+        super().__init__(**options)
+
+
+PLACE: list[tuple[str, int]] = []
+
+
+def test_only_the_stores_own_connection_is_broken(endpoint: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        PLACE[:] = [listener.getsockname()]
+        connection = connect(Busy, {}, endpoint, NET_S)
+        peer, _ = listener.accept()
+        with peer, Busy.other as other:
+            connection.break_off()
+            with pytest.raises(StoreError):
+                connection.read("key")
+            other.sendall(b"whole")
+            assert peer.recv(5) == b"whole"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outlast.inprocess.consequence import describe, is_consequence, let_go
+from outlast.errors import RankShouldRestart
+from outlast.inprocess.consequence import describe, is_consequence, is_interrupt, let_go
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -35,3 +36,10 @@ def test_an_error_without_a_message_is_described_by_its_type() -> None:
     assert describe(Mute()).startswith("Mute: ")
     assert not is_consequence(Mute())
     assert describe(ValueError()) == "ValueError"
+
+
+def test_what_was_made_of_the_interrupt_is_an_interrupt_but_for_an_exit() -> None:
+    assert is_interrupt(RankShouldRestart())
+    assert is_interrupt(raised(ValueError("wrapped"), RankShouldRestart()))
+    assert not is_interrupt(raised(SystemExit(1), RankShouldRestart()))
+    assert not is_interrupt(ValueError("mine"))

@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import assert_never_together, errors, events, full, returned, said, views
+from inprocess.story import (
+    assert_never_together,
+    errors,
+    events,
+    first_and_last,
+    full,
+    returned,
+    said,
+    views,
+)
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -62,9 +71,7 @@ def test_the_last_rank_left_finishes_alone(ranks: Ranks) -> None:
         job.start_all()
         killed = -signal.SIGKILL
         assert job.wait_all() == {0: killed, 1: 0, 2: killed}, errors(job)
-        seen = views(job)
-        assert seen.pop(0) == full(3)
-        assert seen[max(seen)] == full(1)
+        assert first_and_last(job) == [full(3), full(1)]
         assert_never_together(job)
 
 
@@ -84,4 +91,4 @@ def test_a_swallowed_interrupt_is_repeated_and_the_log_says_where(ranks: Ranks) 
         swallowed = [line["type"] for line in events(job, 0, "swallowed")]
         assert swallowed == ["RankShouldRestart"] * 3
         warnings = [x for x in job.errors(0).splitlines() if "swallowed" in x]
-        assert any("faults.py" in x and " train" in x for x in warnings), warnings
+        assert any("faults.py" in x and " swallows" in x for x in warnings), warnings

@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import assert_never_together, errors, events, full, said, views
+from inprocess.story import (
+    assert_never_together,
+    errors,
+    events,
+    first_and_last,
+    full,
+    said,
+    views,
+)
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -48,9 +56,7 @@ def test_a_phase_raises_and_the_others_go_on(ranks: Ranks, phase: str, error: st
         (raised,) = events(job, 1, "raised")
         assert raised["type"] == error
         assert f"a planned fault in {phase}" in raised["message"]
-        seen = views(job)
-        assert seen[0] == full(3)
-        assert seen[max(seen)] == full(2)
+        assert first_and_last(job) == [full(3), full(2)]
         assert_never_together(job)
 
 
@@ -59,9 +65,7 @@ def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
     with ranks("phases", "fails_in_phase", phase, "die", nprocs=3) as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
-        seen = views(job)
-        assert seen[0] == full(3)
-        assert seen[max(seen)] == full(2)
+        assert first_and_last(job) == [full(3), full(2)]
         assert_never_together(job)
 
 
@@ -71,9 +75,7 @@ def test_a_phase_hangs_and_its_monitor_ends_the_rank(ranks: Ranks, phase: str) -
         job.start_all()
         codes = job.wait_all()
         assert codes in ({0: 0, 1: -signal.SIGTERM, 2: 0}, {0: 0, 1: KILLED, 2: 0}), errors(job)
-        seen = views(job)
-        assert seen[0] == full(3)
-        assert seen[max(seen)] == full(2)
+        assert first_and_last(job) == [full(3), full(2)]
         assert "hard timeout" in job.errors(0)
 
 
@@ -85,9 +87,7 @@ def test_a_rank_is_killed_while_it_waits_at_the_barrier(ranks: Ranks) -> None:
         job.kill(1)
         job.send(2, signal.SIGUSR1)
         assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
-        seen = views(job)
-        assert seen[0] == full(3)
-        assert seen[max(seen)] == full(2)
+        assert first_and_last(job) == [full(3), full(2)]
 
 
 def test_a_rank_is_killed_before_it_registers(ranks: Ranks) -> None:

@@ -216,6 +216,16 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "self.iteration - 8",
         "self.iteration - 0",
     ),
+    "an end that is told late is a cause": (
+        Machine._faults,
+        "if any(ends(fault) for fault in faults):",
+        "if False:",
+    ),
+    "the end of a newcomer on its way is a cause": (
+        Machine._faults,
+        "fault.member in missing:",
+        "fault.member not in came:",
+    ),
     "who decides does not end the holds of others": (
         Machine._decide,
         "await self.job.wake_holders()",

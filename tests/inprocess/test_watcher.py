@@ -42,6 +42,9 @@ class Answers:
     def break_off(self) -> None:
         self.answers.put(StoreError("broken off"))
 
+    def close(self) -> None:
+        self.closed = True
+
 
 class FullDisk(MemorySink):
     def write(self, event: Event) -> None:
@@ -76,6 +79,7 @@ class Rig:
     def run(self, answer: bytes | Exception, function: Callable[[], Any] | None = None) -> Guard:
         """Is in the function when the answer comes; leaves as it must."""
         guard = self.watcher.guard("over/0")
+        self.page.activity = Activity.FUNCTION
 
         def work() -> None:
             self.connection.answers.put(answer)
@@ -143,7 +147,9 @@ def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
     guard = rig.run(RESTART)
     assert guard.wait(NET_S) == RESTART
     assert guard.seen.is_set()
-    assert "test_watcher" in guard.where
+    assert guard.found is not None
+    assert "test_watcher" in guard.found.where
+    assert not guard.found.waits
     assert seen == {"activity": Activity.LEAVING, "landed": 0}
     assert rig.aborts[0] is False
     assert all(rig.aborts[1:])

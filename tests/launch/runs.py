@@ -1,12 +1,11 @@
 """`outlast run` as a real process, with workers that do what the test tells them by signals.
 
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
-        first = run.ready(rank=1)
-        run.set_job("running")             # what outlast.inprocess.Wrapper would tell
-        os.kill(first.pid, signal.SIGKILL)
+        first = run.start_job(2)           # as if outlast.inprocess.Wrapper ran a function there
+        first[1].kill()
         second = run.ready(rank=1)         # the next process of this rank
         ...
-        assert run.wait() == 0
+        assert run.complete(first[0], second) == 0
 
 Every process of a run carries its id in the environment; the end of the block fails if any of
 them is left.
@@ -27,14 +26,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from outlast.launch.store import JOB_KEY
-from procs import MARKER, NET_S, default_signals
+from procs import MARKER, NET_S, default_signals, marked
 
 WORKER = '''
 """Says that it is there, then exits as it is told: SIGUSR1 is code 0, SIGUSR2 code 3."""
@@ -104,12 +102,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -129,6 +122,19 @@ class Run:
         self._taken[rank] = self._taken.get(rank, 0) + 1
         known = {name: said.pop(name) for name in ("pid", "rank", "env")}
         return Ready(**known, more=said)
+
+    def start_job(self, size: int) -> list[Ready]:
+        """The first worker of every rank, once all are there and a call of `Wrapper` has begun."""
+        workers = [self.ready(rank) for rank in range(size)]
+        self.set_job("running")
+        return workers
+
+    def complete(self, *workers: Ready) -> int:
+        """The call has completed, and these workers, the last of their ranks, end: exit code."""
+        self.set_job("completed")
+        for worker in workers:
+            worker.succeed()
+        return self.wait()
 
     def until(self, found: Callable[[], Any], what: str) -> Any:
         """What `found` returns once that is true; it is asked whenever there is new output."""
@@ -159,14 +165,7 @@ class Run:
 
     def alive(self) -> list[psutil.Process]:
         """All processes of the run, but for the launcher itself."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARKER) == self.id and process.pid != self.process.pid:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue  # it has ended, or is another user's
-        return found
+        return [process for process in marked(self.id) if process.pid != self.process.pid]
 
     def leftovers(self) -> list[str]:
         """What is left when the launcher is gone, and has not ended a moment later; killed."""

@@ -103,14 +103,10 @@ def test_files_get_the_bytes_as_they_are(tmp_path: Path) -> None:
 def test_every_process_of_a_rank_has_files_of_its_own(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--log-dir=logs", "--run-id=r1", "--tee=3"]
     with Run(tmp_path, WORKER, *options) as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         second = run.ready(1)
-        run.set_job("completed")
-        first[0].succeed()
-        second.succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0], second) == 0
     for ready, start in ((first[0], 0), (first[1], 0), (second, 1)):
         text = log(tmp_path, ready.rank, "stdout.log", start).read_text()
         assert json.loads(text)["pid"] == ready.pid
@@ -131,8 +127,7 @@ def test_who_reads_slowly_holds_up_workers_and_not_the_launcher(tmp_path: Path) 
 """
     script = WORKER.replace("while True:", flood + "while True:")
     with Run(tmp_path, script, "--nproc-per-node=2", "--log-dir=logs", "--run-id=r1") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         # Seen not on the console, which is full of rank 0, but in the file of the new process.
         path = log(tmp_path, 1, "stdout.log", 1)

@@ -82,15 +82,11 @@ def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
 
 def test_the_events_of_a_run(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--events-dir=events") as run:
-        first = [run.ready(rank) for rank in range(2)]
+        first = run.start_job(2)
         assert first[0].env["OUTLAST_EVENTS_DIR"] == str(tmp_path / "events")
-        run.set_job("running")
         first[1].fail()
         second = run.ready(1)
-        run.set_job("completed")
-        first[0].succeed()
-        second.succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0], second) == 0
         pid = run.process.pid
     path = tmp_path / "events" / f"agent-{pid}.jsonl"
     events = [event_from_dict(json.loads(line)) for line in path.read_text().splitlines()]

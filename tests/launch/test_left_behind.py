@@ -52,17 +52,13 @@ def test_helpers_end_with_the_job(tmp_path: Path, deaf: bool) -> None:
 
 def test_a_dead_workers_group_ends_with_it(tmp_path: Path) -> None:
     with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2", "--grace=0.2") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         second = run.ready(1)
         assert ends(first[1].more["near"])
         # A helper in a session of its own may have to do what the worker could not any more.
         assert psutil.pid_exists(first[1].more["far"])
-        run.set_job("completed")
-        first[0].succeed()
-        second.succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0], second) == 0
 
 
 def test_helpers_end_before_the_next_attempt(tmp_path: Path) -> None:
@@ -107,8 +103,7 @@ def test_the_launcher_and_the_warden_killed_at_once(tmp_path: Path) -> None:
 
 def test_a_killed_warden_is_started_anew(tmp_path: Path) -> None:
     with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2") as run:
-        workers = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        workers = run.start_job(2)
         (first,) = wardens(run)
         first.kill()
         assert ends(first.pid)

@@ -15,19 +15,15 @@ def test_a_dead_worker_is_replaced_and_the_others_stay(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3") as run:
-        first = [run.ready(rank) for rank in range(3)]
+        first = run.start_job(3)
         assert [ready.env["OUTLAST_REPLACEMENT"] for ready in first] == ["0", "0", "0"]
-        run.set_job("running")
         first[1].kill(number)
         second = run.ready(1)
         assert second.pid != first[1].pid
         same = {"RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
         assert {n: second.env[n] for n in same} == {n: first[1].env[n] for n in same}
         assert second.env["OUTLAST_REPLACEMENT"] == "1"
-        run.set_job("completed")
-        for ready in (first[0], second, first[2]):
-            ready.succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0], second, first[2]) == 0
     how = "exited with code 3" if number is signal.SIGUSR2 else f"was killed by {number.name}"
     assert f"rank 1 (pid {first[1].pid}) {how}: replacement 1 of 3" in run.words
     assert run.words[-3] == "job completed"
@@ -37,47 +33,36 @@ def test_a_dead_worker_is_replaced_and_the_others_stay(
 
 def test_rank_0_is_replaced_like_any_other(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[0].kill()
         second = run.ready(0)
-        run.set_job("completed")
-        second.succeed()
-        first[1].succeed()
-        assert run.wait() == 0
+        assert run.complete(second, first[1]) == 0
 
 
 def test_survivors_go_on_smaller_when_the_budget_is_spent(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3", "--max-restarts=1") as run:
-        first = [run.ready(rank) for rank in range(3)]
-        run.set_job("running")
+        first = run.start_job(3)
         first[1].kill()
         second = run.ready(1)
         second.kill()
         run.until_said(f"rank 1 (pid {second.pid}) was killed by SIGKILL: not replaced")
         first[0].kill()
         run.until_said(f"rank 0 (pid {first[0].pid}) was killed by SIGKILL: not replaced")
-        run.set_job("completed")
-        first[2].succeed()
-        assert run.wait() == 0
+        assert run.complete(first[2]) == 0
     assert [line.rpartition(": ")[2] for line in run.words[-3:]] == ["replaced", "lost", "lost"]
 
 
 def test_no_replacement_at_all(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=0") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[0].fail()
         run.until_said("not replaced, all replacements are used")
-        run.set_job("completed")
-        first[1].succeed()
-        assert run.wait() == 0
+        assert run.complete(first[1]) == 0
 
 
 def test_exit_code_0_is_the_end_of_a_rank_and_no_death(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         for ready in first:
             ready.succeed()
         assert run.wait() == 0
@@ -86,8 +71,7 @@ def test_exit_code_0_is_the_end_of_a_rank_and_no_death(tmp_path: Path) -> None:
 
 def test_all_workers_dead_fails_the_job_with_the_first_ones_code(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=0") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         run.until_said("not replaced")
         first[0].fail()
@@ -157,40 +141,28 @@ def test_a_rank_that_dies_again_at_once_backs_off(tmp_path: Path) -> None:
     # With a wait that no test outlives: what is seen is that it waits, and that the end of the
     # others does not.
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--backoff=40") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         run.ready(1).kill()
         run.until_said("rank 1 died soon after its start again: replaced in 40 s")
-        run.set_job("completed")
-        first[0].succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0]) == 0
     assert run.words[-1].endswith("was killed by SIGKILL: lost")
 
 
 def test_the_wait_of_a_back_off_ends(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--backoff=0.05") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         first[1].kill()
         run.ready(1).kill()
         run.until_said("replaced in 0.05 s")
         third = run.ready(1)
         assert third.env["OUTLAST_REPLACEMENT"] == "2"
-        run.set_job("completed")
-        first[0].succeed()
-        third.succeed()
-        assert run.wait() == 0
+        assert run.complete(first[0], third) == 0
 
 
 def test_two_that_die_in_the_same_moment_are_both_replaced(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3") as run:
-        first = [run.ready(rank) for rank in range(3)]
-        run.set_job("running")
+        first = run.start_job(3)
         first[0].kill()
         first[2].kill()
-        second = [run.ready(0), first[1], run.ready(2)]
-        run.set_job("completed")
-        for ready in second:
-            ready.succeed()
-        assert run.wait() == 0
+        assert run.complete(run.ready(0), first[1], run.ready(2)) == 0

@@ -68,8 +68,7 @@ def test_later_signals_reach_the_workers_too(tmp_path: Path) -> None:
 
 def test_nobody_is_replaced_while_the_job_ends(tmp_path: Path) -> None:
     with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=1000", args=["--stay"]) as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("running")
+        first = run.start_job(2)
         run.process.send_signal(signal.SIGTERM)
         run.until(lambda: run.out.count("got SIGTERM") == 2, "both to be asked")
         first[0].kill()

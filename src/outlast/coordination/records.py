@@ -8,7 +8,9 @@ import dataclasses
 import json
 from typing import Any
 
-__all__ = ["FaultRecord", "LostRecord", "first_cause", "lines", "to_line"]
+from outlast.events.hang import HUNG, hung_ranks
+
+__all__ = ["FaultRecord", "LostRecord", "ends", "first_cause", "lines", "to_line"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,10 @@ class FaultRecord:
         traceback: the whole traceback, or an empty string.
         consequence: whether it looks like the echo of another fault, such as the closed
             connection of a peer.
-        pings: progress that the member had made; among hung ranks the least is the likely cause.
+        pings, collectives: how far the member had come; among hung ranks the last is the likely
+            cause. -1 collectives: it is not known.
+        idle: how long it had made no progress, in seconds.
+        testimony: a hung member says so itself: it knows where it was.
     """
 
     iteration: int
@@ -35,6 +40,9 @@ class FaultRecord:
     traceback: str = ""
     consequence: bool = False
     pings: int = 0
+    collectives: int = -1
+    idle: float = 0.0
+    testimony: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,25 +76,23 @@ _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     """The fault that the others follow from.
 
-    Echoes of another fault come last. Hung ranks (`SOFT_TIMEOUT`) are mostly the victims of one
-    of them, and wait for it in a collective. Of each the last record counts: after its monitor, a
-    rank itself says where it hung, and whether that is such a wait. Then the one that made the
-    least progress is named. Otherwise the store's order, which is the order in which they were
-    reported, decides.
+    Echoes of another fault come last. Of the ranks that stood still (`SOFT_TIMEOUT`) the one that
+    the others waited for stands for all (`hung_ranks`). Otherwise the store's order, which is the
+    order in which they were reported, decides.
     """
-    if not faults:
-        return None
-    hung = {f.member: f for f in faults if f.interruption == "SOFT_TIMEOUT"}
-    faults = [f for f in faults if f is hung.get(f.member, f) or f.interruption != "SOFT_TIMEOUT"]
+    others = [fault for fault in faults if fault.interruption != HUNG]
 
-    def order(item: tuple[int, FaultRecord]) -> tuple[bool, int, int, int]:
-        position, fault = item
-        is_hung = fault.interruption == "SOFT_TIMEOUT"
-        return (
-            fault.consequence,
-            _SEVERITY.get(fault.interruption, 2),
-            fault.pings if is_hung else -1,
-            position,
-        )
+    def order(fault: FaultRecord) -> tuple[bool, int, bool]:
+        hung = fault.interruption == HUNG
+        return fault.consequence, _SEVERITY.get(fault.interruption, 2), hung
 
-    return min(enumerate(faults), key=order)[1]
+    return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
+
+
+# The ends of a member: none of them can come before it arrives at a barrier.
+_ENDS = frozenset((*_SEVERITY, "BASE_EXCEPTION"))
+
+
+def ends(fault: FaultRecord) -> bool:
+    """Whether the member took part no longer after this fault."""
+    return fault.interruption in _ENDS

@@ -12,6 +12,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from outlast.events.hang import HUNG, hung_ranks
 from outlast.events.report_calls import Process, main_processes
 from outlast.events.report_model import Cause, Party
 from outlast.events.types import (
@@ -114,11 +115,14 @@ class Call:
         A fault that two processes report, the failed one and its monitor, counts once.
         """
         firsts = _first_seen(self.during(iteration))
+        found = _hung_at_once([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
+        hung = [fault.member for fault in found if fault.interruption == HUNG]
 
-        def order(fault: Fault) -> tuple[bool, bool, int]:
-            return fault.consequence, firsts.get(fault.host, fault.time) < fault.time, fault.rank
+        def order(fault: Fault) -> tuple[bool, bool, int, int]:
+            behind = hung.index(fault.member) if fault.interruption == HUNG else -1
+            late = firsts.get(fault.host, fault.time) < fault.time
+            return fault.consequence, late, behind, fault.rank
 
-        found = _own_words([e for e in self.during(iteration) if isinstance(e, Fault)])
         heads: dict[str, list[Fault]] = defaultdict(list)
         for fault in found:  # in the order of time, which holds within each host
             heads[fault.host].append(fault)
@@ -210,22 +214,25 @@ def _exit_words(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _own_words(faults: list[Fault]) -> list[Fault]:
-    """The faults, with what a hung rank itself says in the place of what its monitor said.
+def _hung_at_once(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fault]:
+    """The faults, with those of hung ranks made one a rank, the likely culprit first.
 
-    The monitor reports first, and that is the time of the fault; the rank knows where it was, and
-    whether it only waited for another.
+    A rank tells of its hang after the iteration has ended; the time of the fault is that at which
+    a monitor of the same host reported a hang, or else that at which the host knew of the end.
     """
-    first: dict[int, Fault] = {}
-    last: dict[int, Fault] = {}
+    reported = dict(firsts)
     for fault in faults:
-        if fault.interruption == "SOFT_TIMEOUT":
-            first.setdefault(fault.member, fault)
-            last[fault.member] = fault
+        if fault.interruption == HUNG:
+            reported[fault.host] = min(fault.time, reported.get(fault.host, fault.time))
+    hung = [
+        dataclasses.replace(fault, time=min(fault.time, reported[fault.host]))
+        for fault in hung_ranks(faults)
+    ]
     kept: list[Fault] = []
     for fault in faults:
-        if fault.interruption != "SOFT_TIMEOUT":
+        if fault.interruption != HUNG:
             kept.append(fault)
-        elif fault is first[fault.member]:
-            kept.append(dataclasses.replace(last[fault.member], time=fault.time))
+        else:
+            kept += hung
+            hung = []
     return kept

@@ -51,6 +51,11 @@ class Connection(TorchStore):
         """Whether `break_off` ends a wait: it is over a socket."""
         return bool(self._sockets)
 
+    def close(self) -> None:
+        """Gives the descriptor back, whoever may still hold this object."""
+        self._sockets = {}
+        self.torch_store = None
+
     def break_off(self) -> None:
         """Ends the connection: an operation that waits on it fails at once (`StoreError`)."""
         for descriptor, inode in self._sockets.items():
@@ -126,12 +131,19 @@ def _connect_once(
         overdue.cancel()
     if limited:
         store.set_timeout(DEFAULT_TIMEOUT)
-    made = {fd: inode for fd, inode in gloo.socket_inodes().items() if inode not in before}
-    return Connection(store, where, made if endpoint is not None else {})
+    return Connection(store, where, _new_connections(before, endpoint))
 
 
 def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
-    """Shuts down the connections to `endpoint` that are not in `before`."""
+    for descriptor, inode in _new_connections(before, endpoint).items():
+        gloo.shut_down(descriptor, inode)
+
+
+def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict[int, int]:
+    """The connections to the port of `endpoint` that are not in `before`: inode by descriptor.
+    Other threads may open sockets of their own meanwhile.
+    """
+    found: dict[int, int] = {}
     for descriptor, inode in gloo.socket_inodes().items():
         if inode in before or endpoint is None:
             continue
@@ -139,8 +151,9 @@ def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
             contextlib.suppress(OSError),  # closed meanwhile, not connected, or to no port
             socket.socket(fileno=os.dup(descriptor)) as connection,
         ):
-            if connection.getpeername()[1] == endpoint[1]:
-                gloo.shut_down(descriptor, inode)
+            if connection.getpeername()[1:2] == (endpoint[1],):
+                found[descriptor] = inode
+    return found
 
 
 def _await_server(endpoint: tuple[str, int], timeout: float) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-__all__ = ["describe", "is_consequence", "let_go"]
+from outlast.errors import RankShouldRestart
+
+__all__ = ["describe", "is_consequence", "is_interrupt", "let_go"]
 
 # What the ends of a broken connection say: gloo (pair.cc), NCCL (remote process exited), and
 # torch's TCP store.
@@ -41,6 +43,15 @@ def is_consequence(error: BaseException) -> bool:
             if any(echo in message for echo in _ECHOES):
                 return True
     return False
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is the interrupt, or an exception that was raised while it was handled: user
+    code may wrap it, or fail in its own clean-up. Not what ends the process, as SystemExit.
+    """
+    if isinstance(error, Exception):
+        return any(isinstance(seen, RankShouldRestart) for seen in _chain(error))
+    return isinstance(error, RankShouldRestart)
 
 
 def let_go(error: BaseException) -> None:

@@ -130,8 +130,8 @@ class Host(Protocol):
         """Abort done, resources released, finalize, health check."""
         ...
 
-    def testimony(self, iteration: int) -> FaultRecord | None:
-        """Where this member hung, if its monitor reported that it did."""
+    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+        """How this member was met, if it stood still while a soft timeout ended the iteration."""
         ...
 
     def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:

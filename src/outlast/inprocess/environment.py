@@ -30,6 +30,7 @@ class Launch:
         attempt: of a launcher that restarts all workers from scratch, while its store stays.
         replacement: how often this rank was replaced before.
         events_dir: where to write events, or an empty string.
+        agent: the launcher is `outlast run`.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Launch:
     attempt: int
     replacement: int
     events_dir: str
+    agent: bool = False
 
 
 def read_launch() -> Launch:
@@ -67,6 +69,7 @@ def read_launch() -> Launch:
         attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
         replacement=_number("OUTLAST_REPLACEMENT", 0),
         events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
+        agent=os.environ.get("OUTLAST_AGENT", "") == "1",
     )
 
 

@@ -33,15 +33,18 @@ from outlast.events import (
     Joined,
     LeftFunction,
 )
-from outlast.inprocess.consequence import describe, is_consequence, let_go
+from outlast.events.hang import HUNG
+from outlast.inprocess.consequence import describe, is_consequence, is_interrupt, let_go
 from outlast.inprocess.contract import Interrupted, Limits, Phase, Place, Raised, Returned
 from outlast.inprocess.environment import Launch, publish_place
+from outlast.inprocess.forked import end_child
 from outlast.inprocess.gate import AtomicGate
 from outlast.inprocess.interrupt import Interrupter
 from outlast.inprocess.iteration_store import IterationStore
 from outlast.inprocess.release import Releaser
 from outlast.inprocess.settings import Settings
 from outlast.inprocess.shared import Activity, SharedPage
+from outlast.inprocess.standstill import Standstill
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.inprocess.view_change import place_of
 from outlast.inprocess.watcher import Guard, Watcher
@@ -75,6 +78,7 @@ class RankHost:
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
         self.token = secrets.token_hex(8)
+        self.pid = os.getpid()
         self.preferred_rank = launch.rank
         self.grow = settings.grow_policy
         held = settings.await_replacements
@@ -95,8 +99,7 @@ class RankHost:
         self.guard: Guard | None = None
         self.error: BaseException | None = None
         self.joining = False
-        self.hung_at: tuple[str, bool] | None = None
-        self.hung_pings = 0
+        self.found: Standstill | None = None
 
     # -- places ------------------------------------------------------------------------------
 
@@ -139,7 +142,9 @@ class RankHost:
 
     async def publish(self, link: Link, iteration: int) -> None:
         if self.state.rank == 0:
-            await link.put(f"store/{iteration}", self.iteration_store.serve().encode())
+            where = self.iteration_store.serve()
+            self.page.store_port = self.iteration_store.endpoint[1]
+            await link.put(f"store/{iteration}", where.encode())
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         where = await link.read(f"store/{iteration}")
@@ -175,6 +180,8 @@ class RankHost:
         error: BaseException | None = RankShouldRestart("over before it began")
         if not guard.seen.is_set():
             value, error = self.interrupter.run(lambda: self.call_function(self.state))
+            if os.getpid() != self.pid:
+                end_child(error)
             self.gate.left()
         # In this order: once `left` is set, the watcher does not touch `activity` any more.
         guard.left.set()
@@ -198,13 +205,12 @@ class RankHost:
 
     async def settle(self, iteration: int) -> None:
         guard, self.guard = self.guard, None
-        self.hung_at = None if guard is None else (guard.where, guard.in_torch)
-        self.hung_pings = self.page.pings
         self.state.status = Status.ABORTING
         if guard is not None:
             guard.left.set()
             with self._user_code():  # the abort, in the other thread: the hard timeout applies
                 guard.wait(None)
+        self.found = None if guard is None else guard.found
         self.state.status = Status.ABORTED
         error, self.error = self.error, None
         train_ex = None if error is None or is_consequence(error) else error
@@ -229,13 +235,26 @@ class RankHost:
         self._emit(record)
         return record
 
-    def testimony(self, iteration: int) -> FaultRecord | None:
-        if self.page.reported_soft != iteration or self.hung_at is None:
+    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+        found = self.found
+        reported = [f.idle for f in faults if f.interruption == HUNG and not f.testimony]
+        if found is None or not reported:
             return None
-        where, in_torch = self.hung_at
-        cause = f"no progress until the soft timeout; it was at {where or 'an unknown place'}"
-        record = self._record(iteration, "SOFT_TIMEOUT", cause, "", in_torch)
-        record = dataclasses.replace(record, pings=self.hung_pings)
+        what = "until the soft timeout"
+        if self.page.reported_soft != iteration:
+            # Its own timeout had not come yet. Those that are timed out wait for one that stands
+            # still about as long: half as long at least, or it is one that gets on.
+            if found.declared or found.idle < min(reported) / 2:
+                return None
+            what = f"for {found.idle:.3f} s, when another rank's soft timeout ended the iteration"
+        cause = f"no progress {what}; it was at {found.where or 'an unknown place'}"
+        record = dataclasses.replace(
+            self._record(iteration, HUNG, cause, "", found.waits),
+            pings=found.pings,
+            collectives=found.collectives,
+            idle=found.idle,
+            testimony=True,
+        )
         self._emit(record)
         return record
 
@@ -243,6 +262,7 @@ class RankHost:
         # Not before everyone has left: torch's client that finds no server tries again and again,
         # in C++, where no interrupt gets it out.
         self.iteration_store.close()
+        self.page.store_port = 0
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
         else:
@@ -253,6 +273,15 @@ class RankHost:
                 cause.host,
                 cause.cause,
             )
+
+    def let_go(self) -> None:
+        """The end of the call: session and host hold each other, and so all that is theirs, until
+        a garbage collection comes.
+        """
+        self.repair = _nothing
+        self.call_function = _nothing
+        self.guard = None
+        del self.watcher
 
     @contextmanager
     def timing(self, name: str) -> Iterator[object]:
@@ -271,7 +300,7 @@ class RankHost:
     ) -> Returned | Raised | Interrupted:
         if error is None:
             return Returned(value)
-        if seen and (isinstance(error, RankShouldRestart) or is_consequence(error)):
+        if seen and (is_interrupt(error) or is_consequence(error)):
             let_go(error)
             return Interrupted()
         if isinstance(error, Exception | RankShouldRestart):
@@ -314,6 +343,9 @@ class RankHost:
                 cause=record.cause,
                 traceback=record.traceback,
                 consequence=record.consequence,
+                testimony=record.testimony,
+                pings=record.pings,
+                collectives=record.collectives,
             )
         )
 
@@ -341,6 +373,10 @@ class RankHost:
             yield
         finally:
             self.page.activity = Activity.WAITING
+
+
+def _nothing(*args: Any) -> None:
+    """In the place of what belongs to a call that is over."""
 
 
 def _text(error: BaseException) -> str:

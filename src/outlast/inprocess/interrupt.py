@@ -27,6 +27,7 @@ until the thread has left, and is told where it was swallowed.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -47,11 +48,18 @@ _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_async_exc.restype = ctypes.c_int
 
 
+# The packages of torch in which a rank waits for others: in a collective, in a backward pass that
+# reduces gradients, for a device that runs collectives. Elsewhere (`torch.load`, a data loader) it
+# is by itself.
+_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
+
+
 class Interrupter:
     """Interrupts the thread that made this object, while it is in `run()`."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
+        self._pid = os.getpid()
         self.landed = 0
         self._shields = 0
         self._inside = False
@@ -158,11 +166,11 @@ class Interrupter:
             frame = frame.f_back
         return " < ".join(places)
 
-    def in_torch(self) -> bool:
-        """Whether the innermost Python frame of the thread is torch's own."""
+    def waits_for_others(self) -> bool:
+        """Whether the innermost Python frame of the thread is where torch waits for other ranks."""
         frame = sys._current_frames().get(self.ident)
-        name = "" if frame is None else frame.f_globals.get("__name__", "")
-        return str(name).partition(".")[0] == "torch"
+        name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        return any(f"{name}.".startswith(f"{package}.") for package in _WAITING)
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -175,7 +183,7 @@ class Interrupter:
             raise RankShouldRestart("another rank failed, or the job changes its size")
 
     def _let_requests_land(self) -> None:
-        while self._busy:
+        while self._busy and os.getpid() == self._pid:  # in a forked child nobody would end it
             time.sleep(0)
         for _ in range(2):  # a loop's jump is a point where a pending exception is raised
             pass

@@ -5,7 +5,8 @@ iterations must not share a store. Rank 0 of the iteration serves a fresh one in
 on a port that the system chooses, and `MASTER_ADDR` and `MASTER_PORT` name it while the function
 runs: a plain `init_process_group()` works in every iteration and under every launcher. It is gone
 with the iteration, so nothing adds up over a thousand restarts. That it dies with rank 0 does no
-harm: then the iteration is over.
+harm: then the iteration is over. Who is just connecting to it finds rank 0's monitor process in its
+place, until all have left.
 """
 
 from __future__ import annotations

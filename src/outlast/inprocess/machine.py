@@ -41,7 +41,7 @@ from typing import Any
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
 from outlast.coordination.protocol import COMPLETED, RESTART, Job
-from outlast.coordination.records import FaultRecord, LostRecord, first_cause
+from outlast.coordination.records import FaultRecord, LostRecord, ends, first_cause
 from outlast.coordination.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.errors import (
@@ -207,7 +207,7 @@ class Machine:
     async def _settle(self) -> Phase:
         k = self.iteration
         await self.host.settle(k)
-        told = self.host.testimony(k)
+        told = self.host.testimony(k, await self.job.faults(k))
         if told is not None:
             await self.job.report_fault(told)
         await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
@@ -217,7 +217,7 @@ class Machine:
 
     async def _decide(self) -> Phase:
         k = self.iteration
-        faults = await self.job.faults(k)
+        faults = await self._faults(k)
         ender = await self.job.end_of_job()
         if ender is None:
             self.cause = first_cause(faults) or self.cause
@@ -337,6 +337,24 @@ class Machine:
                 await self.link.wait_for(f"joined/{seen + 1}", deadline - now())
             except KeyTimeout:
                 return
+
+    async def _faults(self, k: int) -> list[FaultRecord]:
+        """The faults that iteration k ended with: the same ones on every member. An end may be
+        told while some members have read them already. So the first one of a member counts, and
+        that of nobody who came to the barrier `term/k`, or had no part in k.
+        """
+        faults = await self.job.faults(k)
+        if any(ends(fault) for fault in faults):
+            came = await barrier.arrivals(self.link, f"term/{k}")
+            view = await self.job.view(k)
+            missing = set() if view is None else set(view.expected - came.keys())
+            kept = []
+            for fault in faults:
+                if not ends(fault) or fault.member in missing:
+                    kept.append(fault)
+                    missing -= {fault.member} if ends(fault) else set()
+            faults = kept
+        return faults
 
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
         """R1, checked where it counts: ranks dense from 0, sizes equal. A gap is a member that

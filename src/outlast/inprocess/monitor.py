@@ -3,7 +3,8 @@
 It sees the main process end (its pidfd, an event) and tells the others; sees it stop making
 progress (timestamps in shared memory) and applies the soft and the hard timeout; keeps a
 heartbeat in the store and watches that of the next member in the ring; on rank 0 it serves the
-store, where no launcher does.
+store, where no launcher does. Where the main process served the store of an iteration, it stands
+in for that until all have left the iteration.
 
 It is forked, not spawned: torch is there already and its pages stay shared. In the child nothing
 of the parent's is touched but what is named in `MonitorPlan`; all other descriptors are closed, so
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import json
 import os
@@ -51,6 +53,7 @@ class MonitorPlan:
         patience: for reaching the store.
         logfile: for what it has to say; nowhere by default.
         events_dir: where to write events, or an empty string.
+        address: of this host, where the store of an iteration is served.
     """
 
     page: SharedPage
@@ -71,6 +74,7 @@ class MonitorPlan:
     patience: float
     logfile: str | None
     events_dir: str
+    address: str = ""
 
 
 class MonitorHandle:
@@ -120,8 +124,10 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     """
     ours, theirs = socket.socketpair()
     main = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a daemon may have none
+            with contextlib.suppress(OSError, ValueError):  # or one that nobody reads, or closed
+                stream.flush()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks with threads. The child takes no lock but those that Python
         # itself reinitializes after a fork, and makes its own connection.
@@ -150,7 +156,7 @@ def _child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
     """Never returns: the parent's stack below is not ours to unwind."""
     code = 1
     try:
-        _detach(plan, end)
+        end = _detach(plan, end)
         from outlast.inprocess.monitor_loop import MonitorLoop  # what only the child needs
 
         _serve_and_watch(plan, main, end, MonitorLoop)
@@ -181,8 +187,8 @@ def _serve_and_watch(
     loop(plan, main, end, server).run()
 
 
-def _detach(plan: MonitorPlan, end: socket.socket) -> None:
-    """Leaves everything behind that is the parent's."""
+def _detach(plan: MonitorPlan, end: socket.socket) -> socket.socket:
+    """Leaves everything behind that is the parent's, but `end`, which it returns."""
     gc.disable()  # a collection would write to, and so copy, the pages shared with the parent
     os.setsid()
     for number in signal.valid_signals():
@@ -192,13 +198,17 @@ def _detach(plan: MonitorPlan, end: socket.socket) -> None:
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
-    log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
+    # Where the main process has closed these three, anything may have got their numbers.
+    keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)
+    log = fcntl.fcntl(
+        os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fcntl.F_DUPFD, 3
+    )
+    null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD, 3)
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    keep = end.fileno()
     os.closerange(3, keep)
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the process's life
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    return socket.socket(fileno=keep)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 import os
 import select
 import signal
@@ -17,10 +20,12 @@ from outlast.coordination.protocol import Job
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink, Sink
+from outlast.events.hang import HUNG
 from outlast.inprocess.connection import Connection, connect
 from outlast.inprocess.dying import is_dying, open_thread
 from outlast.inprocess.monitor import MonitorPlan
 from outlast.inprocess.shared import Activity
+from outlast.inprocess.store import TCPStore
 
 __all__ = ["MonitorLoop"]
 
@@ -59,7 +64,7 @@ class MonitorLoop:
         self.job = Job(self.link, plan.world_size)
         self.store: Connection | None = None
         self.main_alive = self.pidfd is not None
-        self.ended: int | None = None
+        self.kill_at: float | None = None
         self.next_beat = 0.0
         self.sibling: int | None = None
         self.sibling_iteration = -2
@@ -89,6 +94,7 @@ class MonitorLoop:
             self._report_death()
         elif dismissed and self.page.member < 0:
             self._report_departure()
+        self._stand_in()
         if self.server is not None and self.store is not None:
             self._serve_to_the_end()
 
@@ -138,7 +144,9 @@ class MonitorLoop:
         """Seconds until something is due, if no event comes before."""
         now = self.clock.now()
         due = self.next_beat
-        if self.page.activity in (Activity.FUNCTION, Activity.USER, Activity.LEAVING):
+        if self.kill_at is not None:
+            due = min(due, self.kill_at)
+        elif self.page.activity in (Activity.FUNCTION, Activity.USER, Activity.LEAVING):
             soft, hard = self._limits()
             pending = hard if self.page.reported_soft == self.page.iteration else soft
             due = min(due, self.page.progress + pending)
@@ -161,35 +169,43 @@ class MonitorLoop:
 
     def _check_progress(self) -> None:
         page = self.page
+        if self.kill_at is not None:
+            if self.clock.now() >= self.kill_at:
+                self.kill_at = math.inf
+                self._signal(signal.SIGKILL)
+            return
         if page.activity not in (Activity.FUNCTION, Activity.USER, Activity.LEAVING):
             return
         iteration = page.iteration
-        idle = self.clock.now() - page.progress
+        now = self.clock.now()
+        idle = now - page.progress
         soft, hard = self._limits()
         if idle >= hard:
-            self._terminate(idle)
+            self._terminate(idle, now)
         elif (
             page.activity == Activity.FUNCTION
             and idle >= soft
             and self.page.reported_soft != iteration
         ):
             cause = f"no progress for {idle:.3f} s (soft timeout {soft:.3f} s)"
-            fault = self._fault("SOFT_TIMEOUT", cause)
+            fault = dataclasses.replace(self._fault(HUNG, cause), idle=idle)
             page.reported_soft = iteration  # before anyone can know that the iteration ends
             self._emit_fault(fault)
             self._drive(self.job.report_fault(fault))
 
-    def _terminate(self, idle: float) -> None:
-        """The hard timeout. The end is reported by `_report_death`, when it is a fact."""
-        assert self.pidfd is not None
+    def _terminate(self, idle: float, now: float) -> None:
+        """The hard timeout. The end is reported by `_report_death`, when it is a fact. Until then
+        the loop goes on: a process that ends in order, on SIGTERM, says so.
+        """
         self.page.killed_hard = 1
         self.hard_cause = f"no progress for {idle:.3f} s (hard timeout): ended by its monitor"
-        signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
-        gone = select.poll()
-        gone.register(self.pidfd, select.POLLIN)
-        if not gone.poll(self.plan.grace * 1000):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            gone.poll()
+        self.kill_at = now + self.plan.grace
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.pidfd is not None
+        with contextlib.suppress(ProcessLookupError):  # it has ended: the loop sees that
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def _beat(self) -> None:
         now = self.clock.now()
@@ -295,6 +311,7 @@ class MonitorLoop:
                 host=fault.host,
                 interruption=fault.interruption,
                 cause=fault.cause,
+                pings=fault.pings,
             )
         )
 
@@ -309,18 +326,42 @@ class MonitorLoop:
             self.store = None
             return None
 
-    # -- the server's last duty --------------------------------------------------------------
+    # -- last duties -------------------------------------------------------------------------
+
+    def _stand_in(self) -> None:
+        """For the store of the iteration, which has gone with the main process. Ranks that are just
+        connecting to it try again and again, in C++, where no interrupt gets them out; so somebody
+        must answer there until all have left the function.
+        """
+        port, deadline = self.page.store_port, self.clock.now() + self.plan.patience
+        if not port or self.store is None or self.pidfd is None:
+            return
+        if not self.main_alive:  # told by a thread, perhaps: the port is free when all is over
+            over = select.poll()
+            over.register(self.pidfd, select.POLLIN)
+            over.poll(self.plan.patience * 1000)
+        try:
+            server = TCPStore.serve(host_name=self.plan.address, port=port)
+        except (StoreError, RuntimeError) as e:
+            print(e)
+            return
+        self._stay(done_key(f"term/{self.page.iteration}"), deadline)
+        del server
 
     def _serve_to_the_end(self) -> None:
-        """Until every member has said goodbye. Meanwhile it goes on as the observer of the ring,
-        so that members whose hosts died are not waited for.
+        """Until every member has said goodbye."""
+        self._stay(done_key("goodbye"), math.inf)
+
+    def _stay(self, key: str, deadline: float) -> None:
+        """Until the key appears. Meanwhile it goes on as the observer of the ring, so that members
+        whose hosts died are not waited for.
         """
         readable, writable = os.pipe()
-        thread = threading.Thread(target=self._await_goodbyes, args=(writable,), daemon=True)
+        thread = threading.Thread(target=self._await, args=(key, writable), daemon=True)
         thread.start()
         wait = select.poll()
         wait.register(readable, select.POLLIN)
-        while not wait.poll(self.plan.interval * 1000):
+        while not wait.poll(self.plan.interval * 1000) and self.clock.now() < deadline:
             if self.store is None:
                 return
             current = self._drive(self.job.current())
@@ -337,12 +378,12 @@ class MonitorLoop:
         lost = self._drive(lost_members(self.link))
         return view is not None and lost is not None and view.expected <= lost
 
-    def _await_goodbyes(self, writable: int) -> None:
+    def _await(self, key: str, writable: int) -> None:
         try:
             connection = connect(
                 self.plan.factory, self.plan.kwargs, self.plan.endpoint, self.plan.patience
             )
-            connection.wait_for(self.plan.prefix + done_key("goodbye"), None)
+            connection.wait_for(self.plan.prefix + key, None)
         except (StoreError, TimeoutError) as e:
             print(e)
         os.write(writable, b"x")

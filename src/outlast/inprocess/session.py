@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.errors import RestartAbort, StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, MonitorRestarted, NullSink, Sink
 from outlast.inprocess.abort import Abort
+from outlast.inprocess.announcement import Announcement
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.connection import Connection, connect
@@ -105,6 +105,7 @@ class _Session:
         self.gate = AtomicGate(self.interrupter)
         self.monitor: MonitorHandle
         self.watchdog: Watchdog
+        self.announcement: Announcement
         self.monitor_ended = False
         self.completed = False
         self.froze = False
@@ -121,6 +122,7 @@ class _Session:
             stack.callback(host.releaser.join)
             self.endpoint = self.monitor.endpoint
             control = self._connect()
+            stack.callback(control.close)
             stack.enter_context(_frozen_heap(self))
             self.interrupter.install()
             stack.callback(self.interrupter.restore)
@@ -134,8 +136,12 @@ class _Session:
                 self.emitter,
                 renew=self._connect,
             )
+            stack.callback(host.let_go)
             stack.callback(lambda: host.watcher.close(5.0))
-            self._announce(control, "running")
+            self.announcement = Announcement(
+                control, self.number, names_processes=self.launch.agent
+            )
+            self.announcement.running()
             self._start_watchdog(host, control)
             stack.callback(lambda: self.watchdog.close())
             host.repair = lambda: self._repair(host, control)
@@ -160,20 +166,35 @@ class _Session:
             self.emitter.emit(Lost(reason=repr(e)))
             if isinstance(e, RestartAbort):
                 with contextlib.suppress(RuntimeError):  # the store is lost: the error is told
-                    self._announce(control, "aborted")
+                    self.announcement.aborted()
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_wait(host)
             raise
+        if host.joining:  # a newcomer that came when all was over
+            self._check_that_the_store_is_new()
         self.completed = True
-        if not host.joining:  # a newcomer may have come when all was over
+        self.page.store_port = 0
+        if not host.joining:
             self.emitter.emit(Completed())
         # Whoever serves the store may be gone as soon as all have said goodbye; and nothing may
         # take the value away any more.
         with contextlib.suppress(StoreError, RuntimeError):
-            self._announce(control, "completed")
+            if not host.joining:
+                self.announcement.completed()
         with contextlib.suppress(StoreError):
             drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
         return value
+
+    def _check_that_the_store_is_new(self) -> None:
+        """A file outlives its run: the ranks of the next run find a job that has completed, and
+        would end at once, without a word.
+        """
+        if self.endpoint is None and not self.launch.replacement:
+            where = self.settings.store_kwargs.get("file_name", "the store")
+            raise StoreError(
+                f"{where} holds a job that has completed: a run needs a store of its own, so "
+                "remove the file, or name another one"
+            )
 
     def _end_wait(self, host: RankHost) -> None:
         """This rank leaves while its watcher may wait for something that others decide later."""
@@ -225,6 +246,7 @@ class _Session:
             patience=s.barrier_timeout.total_seconds(),
             logfile=s.monitor_process_logfile,
             events_dir=self.launch.events_dir,
+            address=host.iteration_store.address,
         )
 
     def _connect(self) -> Connection:
@@ -279,27 +301,6 @@ class _Session:
         self.emitter.emit(MonitorRestarted())
         self._start_watchdog(host, control)
 
-    def _announce(self, control: Connection, state: str) -> None:
-        """Tells a launcher what the job is at, so that it knows when replacements are of use.
-
-        The key holds the newest call that has begun. Each change names what it replaces: another
-        rank may be in the next call already, and a newcomer comes to a call that has ended.
-        """
-        store = control.torch_store
-        key = "outlast/job"
-        if state != "running":
-            self._change_job(store, self._job("running"), self._job(state))
-            return
-        held = json.loads(control.claim(key, self._job("running").encode()))
-        while held["call"] < self.number:
-            held = json.loads(self._change_job(store, json.dumps(held), self._job("running")))
-
-    def _job(self, state: str) -> str:
-        return json.dumps({"call": self.number, "state": state})
-
-    def _change_job(self, store: Any, before: str, after: str) -> bytes:
-        return bytes(store.compare_set("outlast/job", before, after))
-
     # -- the function ------------------------------------------------------------------------
 
     def _call_function(self, state: State) -> Any:
@@ -322,7 +323,7 @@ class _Session:
     def _dismiss_monitor(self) -> None:
         self.page.activity = Activity.DONE
         patience = self.settings.barrier_timeout.total_seconds()
-        if self.serves and not self.completed:
+        if (self.serves and not self.completed) or self.page.store_port:
             patience = 0.0  # the others may need the store for as long as they run
         self.monitor.dismiss(patience)
 

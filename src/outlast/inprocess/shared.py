@@ -60,6 +60,7 @@ class SharedPage:
     killed_hard = _Int(5)
     thread_1 = _Int(7)  # ids of two threads of the main process that live as long as it does
     thread_2 = _Int(8)
+    store_port = _Int(9)  # where the iteration's store is served, if this process does; else 0
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
     # Monotonic seconds of the last progress, and how long without progress is still healthy;
     # a limit of 0 stands for the soft timeout of the settings.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
@@ -10,6 +9,7 @@ from outlast.coordination.ops import Link, Op, _perform
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
+from outlast.inprocess.bare_host import BareHost
 from outlast.inprocess.contract import Interrupted, Limits, Phase, Place, Raised, Returned
 from outlast.inprocess.machine import Machine
 
@@ -23,7 +23,7 @@ __all__ = ["HOLD_S", "SimulatedHost"]
 HOLD_S = 0.5
 
 
-class SimulatedHost:
+class SimulatedHost(BareHost):
     """The rank-local side of a simulated member; its function is an operation that the
     scheduler ends as it likes.
     """
@@ -96,28 +96,14 @@ class SimulatedHost:
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         if self.place is not None and not self.place.active:
             self.world.invariants.finished.setdefault(iteration, set()).add(self.member)
-        return await link.wait_for(f"over/{iteration}", timeout)
+        return await super().wait_over(link, iteration, timeout)
 
     async def settle(self, iteration: int) -> None:
         self.maybe_leave("finalize")
         self.inside = False
 
-    def testimony(self, iteration: int) -> FaultRecord | None:
-        return None
-
-    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
-        return FaultRecord(
-            iteration, self.member, self.preferred_rank, "sim", 0, interruption, cause
-        )
-
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.fault(iteration, "BASE_EXCEPTION", repr(error))
-
-    def timing(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        pass
+        self.world.invariants.caused(self.iteration, cause)
 
     # -- faults ------------------------------------------------------------------------------
 

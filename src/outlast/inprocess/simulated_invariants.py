@@ -1,4 +1,4 @@
-"""What must hold in every step of a simulated job, and at its end: R1, R2 and R5."""
+"""What must hold in every step of a simulated job, and at its end: R1, R2, R5 and R6."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.coordination import barrier
 from outlast.coordination.protocol import COMPLETED
-from outlast.coordination.records import lines
+from outlast.coordination.records import FaultRecord, lines
 from outlast.coordination.simulation import Simulation, Task
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankLostError, RestartAbort, RestartError
@@ -35,6 +35,7 @@ class Invariants:
         self.finished: dict[int, set[int]] = {}
         self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
         self.suspected: set[int] = set()
+        self.causes: dict[int, int] = {}
         self.broken: list[str] = []
         self.timeouts_seen = 0
 
@@ -93,6 +94,16 @@ class Invariants:
             return
         left_out = set(asked) - record.expected - self._ledger()
         self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, who asked before")
+
+    def caused(self, iteration: int, cause: FaultRecord | None) -> None:
+        """R6: all members name the same first cause. Not of one that was taken for dead, and may
+        still come to the barrier while the others read what happened.
+        """
+        if self.suspected:
+            return
+        member = -1 if cause is None else cause.member
+        named = self.causes.setdefault(iteration, member)
+        self.must(named == member, f"R6: the cause of {iteration} is member {named}, and {member}")
 
     def check_holds(self) -> None:
         """A hold that was over in vain: the job had not got its size, nor had anyone decided."""

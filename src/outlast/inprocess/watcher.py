@@ -34,6 +34,7 @@ from outlast.inprocess.connection import Connection
 from outlast.inprocess.gate import AtomicGate
 from outlast.inprocess.interrupt import Interrupter
 from outlast.inprocess.shared import Activity, SharedPage
+from outlast.inprocess.standstill import Standstill, look
 
 __all__ = ["Guard", "Watcher"]
 
@@ -48,16 +49,14 @@ class Guard:
     Attributes:
         seen: set when the iteration is known to end in a restart.
         left: set by the function's thread when it is out of the function.
-        where: the place that the function's thread was in at that moment, and whether the
-            innermost frame is torch's, as in a collective that waits for others.
+        found: how the function's thread was met at that moment, if it was in user code.
         how: the future end of the iteration; a `StoreError` if the store is lost.
     """
 
     def __init__(self) -> None:
         self.seen = threading.Event()
         self.left = threading.Event()
-        self.where = ""
-        self.in_torch = False
+        self.found: Standstill | None = None
         self.how: Future[bytes] = Future()
 
     def wait(self, timeout: float | None) -> bytes:
@@ -152,6 +151,7 @@ class Watcher:
         if self._thread.is_alive():
             self._connection.break_off()
             self._thread.join(timeout)
+        self._connection.close()
 
     def break_off(self) -> None:
         """Ends the wait that is under way, whose asker has gone away."""
@@ -168,6 +168,7 @@ class Watcher:
         self._connection.break_off()
 
         def replace() -> None:
+            self._connection.close()
             self._connection = renew()
 
         self._submit(replace)
@@ -210,12 +211,15 @@ class Watcher:
             guard.how.set_result(outcome)
 
     def _end_iteration(self, guard: Guard, reason: str) -> None:
-        guard.where, guard.in_torch = self._interrupter.where(), self._interrupter.in_torch()
+        if not guard.left.is_set():
+            guard.found = look(self._interrupter, self._page, self._emitter.clock.now())
         guard.seen.set()
         self._emitter.emit(Seen(reason=reason))
+        # From here on the hard timeout runs, for an `atomic()` in a long phase too: the others wait
+        # at a barrier, and all of them would give up before this one comes.
+        self._leaving()
         self._gate.begin_termination()
-        self._page.progress = self._emitter.clock.now()
-        self._page.activity = Activity.LEAVING
+        self._leaving()
         start, error = self._emitter.clock.now(), ""
         try:
             self._abort(False)
@@ -225,6 +229,10 @@ class Watcher:
         seconds = self._emitter.clock.now() - start
         self._emitter.emit(AbortDone(seconds=seconds, error=error))
         self._interrupt(guard)
+
+    def _leaving(self) -> None:
+        self._page.progress = self._emitter.clock.now()
+        self._page.activity = Activity.LEAVING
 
     def _interrupt(self, guard: Guard) -> None:
         pause, landed = self._retry, self._interrupter.landed

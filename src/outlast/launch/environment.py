@@ -11,14 +11,20 @@ from pathlib import Path
 
 from outlast.launch.job import Job
 
-__all__ = ["mark", "python", "warden_environment", "worker_environment"]
+__all__ = ["mark", "names_chaos_state", "python", "warden_environment", "worker_environment"]
 
 _MARK = "OUTLAST_JOB"
+_CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 
 
 def python() -> str:
     """The interpreter of workers: `PYTHON_EXEC`, as with torchrun, or the launcher's own."""
     return os.environ.get("PYTHON_EXEC") or sys.executable
+
+
+def names_chaos_state() -> bool:
+    """Whether the user has said where fired faults are kept, as for a job on several hosts."""
+    return bool(os.environ.get(_CHAOS_STATE))
 
 
 def mark(job: Job) -> str:
@@ -81,4 +87,6 @@ def worker_environment(
         values["OUTLAST_EVENTS_DIR"] = str(job.events_dir)
     if job.chaos is not None:
         values["OUTLAST_CHAOS"] = str(job.chaos)
+    if job.chaos_state is not None:
+        values[_CHAOS_STATE] = str(job.chaos_state)
     return given | values

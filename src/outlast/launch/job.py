@@ -46,7 +46,9 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of one node. `max_restarts` is `None` if not given: see `decisions`."""
+    """A job of one node. `max_restarts` is `None` if not given: see `decisions`.
+    `chaos_state` is where the workers keep which faults have fired.
+    """
 
     program: Program
     nproc: int
@@ -59,6 +61,7 @@ class Job:
     log_dir: Path | None = None
     events_dir: Path | None = None
     chaos: Path | None = None
+    chaos_state: Path | None = None
     grace_s: float = 30.0
     backoff: BackOff = dataclasses.field(default_factory=BackOff)
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -94,6 +95,8 @@ class Site:
             sink = JsonlSink(job.events_dir / f"agent-{os.getpid()}.jsonl")
         stack.callback(sink.close)
         folder = self._folder(stack)
+        if job.chaos is not None and not environment.names_chaos_state():
+            job = dataclasses.replace(job, chaos_state=self._chaos_state(stack))
         stack.enter_context(self.loop)
         self.console = Console(self.loop)
         stack.callback(self.console.close)
@@ -120,6 +123,12 @@ class Site:
         self._scratch = folder
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
+
+    def _chaos_state(self, stack: ExitStack) -> Path:
+        """For the faults that have fired, which replacements and restarts must know."""
+        state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._scratch))
+        stack.callback(shutil.rmtree, state, ignore_errors=True)
+        return state
 
     def _start_warden(self) -> None:
         self._warden = start_warden(

@@ -10,21 +10,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rank import (
-    FOREVER_S,
-    Told,
-    finish,
-    join_group,
-    main,
-    observed,
-    rank,
-    report,
-    say,
-    scenario,
-    wait_until_asleep,
-)
+from acts import FOREVER_S, Told, finish, join_group, rank, wait_forever, wait_until_asleep
+from rank import main, say, scenario, wrapped
 
-from outlast.inprocess import CallWrapper, State, Wrapper
+from outlast.inprocess import CallWrapper, State
 from outlast.inprocess.abort import Abort
 
 Block = Callable[[], object]
@@ -88,29 +77,24 @@ WAYS: dict[str, Callable[[CallWrapper], Block]] = {
 
 
 @scenario
-def one_after_another() -> None:
+@wrapped()
+def one_after_another(call: CallWrapper) -> list[str]:
     """One iteration for each way, and one to end in."""
     ways = list(WAYS)
-
-    @Wrapper()
-    @observed
-    def train(call: CallWrapper) -> list[str]:
-        if call.iteration == len(ways):
-            return ways
-        way = ways[call.iteration]
-        # Connections of their own: that of call.state.store is what one of the ways blocks.
-        store = call.state.store.clone()
-        block = WAYS[way](call)
-        if rank() == 1:
-            store.wait(["asleep"])
-            raise ValueError(f"a fault while the other is in {way}")
-        say("blocks", way=way)
-        threading.Thread(target=_tell, args=(store,), daemon=True).start()
-        block()
-        say("was not interrupted", way=way)
-        return []
-
-    report(train)  # type: ignore[call-arg]
+    if call.iteration == len(ways):
+        return ways
+    way = ways[call.iteration]
+    # Connections of their own: that of call.state.store is what one of the ways blocks.
+    store = call.state.store.clone()
+    block = WAYS[way](call)
+    if rank() == 1:
+        store.wait(["asleep"])
+        raise ValueError(f"a fault while the other is in {way}")
+    say("blocks", way=way)
+    threading.Thread(target=_tell, args=(store,), daemon=True).start()
+    block()
+    say("was not interrupted", way=way)
+    return []
 
 
 def _tell(store: dist.Store) -> None:
@@ -119,39 +103,29 @@ def _tell(store: dist.Store) -> None:
 
 
 @scenario
-def amid_a_transfer() -> None:
+@wrapped()
+def amid_a_transfer(call: CallWrapper) -> int:
     """All send and receive as much as they can; the test kills one of them meanwhile."""
-
-    @Wrapper()
-    @observed
-    def train(call: CallWrapper) -> int:
-        size = join_group()
-        data = torch.ones(1 << 22)
-        step = 0
-        while size == 3:
-            dist.all_reduce(data)
-            step += 1
-            if step == 5:
-                say("under way")
-        return finish()
-
-    report(train)  # type: ignore[call-arg]
+    size = join_group()
+    data = torch.ones(1 << 22)
+    step = 0
+    while size == 3:
+        dist.all_reduce(data)
+        step += 1
+        if step == 5:
+            say("under way")
+    return finish()
 
 
 @scenario
-def peer_dies_before_it_connects() -> None:
+@wrapped()
+def peer_dies_before_it_connects(call: CallWrapper) -> int:
     """Rank 1 has told the store where it listens, and dies before it is connected."""
-
-    @Wrapper()
-    @observed
-    def train(call: CallWrapper) -> int:
-        if call.iteration == 0 and rank() == 1:
-            say("waits")
-            threading.Event().wait()
-        join_group()
-        return finish()
-
-    report(train)  # type: ignore[call-arg]
+    if call.iteration == 0 and rank() == 1:
+        say("waits")
+        wait_forever()
+    join_group()
+    return finish()
 
 
 @scenario
@@ -164,8 +138,7 @@ def atomic() -> None:
             say("abort")
             return state
 
-    @Wrapper(abort=Tells())
-    @observed
+    @wrapped(abort=Tells())
     def train(call: CallWrapper) -> int:
         if call.iteration:
             return rank()
@@ -187,7 +160,7 @@ def atomic() -> None:
             say("refused")
         return -1
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
 if __name__ == "__main__":

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from rank import (
-    Told,
-    collective,
-    finish,
-    join_group,
-    main,
-    observed,
-    report,
-    say,
-    scenario,
-    seconds,
-)
+from acts import Told, collective, finish, join_group, seconds
+from rank import main, say, scenario, wrapped
 
 from outlast.events import Event, Joined, NullSink
-from outlast.inprocess import CallWrapper, Compose, GrowPolicy, Wrapper
+from outlast.inprocess import CallWrapper, Compose, GrowPolicy
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 ASKED = sys.argv[2] if len(sys.argv) > 2 else ""
@@ -37,8 +27,7 @@ def replaced() -> None:
     """When one is missing, the others go on until the test tells rank 0 something."""
     told = Told()
 
-    @Wrapper(grow_policy=GrowPolicy[ASKED], event_sink=Asks())
-    @observed
+    @wrapped(grow_policy=GrowPolicy[ASKED], event_sink=Asks())
     def train(call: CallWrapper) -> int:
         size = join_group()
         say("ready", iteration=call.iteration, size=size)
@@ -53,7 +42,7 @@ def replaced() -> None:
             collective()
         return finish()
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
 @scenario
@@ -62,8 +51,7 @@ def awaited() -> None:
     hold = seconds(float(sys.argv[2]))
     told = Told()
 
-    @Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(hold)))
-    @observed
+    @wrapped(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(hold)))
     def train(call: CallWrapper) -> int:
         size = join_group()
         say("ready", iteration=call.iteration, size=size)
@@ -71,7 +59,7 @@ def awaited() -> None:
             told.wait()
         return finish()
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
 if __name__ == "__main__":

@@ -12,19 +12,8 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from rank import (
-    die,
-    finish,
-    join_group,
-    main,
-    observed,
-    rank,
-    report,
-    say,
-    scenario,
-    seconds,
-    wait_forever,
-)
+from acts import die, finish, join_group, rank, seconds, wait_forever
+from rank import main, say, scenario, wrapped
 
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed
@@ -47,8 +36,7 @@ def aborted_by_the_controller() -> None:
     """Rank 1 fails in every iteration, until the controller has had enough."""
     how = sys.argv[2]
 
-    @Wrapper(initialize=RetryController(max_iterations=2 if how == "raise" else 1))
-    @observed
+    @wrapped(initialize=RetryController(max_iterations=2 if how == "raise" else 1))
     def train(call: CallWrapper) -> None:
         join_group()
         store = call.state.store
@@ -61,23 +49,19 @@ def aborted_by_the_controller() -> None:
             store.set("echo", "1")
             raise
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
 @scenario
-def port_taken() -> None:
+@wrapped(
+    soft_timeout=seconds(1.5),
+    hard_timeout=seconds(2),
+    heartbeat_timeout=seconds(2),
+    barrier_timeout=seconds(4),
+)
+def port_taken(call: CallWrapper) -> None:
     """The port of the job is held by somebody who is no store; the test holds it."""
-
-    @Wrapper(
-        soft_timeout=seconds(1.5),
-        hard_timeout=seconds(2),
-        heartbeat_timeout=seconds(2),
-        barrier_timeout=seconds(4),
-    )
-    def train(call: CallWrapper) -> None:
-        say("must not be entered")
-
-    report(train)  # type: ignore[call-arg]
+    say("must not be entered")
 
 
 class Unprepared(AbortTorchDistributed):
@@ -89,13 +73,9 @@ class Unprepared(AbortTorchDistributed):
 
 
 @scenario
-def fails_coming_up() -> None:
-    @Wrapper(abort=Unprepared())
-    @observed
-    def train(call: CallWrapper) -> int:
-        return join_group()
-
-    report(train)  # type: ignore[call-arg]
+@wrapped(abort=Unprepared())
+def fails_coming_up(call: CallWrapper) -> int:
+    return join_group()
 
 
 @scenario
@@ -106,8 +86,7 @@ def nested_and_repeated() -> None:
     def inner() -> None:
         say("must not be entered")
 
-    @Wrapper()
-    @observed
+    @wrapped()
     def train(call: CallWrapper) -> list[int]:
         try:
             inner()
@@ -120,12 +99,12 @@ def nested_and_repeated() -> None:
 
     environment = dict(os.environ)
     for _ in range(3):
-        report(train)  # type: ignore[call-arg]
+        train()
         assert dict(os.environ) == environment
     # A group of one, on a store of its own: the port may still be the last call's.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        train()  # type: ignore[call-arg]
+        train()
     except ValueError as error:
         say("initialized", message=str(error))
     dist.destroy_process_group()
@@ -137,40 +116,34 @@ def alone() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
-    @Wrapper()
-    @observed
+    @wrapped()
     def train(call: CallWrapper) -> list[int]:
         size = join_group()
         if call.iteration < 3:
             raise ValueError("a planned fault")
         return [finish(), size]
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
-def _fails_once() -> Any:
+@wrapped()
+def _fails_once(call: CallWrapper) -> int:
     """A function that loops in Python, as an asynchronous exception needs it."""
-
-    @Wrapper()
-    @observed
-    def train(call: CallWrapper) -> int:
-        join_group()
-        if call.iteration == 0:
-            if rank() == 1:
-                raise ValueError("a planned fault")
-            with call.atomic():
-                pass
-            while True:
-                time.sleep(0.01)
-        return finish()
-
-    return train
+    join_group()
+    if call.iteration == 0:
+        if rank() == 1:
+            raise ValueError("a planned fault")
+        with call.atomic():
+            pass
+        while True:
+            time.sleep(0.01)
+    return finish()
 
 
 @scenario
 def in_another_thread() -> None:
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(report(_fails_once())))
+    thread = threading.Thread(target=lambda: results.append(_fails_once()))
     thread.start()
     thread.join()
     say("thread", results=results)
@@ -185,7 +158,7 @@ def signal_taken() -> None:
         got.append(number)
 
     signal.signal(signal.SIGURG, mine)
-    report(_fails_once())
+    _fails_once()
     assert signal.getsignal(signal.SIGURG) is mine
     os.kill(os.getpid(), signal.SIGURG)
     say("signals", got=got)
@@ -197,8 +170,7 @@ def foreign_connection() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     pairs = [_connection(server)]
 
-    @Wrapper()
-    @observed
+    @wrapped()
     def train(call: CallWrapper) -> int:
         if call.iteration == 0:
             pairs.append(_connection(server))
@@ -213,7 +185,7 @@ def foreign_connection() -> None:
             say("heard", text=theirs.recv(100).decode())
         return finish()
 
-    report(train)  # type: ignore[call-arg]
+    train()
     for ours, theirs in pairs:
         theirs.sendall(b"afterwards")
         say("heard", text=ours.recv(100).decode())
@@ -232,12 +204,12 @@ def busy_threads() -> None:
     for work in (_allocate, _import):
         threading.Thread(target=work, args=(stop,), daemon=True).start()
 
-    @Wrapper()
+    @wrapped()
     def train(call: CallWrapper) -> int:
         return rank()
 
     for _ in range(20):
-        report(train)  # type: ignore[call-arg]
+        train()
     stop.set()
 
 

@@ -6,7 +6,8 @@ import os
 import select
 import sys
 
-from rank import main, say, scenario, wait_forever
+from acts import wait_forever
+from rank import main, say, scenario
 
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.protocol import Job

@@ -9,21 +9,11 @@ import os
 import sys
 import threading
 
-from rank import (
-    die,
-    finish,
-    join_group,
-    main,
-    observed,
-    rank,
-    report,
-    say,
-    scenario,
-    seconds,
-    wait_forever,
-)
+from acts import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
+from rank import main, say, scenario, wrapped
 
-from outlast.inprocess import CallWrapper, State, Wrapper
+from outlast.coordination.protocol import Job
+from outlast.inprocess import CallWrapper, State
 from outlast.inprocess.abort import AbortTorchDistributed
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
@@ -97,69 +87,49 @@ class Filter(RankFilter):
         return state
 
 
+def _rank_0_fails_once(call: CallWrapper) -> int:
+    """What brings the restart about, all phases of which the ranks then go through."""
+    join_group()
+    if call.iteration == 0:
+        if rank() == 0:
+            raise ValueError("the first fault")
+        wait_forever()
+    return finish()
+
+
 @scenario
-def fails_in_phase() -> None:
-    limits = {}
-    if HOW == "hang":
-        limits = {
-            "soft_timeout": seconds(1.5),
-            "hard_timeout": seconds(2),
-            "termination_grace_time": seconds(0.5),
-        }
-
-    @Wrapper(
-        initialize=Init(),
-        abort=Abort(),
-        finalize=Final(),
-        health_check=Health(),
-        rank_assignment=Assignment(),
-        rank_filter=Filter(),
-        **limits,
-    )
-    @observed
-    def train(call: CallWrapper) -> int:
-        join_group()
-        if call.iteration == 0:
-            if rank() == 0:
-                raise ValueError("the first fault")
-            wait_forever()
-        return finish()
-
-    report(train)  # type: ignore[call-arg]
+@wrapped(
+    initialize=Init(),
+    abort=Abort(),
+    finalize=Final(),
+    health_check=Health(),
+    rank_assignment=Assignment(),
+    rank_filter=Filter(),
+    **(SHORT if HOW == "hang" else {}),
+)
+def fails_in_phase(call: CallWrapper) -> int:
+    return _rank_0_fails_once(call)
 
 
 @scenario
 def dies_at_the_barrier() -> None:
     """Rank 2 holds the restart up in `finalize` while the test kills rank 1 at the barrier."""
-    from rank import Told
-
     told = Told()
 
-    class Held(Finalize):
+    class Held(Finalized):
         def __call__(self, state, train_ex=None):
-            say("finalized", iteration=state.iteration)
+            super().__call__(state, train_ex)
             if state.initial_rank == 2:
                 told.wait()
             return state, train_ex
 
-    @Wrapper(finalize=Held())
-    @observed
-    def train(call: CallWrapper) -> int:
-        join_group()
-        if call.iteration == 0:
-            if rank() == 0:
-                raise ValueError("the first fault")
-            wait_forever()
-        return finish()
-
-    report(train)  # type: ignore[call-arg]
+    train = wrapped(finalize=Held())(_rank_0_fails_once)
+    train()
 
 
 @scenario
 def dies_before_it_registers() -> None:
     """Rank 1 dies when its monitor is up and nothing else has happened."""
-    from outlast.coordination.protocol import Job
-
     register, main_process = Job.register, os.getpid()
 
     async def registering(self: Job, *args: object) -> int | None:
@@ -170,13 +140,12 @@ def dies_before_it_registers() -> None:
     if FIRST_RANK == 1:
         Job.register = registering  # type: ignore[assignment,method-assign]
 
-    @Wrapper()
-    @observed
+    @wrapped()
     def train(call: CallWrapper) -> int:
         join_group()
         return finish()
 
-    report(train)  # type: ignore[call-arg]
+    train()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What all rank scripts share: they speak in JSON lines, and run the scenario that they are told.
 
 @scenario
-def fails_once() -> None: ...
+@wrapped()
+def fails_once(call: CallWrapper) -> int: ...
 
 main()                                 # python script.py fails_once
 """
@@ -11,23 +12,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from outlast import inprocess
 from outlast.errors import RankFault
 
-FOREVER_S = 100_000.0
-SCENARIOS: dict[str, Callable[[], None]] = {}
+SCENARIOS: dict[str, Callable[[], Any]] = {}
 
 
 def say(event: str, **fields: Any) -> None:
@@ -58,31 +51,26 @@ def _entered(call: inprocess.CallWrapper) -> None:
     say(
         "entered",
         iteration=call.iteration,
-        rank=rank(),
+        rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         initial_rank=state.initial_rank,
         pid=os.getpid(),
     )
 
 
-def join_group() -> int:
-    """Makes the process group, and sees that it works; returns the world size."""
-    dist.init_process_group("gloo")
-    return collective()
+def wrapped(**options: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Puts a function under a wrapper with these options; it is observed, and a call reports."""
 
+    def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
+        restarted = inprocess.Wrapper(**options)(observed(function))
 
-def collective() -> int:
-    """An all-reduce; returns how many ranks took part."""
-    count = torch.ones(1)
-    dist.all_reduce(count)
-    return int(count)
+        @functools.wraps(function)
+        def reporting() -> Any:
+            return report(restarted)
 
+        return reporting
 
-def finish() -> int:
-    """Ends the process group; returns this rank."""
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(os.environ["RANK"])
+    return decorate
 
 
 def report(wrapped: Callable[[], Any]) -> Any:
@@ -100,50 +88,7 @@ def report(wrapped: Callable[[], Any]) -> Any:
     return value
 
 
-def rank() -> int:
-    """This rank, as it is now."""
-    return int(os.environ["RANK"])
-
-
-def die() -> None:
-    """Ends this process without a word."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_forever() -> None:
-    """Blocks until the interrupt."""
-    threading.Event().wait(FOREVER_S)
-
-
-def wait_until_asleep() -> None:
-    """Waits until the main thread of this process sleeps in the kernel, and stays there."""
-    status = Path(f"/proc/self/task/{os.getpid()}/status")
-    before: list[str] = []
-    while True:
-        now = [x for x in status.read_text().splitlines() if x.startswith(("State", "voluntary"))]
-        if now == before and now[0].split()[1] == "S":  # no switch since: the same sleep
-            return
-        before = now
-        time.sleep(0.02)
-
-
-class Told:
-    """The test says "go on" with a signal: SIGUSR1, as often as it likes."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        signal.signal(signal.SIGUSR1, lambda *_: self._event.set())
-
-    def wait(self) -> None:
-        self._event.wait()
-        self._event.clear()
-
-
-def seconds(value: float) -> timedelta:
-    return timedelta(seconds=value)
-
-
-def scenario(function: Callable[[], None]) -> Callable[[], None]:
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
     """Makes a function one that the command line can name."""
     SCENARIOS[function.__name__] = function
     return function

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from rank import finish, join_group, main, rank, report, say, scenario
+from acts import finish, join_group, rank
+from rank import main, report, say, scenario
 
 from outlast.inprocess import CallWrapper, Wrapper
 
@@ -39,9 +40,12 @@ def many_restarts() -> None:
 
     @Wrapper()
     def train(call: CallWrapper) -> int:
-        if call.iteration in (10, restarts // 2, restarts):
-            say("held", iteration=call.iteration, **_held())
         join_group()
+        if call.iteration in (10, restarts // 2, restarts):
+            # Between two barriers: the other rank's connections are there, and stay.
+            dist.barrier()
+            say("held", iteration=call.iteration, **_held())
+            dist.barrier()
         if call.iteration < restarts:
             if rank() == call.iteration % 2:
                 raise ValueError("a planned fault")

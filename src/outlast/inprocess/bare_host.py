@@ -1,0 +1,44 @@
+"""What is the same in all hosts that have no process of their own, nor a function in it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from outlast.coordination.ops import Link
+from outlast.coordination.records import FaultRecord
+
+__all__ = ["BareHost"]
+
+
+class BareHost:
+    """A base for hosts of simulated and of counted members: nothing to clean up, nobody to tell.
+
+    Attributes:
+        preferred_rank, member: who it is, in its faults.
+    """
+
+    preferred_rank: int
+    member = -1
+
+    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
+        return await link.wait_for(f"over/{iteration}", timeout)
+
+    async def settle(self, iteration: int) -> None:
+        return None
+
+    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+        return None
+
+    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
+        return FaultRecord(
+            iteration, self.member, self.preferred_rank, "no host", 0, interruption, cause
+        )
+
+    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
+        return self.fault(iteration, "BASE_EXCEPTION", repr(error))
+
+    def timing(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+        return None

@@ -1,0 +1,50 @@
+"""Rank 2 hangs, and every other rank's soft timeout is over before its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from acts import SHORT, collective, finish, join_group, seconds, wait_forever
+from rank import main, scenario, wrapped
+
+from outlast.inprocess import CallWrapper
+
+CULPRIT = 2
+# Those who wait for it are timed out first, as it may happen where limits follow each rank's pace.
+PATIENT = SHORT | {"soft_timeout": seconds(60), "hard_timeout": seconds(80)}
+
+
+@scenario
+@wrapped(**(PATIENT if os.environ["RANK"] == str(CULPRIT) else SHORT))
+def one_hangs_and_others_time_out(call: CallWrapper) -> int:
+    """The others wait in the way that the command line says."""
+    join_group()
+    if call.iteration == 0:
+        call.ping()
+        if int(os.environ["RANK"]) == CULPRIT:
+            wait_forever()
+        _wait(sys.argv[2], call)
+    return finish()
+
+
+def _wait(how: str, call: CallWrapper) -> None:
+    if how == "collective":
+        collective()
+    elif how == "work":  # the innermost frame is the user's
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.wait()
+    elif os.environ["RANK"] == "3":  # gets on, and waits for nobody
+        while True:
+            call.ping()
+            threading.Event().wait(0.01)
+    else:
+        dist.recv(torch.ones(1), CULPRIT)
+
+
+if __name__ == "__main__":
+    main()

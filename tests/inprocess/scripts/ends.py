@@ -1,0 +1,167 @@
+"""Functions that end in ways of their own: by a handler, in a forked child, in an atomic block."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch.distributed as dist
+from acts import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
+from rank import main, report, say, scenario, wrapped
+
+from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.store import FileStore
+
+FIRST_RANK = int(os.environ["RANK"])
+
+
+@scenario
+@wrapped(**SHORT | {"termination_grace_time": seconds(60)})
+def exits_on_sigterm(call: CallWrapper) -> int:
+    """Rank 1 hangs where no interrupt gets it out, and has a handler that ends it in order."""
+    join_group()
+    if call.iteration == 0:
+        if FIRST_RANK == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+            with call.atomic():
+                wait_forever()
+        collective()
+    return finish()
+
+
+@scenario
+@wrapped()
+def forks(call: CallWrapper) -> int:
+    """A child of rank 1 leaves the function, in the way that the command line says."""
+    join_group()
+    if rank() == 1 and call.iteration == 0:
+        child = os.fork()
+        if child == 0:
+            return _leave_child(sys.argv[2])
+        _, status = os.waitpid(child, 0)
+        say("child", code=os.waitstatus_to_exitcode(status))
+    collective()
+    return finish()
+
+
+def _leave_child(how: str) -> int:
+    if how == "raise":
+        raise ValueError("a fault of the child")
+    if how == "exit":
+        sys.exit(5)
+    return 0
+
+
+@scenario
+def wraps_the_interrupt() -> None:
+    """Rank 0 fails; rank 1 makes an exception of its own out of the interrupt."""
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        if call.iteration == 0:
+            if rank() == 0:
+                raise OSError("the fault")
+            try:
+                wait_forever()
+            except BaseException as e:
+                raise ValueError("the training failed") from e
+        return rank()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+@wrapped(**SHORT, heartbeat_timeout=seconds(2), barrier_timeout=seconds(6))
+def long_atomic(call: CallWrapper) -> int:
+    """Rank 0 fails while rank 1 is in an atomic block that it has declared to be very long."""
+    join_group()
+    if call.iteration == 0:
+        if FIRST_RANK == 1:
+            with call.long_phase(seconds(600)), call.atomic():
+                dist.barrier()
+                threading.Event().wait(30)
+        dist.barrier()
+        raise ValueError("a planned fault")
+    return finish()
+
+
+@scenario
+@wrapped(soft_timeout=seconds(15), hard_timeout=seconds(20))
+def connects_when_the_store_is_gone(call: CallWrapper) -> int:
+    """Rank 0 ends, in the way that the command line says; rank 1 begins to connect to its store
+    when it has, in C++, where no interrupt reaches it. Rank 2 waits.
+    """
+    if call.iteration == 0:
+        if FIRST_RANK == 0:
+            call.state.store.set("pid", str(os.getpid()))
+            call.state.store.wait(["seen", "here"])
+            if sys.argv[2] == "exit":
+                sys.exit(3)
+            die()
+        if FIRST_RANK == 2:
+            call.state.store.set("here", "1")
+            wait_forever()
+        served = os.pidfd_open(int(call.state.store.get("pid")))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+        try:
+            call.state.store.set("seen", "1")
+            select.select([served], [], [])
+            join_group()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])
+    join_group()
+    return finish()
+
+
+@scenario
+def on_a_file() -> None:
+    """A call on a store in a file."""
+
+    @Wrapper(store_factory=FileStore, store_kwargs={"file_name": sys.argv[2]})
+    def train(call: CallWrapper) -> int:
+        return rank()
+
+    report(train)  # type: ignore[call-arg]
+
+
+@scenario
+def without_standard_streams() -> None:
+    """A call in a daemon, which has closed them; the result goes to a file."""
+    for number in range(3):
+        os.close(number)
+    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        if call.iteration == 0:
+            raise ValueError("a planned fault")
+        return call.iteration
+
+    value: Any = train()  # type: ignore[call-arg]
+    with open(sys.argv[2], "w") as file:
+        file.write(str(value))
+
+
+@scenario
+def many_calls() -> None:
+    """One call after the other, without garbage collections."""
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        return rank()
+
+    held = []
+    gc.disable()
+    for _ in range(12):
+        train()  # type: ignore[call-arg]
+        held.append(len(os.listdir("/proc/self/fd")))
+    say("held", descriptors=held)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What `outlast run` makes of workers that use the wrapper, and of those under a fault plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launch.runs import Run
+
+FAILS_AFTERWARDS = """
+import os, sys
+from outlast.inprocess import Wrapper
+
+@Wrapper()
+def train():
+    return 1
+
+train()
+sys.exit(4 if os.environ["RANK"] == "1" else 0)
+"""
+
+STATE = """
+import os, sys
+print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLAST_CHAOS_STATE"]))
+"""
+
+PLAN = json.dumps({"faults": [{"rank": 0, "step": 1, "kind": "exception"}]})
+
+
+def test_a_worker_that_fails_after_it_has_completed_fails_the_job(tmp_path: Path) -> None:
+    with Run(tmp_path, FAILS_AFTERWARDS, "--nproc-per-node=3") as run:
+        assert run.wait() == 4
+    assert "not replaced, the job is completed" in run.err
+
+
+def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(PLAN)
+    with Run(tmp_path, STATE, "--nproc-per-node=2", f"--chaos={plan}") as run:
+        assert run.wait() == 0
+    folder, there = run.out.splitlines()[0].rpartition("] ")[2].split()
+    assert there == "True"
+    assert Path(folder).is_relative_to(run.temporary)
+    assert list(run.temporary.iterdir()) == []
+
+
+def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
+    plan, kept = tmp_path / "plan.json", tmp_path / "kept"
+    plan.write_text(PLAN)
+    env = {"OUTLAST_CHAOS_STATE": str(kept)}
+    with Run(tmp_path, STATE, f"--chaos={plan}", env=env) as run:
+        assert run.wait() == 0
+    assert f"{kept} True" in run.out
+    assert kept.is_dir()
