@@ -111,6 +111,7 @@ class Checkpointer:
             raise ValueError(f"max_in_flight={max_in_flight} and threads={threads} are at least 1")
         if isinstance(on_failure, str) and on_failure != "raise":
             raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
+        self._closed = True  # until it is made
         self._url = os.fspath(path) if "://" in os.fspath(path) else str(Path(path).absolute())
         self._keep = keep if keep is not None else Retention()
         self._optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
@@ -133,7 +134,12 @@ class Checkpointer:
         self._restorer = Restorer(
             self._engine, connect_ledger("restore", group), group, self._timeout, self._emitter
         )
-        self._restorer.open(self._owner_name())
+        try:
+            self._restorer.open(self._owner_name())
+        except BaseException:
+            if not taken_over:  # nobody else knows of it
+                self._engine.close(0.0)
+            raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
         self._saver = Saver(self._engine, ledger, self._exchange, self._committed, self._ended)
         self._signature: Any = None

@@ -7,7 +7,6 @@ other threads: everything here is a connection apart from the group's.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +15,9 @@ from torch.distributed import distributed_c10d
 from outlast.coordination import Store, TorchStore
 from outlast.errors import StoreError
 
-__all__ = ["connections", "next_number", "place_in"]
+__all__ = ["connections", "place_in"]
 
 _torch: Any = dist  # its stubs do not name the stores
-_numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def place_in(group: Any) -> tuple[int, int, str] | None:
@@ -54,17 +52,6 @@ def connections(group: Any, count: int) -> list[Store]:
     except RuntimeError as e:
         first_line = str(e).partition("\n")[0]
         raise StoreError(f"the store at {where} cannot be reached: {first_line}") from e
-
-
-def next_number(group: Any, prefix: str) -> int:
-    """0, 1, 2, ...: how often this was asked for the group and the prefix before.
-
-    The number is the group's: whoever makes a group anew, after a restart in place say, begins at
-    0 again, as a rank does that was not there before.
-    """
-    numbers = _numbers.setdefault(_resolved(group), {})
-    numbers[prefix] = numbers.get(prefix, -1) + 1
-    return numbers[prefix]
 
 
 def _resolved(group: Any) -> Any:

@@ -27,6 +27,7 @@ rank calls, reads a key for each of the others.
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 from outlast.async_checkpoint.failure import CallFailure, Verdict
@@ -176,8 +177,10 @@ class CallLedger:
 def connect_ledger(prefix: str, group: Any = None) -> CallLedger:
     """A ledger of the ranks of a process group, on the group's own store.
 
-    To be called in the same order on all ranks of the group, as often as each likes: every ledger
-    has keys of its own. It does not talk to other ranks.
+    A collective, to be called in the same order on all ranks of the group: the ranks agree on a
+    random number under which no key can stand yet. A store may outlive a group, and a launcher that
+    starts all workers again keeps it: the verdict on a call of an earlier ledger must never be
+    taken for one of this.
 
     Args:
         prefix: what the ledger is for.
@@ -189,6 +192,7 @@ def connect_ledger(prefix: str, group: Any = None) -> CallLedger:
         StoreError: when the group's store cannot be reached.
     """
     from outlast.async_checkpoint import group_store
+    from outlast.async_checkpoint.step import least
 
     place = group_store.place_in(group)
     if place is None:
@@ -196,6 +200,6 @@ def connect_ledger(prefix: str, group: Any = None) -> CallLedger:
         return CallLedger(store, store, prefix, 0, 1)
     rank, world_size, name = place
     own, waiting = group_store.connections(group, 2)
-    order = group_store.next_number(group, prefix)
-    key = f"outlast/{prefix}/{name}/{order}"
+    number = least(secrets.randbits(62), group)
+    key = f"outlast/{prefix}/{name}/{number:x}"
     return CallLedger(own, waiting, key, rank, world_size)

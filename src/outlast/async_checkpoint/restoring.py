@@ -227,7 +227,7 @@ class Restorer:
         told = self._from_rank_0(lambda parts: parts, memory.told())
         rank = self._ledger.rank
         index, suffices = memory.index_for(state_dict, told, rank)
-        sharing = bool(self._from_rank_0(any, not suffices))
+        sharing = bool(self._from_rank_0(any, not suffices)) and self._ledger.world_size > 1
         return index, memory.gather(told, rank, self._group, sharing)
 
     # -------------------------------------------------------------------------- agreement
