@@ -1,8 +1,9 @@
 """Training jobs that outlast their faults.
 
 `outlast.inprocess` restarts a function in place, `outlast.async_checkpoint` saves in the background
-(`outlast.Checkpointer`), `outlast run` keeps a job's survivors and replaces its dead,
-`outlast.chaos` injects faults, `outlast.events` tells what happened.
+(`outlast.Checkpointer`), `outlast.elastic` brings state back at any size (`outlast.Job`),
+`outlast run` keeps a job's survivors and replaces its dead, `outlast.chaos` injects faults,
+`outlast.events` tells what happened.
 
 Nothing is imported before it is asked for: the small processes that `outlast` starts beside a
 training have no use for torch, whose import takes seconds.
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint import Checkpointer
+    from outlast.elastic import Job
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "Job"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from outlast.async_checkpoint import Checkpointer
 
         return Checkpointer
+    if name == "Job":
+        from outlast.elastic import Job
+
+        return Job
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
