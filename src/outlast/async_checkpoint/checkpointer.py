@@ -139,6 +139,8 @@ class Checkpointer:
         except BaseException:
             if not taken_over:  # nobody else knows of it
                 self._engine.close(0.0)
+            if self._own_sink:
+                self._emitter.sink.close()
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
         self._saver = Saver(self._engine, ledger, self._exchange, self._committed, self._ended)
@@ -434,6 +436,8 @@ class Checkpointer:
 
     def _committed(self, manifest: Manifest) -> None:
         """On rank 0, in the thread of the saves."""
+        if self._keep.keeps_all:
+            return
         try:
             removable = self._keep.removable(self.list(), manifest.step)
             if removable:

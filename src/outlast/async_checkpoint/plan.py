@@ -96,6 +96,8 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
 def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
     """Whether a tensor is bytes in a row, at least after a copy."""
     leaf = look_up(state_dict, path)
+    if hasattr(leaf, "local_shards"):  # a ShardedTensor has nearly nothing else of a tensor
+        return True
     return leaf.layout is torch.strided and not getattr(leaf, "is_quantized", False)
 
 
@@ -139,6 +141,9 @@ def signature(value: Any) -> Any:
         spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
         if spec is not None:
             return (value.shape, value.dtype, spec.placements, id(spec.mesh))
+        if hasattr(value, "local_shards"):
+            shards = [shard.metadata for shard in value.local_shards()]
+            return (value.metadata().size, [(m.shard_offsets, m.shard_sizes) for m in shards])
         return (value.shape, value.dtype, value.layout)
     if isinstance(value, dict):
         return {key: signature(inner) for key, inner in value.items()}

@@ -39,11 +39,16 @@ class Retention:
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode={self.mode!r} is neither 'max' nor 'min'")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there are no rules."""
+        return self.last is None and self.every is None and self.best is None
+
     def removable(
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
         """Those that need not stay, now that step `committed` is."""
-        if self.last is None and self.every is None and self.best is None:
+        if self.keeps_all:
             return []
         if all(info.step != committed for info in checkpoints):
             return []  # it is not to be seen: then the others are all there is

@@ -62,6 +62,8 @@ class Structure:
             whole[place.arena_at : place.arena_at + place.data_bytes]
             .view(getattr(torch, item.dtype))
             .view(item.sizes)
+            if place.data_bytes  # torch aligns no place for nothing
+            else torch.empty(item.sizes, dtype=getattr(torch, item.dtype))
             for item, place in zip(self.tensors, self.layout.places, strict=True)
         ]
 

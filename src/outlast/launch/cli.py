@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from outlast.launch.commands import report, run
+from outlast.launch.commands import checkpoint, report, run
 
 __all__ = ["app", "main"]
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, report):
+for command in (run, report, checkpoint):
     command.register(app)
 
 

@@ -1,0 +1,43 @@
+"""Checkpoints without a job: manifests and files made by hand, on any storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outlast.async_checkpoint.arena import pieces
+from outlast.async_checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    checksum,
+    encode,
+)
+from outlast.async_checkpoint.storage import Storage
+
+CHUNK_BYTES = 1000
+
+
+def save(
+    storage: Storage,
+    step: int,
+    files: Mapping[str, bytes] | None = None,
+    *,
+    save_id: str = "aa",
+    metric: float | None = None,
+) -> str:
+    """Commits a checkpoint; returns its folder."""
+    files = files if files is not None else {"__0_0.distcp": bytes(range(256)) * 10}
+    working, final = storage.names_for(step, save_id)
+    storage.prepare()
+    storage.make(working)
+    entries = {}
+    for name, content in files.items():
+        storage.put(working, name, content)
+        sums = [checksum(content[at : at + n]) for at, n in pieces(len(content), CHUNK_BYTES)]
+        entries[name] = FileEntry(name, len(content), sums)
+    tensors = {"weight": TensorEntry(["weight"], "float32", [2], [])}
+    manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, tensors, {})
+    storage.put(working, MANIFEST, encode(manifest))
+    storage.publish(working, final)
+    return final

@@ -1,0 +1,293 @@
+"""Background calls of several ranks. The first argument of each is the kind of the processes."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, meet, raising, say, scenario
+from torch.distributed import distributed_c10d
+
+from async_checkpoint import work
+from async_checkpoint.work import Gate
+from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller
+
+
+def queue_of(kind: str, **options: object) -> AsyncCallsQueue:
+    # Not nice: other work on this machine would hold up the test.
+    return AsyncCallsQueue(kind == "persistent", nice=0, **options)  # type: ignore[arg-type]
+
+
+def finalize(index: int) -> None:
+    say("finalized", index=index)
+
+
+def gated(folder: str, index: int) -> AsyncRequest:
+    """Rank 1 waits at a gate; the others are done at once."""
+    then = [functools.partial(finalize, index)]
+    gate = Gate(Path(folder)) if RANK == 1 else None
+    return AsyncRequest(work.part, (gate,), then)
+
+
+def at_once(index: int) -> AsyncRequest:
+    return AsyncRequest(work.part, (None,), [functools.partial(finalize, index)])
+
+
+@scenario
+def goes_well(kind: str, folder: str, store: str = "") -> None:
+    join_group(store)
+    with queue_of(kind) as queue:
+        queue.schedule_async_request(gated(folder, 0))
+        queue.schedule_async_request(at_once(1))
+        say("looked", done=queue.maybe_finalize_async_calls())
+        say("done", done=queue.maybe_finalize_async_calls(blocking=True))
+    leave_group()
+
+
+@scenario
+def one_fails(kind: str, how: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    then = [functools.partial(finalize, 0)]
+    queue.schedule_async_request(AsyncRequest(work.end_by, (how if RANK == 1 else "exit 0",), then))
+    queue.schedule_async_request(at_once(1))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    queue.close()
+    leave_group()
+
+
+@scenario
+def different_order(kind: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    requests = [AsyncRequest(work.part, (None,), [functools.partial(finalize, 0)])]
+    requests.insert(RANK, AsyncRequest(work.other_part, (), [functools.partial(finalize, 1)]))
+    for request in requests:
+        raising(lambda request=request: queue.schedule_async_request(request))
+    queue.schedule_async_request(at_once(2))
+    for _ in range(3):
+        raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    queue.close()
+    leave_group()
+
+
+@scenario
+def one_cannot_schedule(kind: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    argument = (lambda: None) if RANK == 1 else None
+    request = AsyncRequest(work.takes, (argument,), [functools.partial(finalize, 0)])
+    raising(lambda: queue.schedule_async_request(request))
+    queue.schedule_async_request(at_once(1))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    queue.close()
+    leave_group()
+
+
+@scenario
+def finalize_fails_on_one(kind: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+
+    def one_fails() -> None:
+        if RANK == 1:
+            raise OSError("the link is there already")
+        finalize(0)
+
+    queue.schedule_async_request(AsyncRequest(work.part, (None,), [one_fails]))
+    queue.schedule_async_request(at_once(1))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    queue.close()
+    leave_group()
+
+
+@scenario
+def main_is_killed(kind: str, folder: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    queue.schedule_async_request(gated(folder, 0))
+    say("scheduled")
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+
+
+@scenario
+def aborts(kind: str, folder: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    queue.schedule_async_request(gated(folder, 0))
+    if RANK == 0:
+        say("scheduled")
+        Gate(Path(folder), "abort").wait_in_call()
+        queue.abort()
+        say("aborted")
+    else:
+        raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        queue.abort()
+    leave_group()
+
+
+@scenario
+def store_is_lost(kind: str, folder: str) -> None:
+    """Rank 0 serves the store."""
+    join_group()
+    queue = queue_of(kind)
+    queue.schedule_async_request(gated(folder, 0))
+    say("scheduled")
+    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    raising(lambda: queue.maybe_finalize_async_calls())
+    queue.abort()
+    os._exit(0)  # the group has lost a rank: it cannot be left in good order
+
+
+@scenario
+def closes_in_time(kind: str, folder: str) -> None:
+    join_group()
+    queue = queue_of(kind)
+    queue.schedule_async_request(at_once(0))
+    queue.schedule_async_request(gated(folder, 1))
+    raising(lambda: queue.close(timeout=datetime.timedelta(seconds=0.05)))
+    leave_group()
+
+
+@scenario
+def in_step(kind: str, folder: str) -> None:
+    """Training steps, each with a collective and a check; rank 1's part ends at some step."""
+    join_group()
+    queue = queue_of(kind, max_unfinalized=2)
+    queue.schedule_async_request(gated(folder, 0))
+    queue.schedule_async_request(at_once(1))
+    step = 0
+    while queue.get_num_unfinalized_calls():
+        done = queue.maybe_finalize_async_calls(no_dist=False)
+        if done or step == 0:
+            say("check", step=step, done=done)
+        step += 1
+        meet()
+    queue.close()
+    leave_group()
+
+
+@scenario
+def uneven(kind: str) -> None:
+    """Ranks without anything to do, and ranks that look at different times."""
+    join_group()
+    queue = queue_of(kind, max_unfinalized=1)
+    for index in range(4):
+        fn = work.part if index % 2 == RANK else None
+        args = (None,) if fn else ()
+        queue.schedule_async_request(AsyncRequest(fn, args, [functools.partial(finalize, index)]))
+        if RANK == 1:
+            queue.maybe_finalize_async_calls()
+    queue.close()
+    leave_group()
+
+
+@scenario
+def leaves_no_keys(kind: str) -> None:
+    join_group()
+    store = distributed_c10d._get_process_group_store(distributed_c10d._get_default_group())
+    meet()
+    before = store.num_keys()
+    for how in ("exit 0", "exit"):
+        queue = queue_of(kind)
+        for _ in range(3):
+            queue.schedule_async_request(AsyncRequest(work.end_by, (how,), []))
+        for _ in range(3):
+            raising(lambda queue=queue: queue.maybe_finalize_async_calls(blocking=True))
+        queue.close()
+        meet()
+    say("keys", before=before, after=store.num_keys())
+    leave_group()
+
+
+@scenario
+def on_subgroups(kind: str) -> None:
+    """Each rank is in two groups; calls of one have nothing to do with those of the other."""
+    join_group()
+    pair = dist.new_group([0, 1])
+    queues = [queue_of(kind), queue_of(kind)]
+    if RANK < 2:
+        queues.append(queue_of(kind, group=pair))
+    for index, queue in enumerate(queues):
+        how = "exit" if index == 1 and RANK == 2 else "exit 0"
+        queue.schedule_async_request(AsyncRequest(work.end_by, (how,), []))
+    for queue in queues:
+        raising(lambda queue=queue: queue.maybe_finalize_async_calls(blocking=True))
+        queue.close()
+    leave_group()
+
+
+@scenario
+def with_a_caller(kind: str, folder: str) -> None:
+    join_group()
+    caller = DistributedAsyncCaller(kind == "persistent", nice=0)
+    gate = Gate(Path(folder)) if RANK == 1 else None
+    caller.schedule_async_call(work.part, (gate,))
+    if RANK == 0:
+        say("own", done=caller.is_current_async_call_done(blocking=True))
+        caller.schedule_async_call(work.part, (None,))
+    say("all", done=caller.is_current_async_call_done(no_dist=False))
+    say("all", done=caller.is_current_async_call_done(blocking=True, no_dist=False))
+    caller.schedule_async_call(work.end_by, ("exit" if RANK == 1 else "exit 0",))
+    raising(lambda: caller.is_current_async_call_done(blocking=True, no_dist=False))
+    raising(lambda: caller.is_current_async_call_done(no_dist=False))
+    caller.close()
+    leave_group()
+
+
+@scenario
+def in_the_foreground(how: str) -> None:
+    join_group()
+    own = how if RANK == 1 else "exit 0"
+    request = AsyncRequest(foreground, (), [functools.partial(finalize, 0)], {"how": own})
+    raising(request.execute_sync)
+    leave_group()
+
+
+def foreground(how: str) -> None:
+    if how == "exception":
+        work.end_by(how)
+
+
+@scenario
+def many_groups(kind: str) -> None:
+    """Groups that are made anew, and queues on them: numbers begin again, nothing is mixed up."""
+    stores: Any = dist
+    server = stores.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD_SIZE, is_master=RANK == 0
+    )
+    for attempt in range(3):
+        store = stores.PrefixStore(str(attempt), server)
+        dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD_SIZE)
+        with queue_of(kind) as queue:
+            queue.schedule_async_request(AsyncRequest(None, (), [lambda: say("finalized")]))
+        leave_group()
+    server.add("left", 1)
+    while RANK == 0 and server.add("left", 0) < WORLD_SIZE:
+        time.sleep(0.01)  # it serves the store until all have left
+
+
+@scenario
+def of_this_program(kind: str) -> None:
+    """The function is defined in the program that the rank runs."""
+    join_group()
+    queue = queue_of(kind)
+    queue.schedule_async_request(AsyncRequest(defined_here, (RANK,), []))
+    queue.close()
+    leave_group()
+
+
+def defined_here(rank: int) -> None:
+    say("worked", rank=rank, name=__name__)
+
+
+if __name__ == "__main__":
+    main()

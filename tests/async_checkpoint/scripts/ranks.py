@@ -1,0 +1,78 @@
+"""What all rank scripts of this room share: they speak in JSON lines, and run what they are told.
+
+@scenario
+def one_fails(...) -> None: ...
+
+main()                             # python script.py one_fails ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.errors import OutlastError
+
+# The helpers of the tests; a persistent worker is given the path too.
+sys.path.append(str(Path(__file__).parents[2]))
+
+SCENARIOS: dict[str, Callable[..., None]] = {}
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+
+
+def say(event: str, **fields: Any) -> None:
+    """One line, in one write."""
+    os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def raising(function: Callable[[], Any]) -> Any:
+    """Calls a function that may raise, and says what comes of it."""
+    try:
+        value = function()
+    except (OutlastError, ValueError, TypeError) as error:
+        say("raised", type=type(error).__name__, message=str(error))
+        return None
+    say("returned", value=value)
+    return value
+
+
+def join_group(store: str = "") -> None:
+    """Makes the process group: on its usual TCP store, or on one in a file."""
+    if store:
+        options: dict[str, Any] = {"rank": RANK, "world_size": WORLD_SIZE}
+        file: Any = dist.FileStore(store, WORLD_SIZE)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=file, **options)
+    else:
+        dist.init_process_group("gloo")
+
+
+def meet() -> int:
+    """Waits for all ranks; returns how many there are."""
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    return int(count)
+
+
+def leave_group() -> None:
+    """Ends the process group, once all ranks are here."""
+    meet()
+    dist.destroy_process_group()
+
+
+def scenario(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a function one that the command line can name."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def main() -> None:
+    """Runs the scenario that the command line names."""
+    SCENARIOS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,130 @@
+"""Ranks with sharded state: FSDP2's, DTensors of several placements, ShardedTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, scenario
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from async_checkpoint.checkpoints import NET
+from outlast.async_checkpoint import Checkpointer
+
+
+def whole(state: Any) -> Any:
+    """A state with every tensor as one."""
+    if isinstance(state, DTensor):
+        return state.full_tensor().detach().clone()
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return [whole(value) for value in state] if isinstance(state, list) else state
+
+
+def flat(state: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(state, dict):
+        return {k: v for key, value in state.items() for k, v in flat(value, f"{path}.{key}").items()}
+    if isinstance(state, list):
+        return {k: v for i, x in enumerate(state) for k, v in flat(x, f"{path}[{i}]").items()}
+    return {path: state}
+
+
+def dtensors(seed: int) -> dict[str, Any]:
+    """Placements that cut unevenly, along several dimensions, and not at all."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(torch.randn(7, 5), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.randn(4, 9), mesh, [Shard(1)]),
+        "few": distribute_tensor(torch.randn(2, 3), mesh, [Shard(0)]),
+        "everywhere": distribute_tensor(torch.randn(6), mesh, [Replicate()]),
+        "plain": torch.randn(3),
+    }
+    if WORLD_SIZE == 4:
+        square = init_device_mesh("cpu", (2, 2))
+        state["square"] = distribute_tensor(torch.randn(6, 6), square, [Shard(0), Shard(1)])
+    else:
+        state["square"] = distribute_tensor(torch.randn(6, 6), mesh, [Shard(1)])
+    return state
+
+
+def fsdp(seed: int) -> dict[str, Any]:
+    """A sharded model after two steps of a sharded Adam."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    net = torch.nn.Sequential(torch.nn.Linear(9, 13), torch.nn.ReLU(), torch.nn.Linear(13, 5))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * seed)
+    for _ in range(2):
+        net(torch.ones(4, 9)).sum().backward()
+        optimizer.step()
+    return {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def both(seed: int) -> dict[str, Any]:
+    return {"fsdp": fsdp(seed), "dtensors": dtensors(seed)}
+
+
+@scenario
+def saves(path: str) -> None:
+    join_group()
+    state = both(1)
+    expected = whole(state)
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+        if RANK == 0:
+            torch.save(expected, f"{path}/expected")
+            assert checkpointer.verify(1).world_size == WORLD_SIZE
+        dist.barrier()
+        found = both(2)
+        assert checkpointer.restore(found) == 1  # from memory
+        check(found, expected)
+    leave_group()
+
+
+@scenario
+def loads(path: str) -> None:
+    join_group()
+    expected = torch.load(f"{path}/expected", weights_only=False)
+    with Checkpointer(path) as checkpointer:
+        found = both(3)
+        assert checkpointer.restore(found) == 1
+        check(found, expected)
+    leave_group()
+
+
+def check(found: Any, expected: Any) -> None:
+    found, expected = flat(whole(found)), flat(expected)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        equal = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
+        assert equal, name
+
+
+@scenario
+def sharded_tensor(path: str) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    join_group()
+    spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(WORLD_SIZE)])
+    tensor = sharded_tensor.rand(spec, 5, 4)
+    wanted = tensor.local_shards()[0].tensor.clone()
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, {"x": tensor}).wait(NET)
+    found = sharded_tensor.zeros(spec, 5, 4)
+    with Checkpointer(path) as checkpointer:
+        assert checkpointer.restore({"x": found}) == 1
+    assert torch.equal(found.local_shards()[0].tensor, wanted)
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()

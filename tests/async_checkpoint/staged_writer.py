@@ -1,0 +1,225 @@
+"""A writer process whose storage does as a test has planned, and notes what it does.
+
+`python -m async_checkpoint.staged_writer` is the product's own writer but for that. A test makes a
+`Plan`, and `plan.use()` has checkpointers of this process start this one.
+
+The plan is a file, read again at every operation: a list of rules such as
+
+    {"op": "put", "name": "manifest.json", "do": "kill"}
+
+with what to do before (or, with `"when": "after"`, after) operations that match: `kill` this
+process, `wait` at a gate, or fail with an errno, `ENOSPC` say. `"number": 3` is the third operation
+of this process, whatever it is, removals not counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from async_checkpoint.work import Gate
+
+PLAN = "OUTLAST_TEST_PLAN"
+TESTS = str(Path(__file__).parents[1])
+
+
+class Plan:
+    """The test's side. `folder` holds the plan, the gates, and the notes of all writers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._options: dict[str, Any] = {}
+        if not (folder / "plan.json").exists():
+            self.set()
+
+    def set(self, *rules: dict[str, Any]) -> None:
+        """From now on, do this and nothing else."""
+        draft = self.folder / "draft"
+        draft.write_text(json.dumps({**self._options, "rules": rules}))
+        draft.replace(self.folder / "plan.json")
+
+    def mutate(self, *mutations: tuple[str, str, str, str]) -> None:
+        """Writers that start from now on run on broken code: module, name, old text, new text."""
+        self._options["mutations"] = mutations
+        self.set()
+
+    def answer_early(self) -> None:
+        """Writers that start from now on say that they have written before they have."""
+        self._options["early"] = True
+        self.set()
+
+    def gate(self, name: str = "gate") -> Gate:
+        """Where `{"do": "wait", "gate": name}` waits."""
+        return Gate(self.folder, name)
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What the writers have done, in this order."""
+        path = self.folder / "notes"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def use(self, monkeypatch: Any) -> Plan:
+        """Has checkpointers of this process use staged writers."""
+        from outlast.async_checkpoint import writer
+        from outlast.async_checkpoint.background_process import start_process
+
+        def staged(module: str, *, arguments: Any) -> Any:
+            assert module == "outlast.async_checkpoint.writer_main"
+            return start_process("async_checkpoint.staged_writer", arguments=arguments)
+
+        monkeypatch.setenv("PYTHONPATH", TESTS)
+        monkeypatch.setenv(PLAN, str(self.folder))
+        monkeypatch.setattr(writer, "start_process", staged)
+        return self
+
+
+class _Stage:
+    def __init__(self) -> None:
+        self.folder = Path(os.environ[PLAN])
+        self._count = 0
+        self._lock = threading.Lock()
+        self._notes = os.open(self.folder / "notes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def plan(self) -> dict[str, Any]:
+        plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
+        return plan
+
+    def note(self, **fields: Any) -> None:
+        os.write(self._notes, json.dumps({**fields, "pid": os.getpid()}).encode() + b"\n")
+
+    def do(self, op: str, folder: str, name: str, operation: Any, *arguments: Any) -> Any:
+        with self._lock:
+            self._count += op != "remove"
+            number = self._count if op != "remove" else 0
+        self._obey("before", op, name, number)
+        done = operation(*arguments)
+        self.note(op=op, folder=folder, name=name, number=number)
+        self._obey("after", op, name, number)
+        return done
+
+    def _obey(self, when: str, op: str, name: str, number: int) -> None:
+        for rule in self.plan()["rules"]:
+            if rule.get("when", "before") != when or rule.get("number", number) != number:
+                continue
+            if fnmatch.fnmatch(op, rule.get("op", "*")) and fnmatch.fnmatch(
+                name, rule.get("name", "*")
+            ):
+                self._act(rule)
+
+    def _act(self, rule: dict[str, Any]) -> None:
+        if rule["do"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rule["do"] == "wait":
+            Gate(self.folder, rule.get("gate", "gate")).wait_in_call()
+        else:
+            number = getattr(errno, rule["do"])
+            raise OSError(number, os.strerror(number))
+
+
+class _Storage:
+    """The real one, but that everything goes over the stage."""
+
+    def __init__(self, real: Any, stage: _Stage) -> None:
+        self._real = real
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._real, name)
+        if name not in ("make", "put", "sync", "publish", "remove"):
+            return operation
+
+        def staged(folder: str, *rest: Any) -> Any:
+            if name == "publish":
+                self._stage.note(op="durable before", folder=folder, missing=_missing(self._real.root / folder))
+            file = rest[0] if name == "put" else ""
+            done = self._stage.do(name, folder, file, operation, folder, *rest)
+            if name == "publish":
+                self._stage.note(op="durable after", folder=folder, missing=_missing(self._real.root, deep=False))
+            return done
+
+        return staged
+
+    def create(self, folder: str, name: str, size_bytes: int) -> _File:
+        made = self._stage.do("create", folder, name, self._real.create, folder, name, size_bytes)
+        return _File(made, self._stage, folder, name)
+
+
+class _File:
+    def __init__(self, real: Any, stage: _Stage, folder: str, name: str) -> None:
+        self._real = real
+        self._stage = stage
+        self._folder, self._name = folder, name
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._stage.do("write_at", self._folder, self._name, self._real.write_at, offset, data)
+
+    def finish(self) -> None:
+        self._stage.do("finish", self._folder, self._name, self._real.finish)
+
+    def abandon(self) -> None:
+        self._real.abandon()
+
+
+_synced: dict[int, tuple[int, int]] = {}  # by inode: as it was when it was made durable
+_real_fsync = os.fsync
+
+
+def _fsync(descriptor: int) -> None:
+    _real_fsync(descriptor)
+    found = os.fstat(descriptor)
+    _synced[found.st_ino] = (found.st_mtime_ns, found.st_size)
+
+
+def _missing(folder: Path, *, deep: bool = True) -> list[str]:
+    """What a loss of power would take."""
+    paths = [folder, *(folder.iterdir() if deep else ())]
+    return [p.name for p in paths if _synced.get(p.stat().st_ino) != _as_it_is(p)]
+
+
+def _as_it_is(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def _set_up() -> None:
+    from outlast.async_checkpoint import writer_main
+
+    stage = _Stage()
+    plan = stage.plan()
+    if plan.get("mutations"):
+        import importlib
+
+        import pytest
+
+        from inprocess.mutations import mutate
+
+        for module, name, old, new in plan["mutations"]:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            mutate(pytest.MonkeyPatch(), found, old, new)
+    real_open, real_write = writer_main.open_storage, writer_main.write_files
+
+    def early(storage: Any, folder: str, arena: Any, files: Any, small: Any, **options: Any) -> Any:
+        threading.Thread(
+            target=real_write, args=(storage, folder, arena, files, small), kwargs=options
+        ).start()
+        return writer_main.checksums_of(arena, files, small)
+
+    os.fsync = _fsync
+    writer_main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]
+    if plan.get("early"):
+        writer_main.write_files = early  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    _set_up()
+    from outlast.async_checkpoint.writer_main import main
+
+    main()

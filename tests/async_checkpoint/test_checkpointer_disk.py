@@ -1,0 +1,143 @@
+"""C4: a disk that is full, or may not be written to, or that two jobs want at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import (
+    NET,
+    blank,
+    left_over,
+    restored,
+    same,
+    save_steps,
+    state_of,
+    valid_steps,
+)
+from outlast.async_checkpoint import Checkpointer
+from outlast.errors import CheckpointError
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.getuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    large = {"x": torch.zeros(400_000)}
+    with Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        for step in (2, 3):  # each leaves the room that it found
+            handle = checkpointer.save(step, large)
+            with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device"):
+                handle.wait(NET)
+            assert left_over(small_disk) == []
+        state = blank()
+        assert checkpointer.restore(state, step=1) == 1
+        assert same(state, state_of(1))
+        checkpointer.save(4, state_of(4)).wait(NET)
+    assert valid_steps(small_disk) == [1, 4]
+    assert restored(small_disk) == 4
+
+
+def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    with Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+        handle = checkpointer.save(2, {"x": torch.zeros(free - 2 * page, dtype=torch.uint8)})
+        with pytest.raises(CheckpointError, match="could not commit it.*No space left on device"):
+            handle.wait(NET)
+    assert valid_steps(small_disk) == [1]
+    assert left_over(small_disk) == []
+
+
+def test_a_folder_that_may_not_be_written_to(small_disk: Path) -> None:
+    save_steps(small_disk, 1)
+    with Checkpointer(small_disk) as checkpointer:
+        # On top of it, since files of it are open for writing.
+        subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
+            handle = checkpointer.save(2, state_of(2))
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                handle.wait(NET)
+            state = blank()
+            assert checkpointer.restore(state, step=1) == 1
+            assert same(state, state_of(1))
+            checkpointer.close()
+            with pytest.raises((CheckpointError, OSError), match="Read-only file system"):
+                Checkpointer(small_disk)
+        finally:
+            subprocess.run(["umount", str(small_disk)], check=True)
+    assert restored(small_disk) == 1
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((CheckpointError, OSError), match="File exists|Not a directory"):
+        Checkpointer(tmp_path / "file")
+    with Checkpointer(tmp_path / "folder"):
+        pass
+
+
+def test_two_jobs_in_one_folder(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks("lives", "trains", str(tmp_path), nprocs=1) as job:
+        job.start_all()
+        job.wait_for_line(0, lambda line: line["event"] == "restored")
+        with pytest.raises(CheckpointError) as error:
+            Checkpointer(tmp_path)
+        assert f"{tmp_path} is in use by another job (process {job.pid(0)} on" in str(error.value)
+        job.wait_for_line(0, lambda line: line["event"] == "committed")
+        job.send(0, signal.SIGKILL)
+        job.wait(0)
+    assert restored(tmp_path) is not None  # the lock has ended with its owner
+
+
+def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path)
+    first.save(1, state_of(1)).wait(NET)
+    pid, arena = first._engine.writer.pid, first._engine.slots[0].arena
+    handle = first.save(2, state_of(2))
+    with Checkpointer(tmp_path) as second:
+        with pytest.raises(ValueError, match="closed"):
+            first.save(3, state_of(3))
+        assert handle._ended.wait(60)
+        state = blank()
+        assert second.restore(state) == 2  # the snapshot was whole, whatever became of its save
+        assert same(state, state_of(2))
+        second.save(4, state_of(4)).wait(NET)
+        assert second._engine.writer.pid == pid
+        assert second._engine.slots[0].arena is arena
+        first.close()
+        second.save(5, state_of(5)).wait(NET)
+    assert restored(tmp_path) == 5
+
+
+def test_what_saves_have_left_is_cleaned_up(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for name in (".tmp-step-00000002-abc", ".tmp-removed-step-00000003-1", ".tmp-x-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step-of-mine").mkdir()
+    assert restored(tmp_path) == 1
+    assert left_over(tmp_path) == ["notes"]
+    assert (tmp_path / "step-of-mine").exists()

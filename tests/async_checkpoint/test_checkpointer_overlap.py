@@ -1,0 +1,210 @@
+"""C2: what is saved is the state of the moment of `save`, whatever training does next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from async_checkpoint.checkpoints import NET, copy_of, restored, same, state_of, valid_steps
+from inprocess.mutations import mutate
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint import copying as copies
+from outlast.errors import CheckpointError
+
+
+class HeldCopy:
+    """Has the copy beside the training wait, until it is let go or somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        real, join = copies.Guard._move, threading.Thread.join
+
+        def move(guard: Any, *arguments: Any) -> None:
+            self.begun.set()
+            assert self.go.wait(60)
+            real(guard, *arguments)
+
+        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+            if thread.name == "outlast-snapshot":
+                self.go.set()
+            join(thread, timeout)
+
+        monkeypatch.setattr(copies.Guard, "_move", move)
+        monkeypatch.setattr(threading.Thread, "join", joined)
+
+    def again(self) -> None:
+        self.begun.clear()
+        self.go.clear()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCopy]:
+    held = HeldCopy(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def hooks() -> int:
+    return len(_global_optimizer_pre_hooks)
+
+
+class Training:
+    """A model with statistics that change in its forward pass, and optimizers for parts of it."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.Linear(128, 8)
+        )
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+        make: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
+            "adam": lambda: [torch.optim.Adam(self.net.parameters())],
+            "fused adam": lambda: [torch.optim.AdamW(self.net.parameters(), fused=True)],
+            "momentum": lambda: [torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)],
+            "several": lambda: [
+                torch.optim.Adam(self.net[0].parameters(), foreach=True),
+                torch.optim.SGD(self.net[1].parameters(), 0.1),
+                torch.optim.RMSprop(self.net[2].parameters()),
+            ],
+        }
+        self.optimizers = make[kind]()
+        self.count = 0
+
+    def backward(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.net(torch.randn(16, 64)).square().sum().backward()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.average.update_parameters(self.net)
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "net": self.net.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "count": self.count,
+        }
+
+
+def check_saved_as_it_was(path: Path, kind: str, held: HeldCopy) -> None:
+    training = Training(kind)
+    expected = {}
+    with Checkpointer(path, overlap=training.optimizers, max_in_flight=2) as checkpointer:
+        for step in range(4):
+            training.backward()
+            training.step()
+            held.again()
+            expected[step] = copy_of(training.state())
+            handle = checkpointer.save(step, training.state())
+            assert held.begun.wait(60)
+            assert not handle.done
+            training.backward()  # the statistics change, the parameters do not
+            training.step()  # waits for the copy
+        checkpointer.wait(NET)
+        assert hooks() == 0
+        for step, state in expected.items():
+            found = copy_of(training.state())
+            assert checkpointer.restore(found, step=step) == step
+            assert same(found, state)
+
+
+@pytest.mark.parametrize("kind", ["adam", "fused adam", "momentum", "several"])
+def test_it_is_saved_as_it_was(tmp_path: Path, held: HeldCopy, kind: str) -> None:
+    check_saved_as_it_was(tmp_path, kind, held)
+
+
+def test_it_is_noticed_when_the_step_does_not_wait(
+    tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch, copies.Guard._before_step, "self.seal()", "pass")
+    with pytest.raises(CheckpointError, match="torn"):
+        check_saved_as_it_was(tmp_path, "adam", held)
+
+
+def check_torn(path: Path, held: HeldCopy, *, sealed_by: str) -> None:
+    """A parameter is written to between `save` and the optimizer's step, while it is copied."""
+    training = Training("adam")
+    training.backward()
+    training.step()
+    with Checkpointer(path, overlap=training.optimizers) as checkpointer:
+        held.go.set()
+        checkpointer.save(1, {"fine": torch.ones(3)}).wait(NET)
+        held.again()
+        handle = checkpointer.save(2, training.state())
+        assert held.begun.wait(60)
+        with torch.no_grad():
+            training.net[0].weight.add_(1.0)
+        if sealed_by == "step":
+            training.step()
+        error = None
+        try:
+            handle.wait(NET)
+        except CheckpointError as e:
+            error = str(e)
+        assert error is not None
+        assert "1 tensors (the first of shape (128, 64)) were written to" in error
+        assert hooks() == 0
+        held.go.set()
+    assert 2 not in valid_steps(path)
+
+
+@pytest.mark.parametrize("sealed_by", ["step", "wait"])
+def test_a_torn_snapshot_is_never_saved(tmp_path: Path, held: HeldCopy, sealed_by: str) -> None:
+    check_torn(tmp_path, held, sealed_by=sealed_by)
+    assert valid_steps(tmp_path) == [1]
+
+
+def test_it_is_noticed_when_writes_are_not_looked_for(
+    tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch, copies.Guard._found, "source._version != version", "False")
+    with pytest.raises(AssertionError):
+        check_torn(tmp_path, held, sealed_by="step")
+
+
+def test_the_step_of_another_optimizer_does_not_wait(tmp_path: Path, held: HeldCopy) -> None:
+    training, other = Training("adam"), Training("momentum")
+    for each in (training, other):
+        each.backward()
+    with Checkpointer(tmp_path, overlap=training.optimizers) as checkpointer:
+        handle = checkpointer.save(1, training.state())
+        assert held.begun.wait(60)
+        other.step()
+        assert not held.go.is_set()
+        training.step()
+        assert held.go.is_set()
+        handle.wait(NET)
+        assert hooks() == 0
+
+
+def test_an_aborted_snapshot_leaves_no_hook(tmp_path: Path, held: HeldCopy) -> None:
+    training = Training("adam")
+    checkpointer = Checkpointer(tmp_path, overlap=training.optimizers)
+    handle = checkpointer.save(1, training.state())
+    assert held.begun.wait(60)
+    checkpointer.abort()
+    assert handle._ended.wait(60)
+    assert hooks() == 0
+    with Checkpointer(tmp_path):
+        assert valid_steps(tmp_path) == []
+
+
+def test_an_eager_save_takes_the_state_of_its_moment(tmp_path: Path) -> None:
+    state = state_of(1)
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state)
+        state["model"]["weight"].zero_()
+        state["steps"] = 9
+        handle.wait(NET)
+    assert restored(tmp_path) == 1

@@ -1,0 +1,217 @@
+"""Saving, in one process: the handle, what is refused, what becomes of errors, and the end."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import (
+    NET,
+    folder_of,
+    left_over,
+    restored,
+    save_steps,
+    state_of,
+    valid_steps,
+)
+from async_checkpoint.staged_writer import Plan
+from outlast.async_checkpoint import Checkpointer, FailurePolicy
+from outlast.errors import CheckpointError, TimeoutError
+
+AT_ONCE = datetime.timedelta()
+BEFORE_THE_END = {"op": "publish", "do": "wait"}
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    return Plan(tmp_path / "plan").use(monkeypatch)
+
+
+def test_what_was_saved_is_restored(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder"
+    with Checkpointer(path) as checkpointer:
+        assert checkpointer.restore({}) is None
+        assert checkpointer.list() == []
+    save_steps(path, 1, 20)
+    assert restored(path) == 20
+    assert restored(path, step=1) == 1
+    with Checkpointer(path) as checkpointer:
+        assert [info.step for info in checkpointer.list()] == [1, 20]
+        assert checkpointer.verify(1) == checkpointer.list()[0]
+        assert checkpointer.list()[1].tensors == 2
+        assert checkpointer.list()[1].world_size == 1
+
+
+def test_a_handle_of_a_save_under_way(tmp_path: Path, plan: Plan) -> None:
+    plan.set(BEFORE_THE_END)
+    gate = plan.gate()
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        handle = checkpointer.save(3, state_of(3))
+        gate.arrived()
+        assert (handle.step, handle.done, handle.exception) == (3, False, None)
+        assert repr(handle) == "<SaveHandle step=3 under way>"
+        with pytest.raises(TimeoutError, match="step 3 is not committed after"):
+            handle.wait(AT_ONCE)
+        with pytest.raises(TimeoutError, match="step 3"):
+            checkpointer.wait(AT_ONCE)
+        assert valid_steps(tmp_path / "c") == []
+        with pytest.raises(ValueError, match="step 3 is being saved already"):
+            checkpointer.save(3, state_of(3))
+        gate.open()
+        handle.wait(NET)
+        checkpointer.wait(AT_ONCE)
+        assert (handle.done, handle.exception) == (True, None)
+        assert repr(handle) == "<SaveHandle step=3 committed>"
+
+
+def test_a_step_is_replaced_by_its_next_save(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for value in (1.0, 2.0, 3.0):
+            checkpointer.save(5, {"x": torch.full((3,), value)}).wait(NET)
+        state = {"x": torch.zeros(3)}
+        assert checkpointer.restore(state, step=5) == 5
+        assert state["x"].tolist() == [3.0] * 3
+    assert valid_steps(tmp_path) == [5]
+    assert left_over(tmp_path) == []
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_in_flight": 0, "threads": 0, "on_failure": "ignore"}
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            Checkpointer(tmp_path, **{name: value})
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    (-1, {}, "step=-1"),
+    (True, {}, "step=True"),
+    (1.0, {}, "step=1.0"),
+    ("1", {}, "step='1'"),
+    (None, {}, "step=None"),
+    (1, [torch.ones(1)], "state_dict is a list"),
+    (1, {"a": {1.5: 0}}, "has the key 1.5"),
+    (1, {"a": [{(1, 2): 0}]}, r"\['a'\]\[0\] has the key \(1, 2\)"),
+    (1, {True: 0}, "has the key True"),
+    (1, {"a.b": 1, "a": {"b": 2}}, "a.b"),
+    (1, {1: 1, "1": 2}, "1"),
+]
+
+
+def test_what_cannot_be_a_save_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, state, message in REFUSED:
+            with pytest.raises(ValueError, match=message):
+                checkpointer.save(step, state)
+        checkpointer.save(1, state_of(1)).wait(NET)
+    assert valid_steps(tmp_path) == [1]
+
+
+def test_a_value_that_cannot_be_pickled(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):  # each gives its buffer back
+            with pytest.raises(CheckpointError, match=r"'opt\.fn' \(function\) cannot be saved"):
+                checkpointer.save(step, {"opt": {"fn": lambda: None}, "x": torch.ones(3)})
+        checkpointer.save(9, state_of(9)).wait(NET)
+    assert restored(tmp_path) == 9
+
+
+def test_after_the_end_nothing_is_saved(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.close()
+    checkpointer.close()
+    checkpointer.abort()
+    for use in (
+        lambda: checkpointer.save(1, {}),
+        lambda: checkpointer.restore({}),
+        lambda: checkpointer.delete(1),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_an_error_is_raised_by_the_next_save_unless_it_was_seen(tmp_path: Path, plan: Plan) -> None:
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        plan.set({"op": "finish", "do": "EIO"})
+        handle = checkpointer.save(1, state_of(1))
+        with pytest.raises(CheckpointError, match=r"save of step 1 failed on rank 0.*Input/output"):
+            handle.wait(NET)
+        assert handle.done
+        assert isinstance(handle.exception, CheckpointError)
+        assert repr(handle) == "<SaveHandle step=1 failed>"
+        checkpointer.save(2, state_of(2))
+        _ended(checkpointer)
+        plan.set()
+        with pytest.raises(CheckpointError, match="save of step 2"):
+            checkpointer.save(3, state_of(3))
+        checkpointer.save(3, state_of(3)).wait(NET)
+    assert valid_steps(tmp_path / "c") == [3]
+    assert left_over(tmp_path / "c") == []
+
+
+def test_errors_are_let_pass_up_to_a_number_in_a_row(
+    tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path / "c", on_failure=FailurePolicy(1)) as checkpointer:
+        for step, fails in enumerate((False, True, False, True, True)):
+            plan.set(*([{"op": "make", "do": "EIO"}] if fails else []))
+            checkpointer.save(step, state_of(step))
+            _ended(checkpointer)
+        with pytest.raises(CheckpointError, match="step 4"):  # the second in a row
+            checkpointer.save(5, state_of(5))
+        plan.set()
+        checkpointer.save(6, state_of(6)).wait(NET)
+    assert valid_steps(tmp_path / "c") == [0, 2, 6]
+    assert "was not saved" in caplog.text
+
+
+def _ended(checkpointer: Checkpointer) -> None:
+    for save in checkpointer._saver.pending:
+        assert save.handle._ended.wait(60)
+
+
+def test_close_raises_what_nobody_has_seen(tmp_path: Path, plan: Plan) -> None:
+    plan.set({"op": "publish", "do": "EACCES"})
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, state_of(1))
+    with pytest.raises(CheckpointError, match=r"not committed: rank 0 could not.*Permission"):
+        checkpointer.close()
+    assert left_over(tmp_path / "c") == []
+
+
+def test_close_drops_what_takes_too_long(tmp_path: Path, plan: Plan) -> None:
+    save_steps(tmp_path / "c", 1)
+    plan.set(BEFORE_THE_END)
+    gate = plan.gate()
+    checkpointer = Checkpointer(tmp_path / "c")
+    handle = checkpointer.save(2, state_of(2))
+    gate.arrived()
+    with pytest.raises(CheckpointError, match=r"steps \[2\] were not committed within"):
+        checkpointer.close(AT_ONCE)
+    handle.wait(NET) if handle.exception is None and handle.done else None
+    assert valid_steps(tmp_path / "c") == [1]
+    assert restored(tmp_path / "c") == 1
+    assert left_over(tmp_path / "c") == []
+
+
+def test_an_error_leaves_the_block_as_it_is_and_saves_are_finished(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, state_of(4))
+        raise ZeroDivisionError
+    assert restored(tmp_path) == 4
+
+
+def test_delete_and_what_is_not_there(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        for use in (checkpointer.delete, checkpointer.verify):
+            with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; it has \[1, 2\]"):
+                use(3)
+        with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+            checkpointer.restore({}, step=3)
+        checkpointer.delete(2)
+    assert not folder_of(tmp_path, 2).exists()
+    assert restored(tmp_path) == 1
