@@ -64,7 +64,8 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
         optimizer.step()
         if (step + 1) % options.save_every == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            checkpointer.save(step + 1, state)
+            with call.long_phase():  # where the disk is slow, it waits for the save before
+                checkpointer.save(step + 1, state)
 
     checkpointer.close()
     with torch.no_grad():

@@ -30,14 +30,14 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
-from outlast.async_checkpoint.engine import engine_for
+from outlast.async_checkpoint.engine import Slot, engine_for
 from outlast.async_checkpoint.environment import events_folder
 from outlast.async_checkpoint.exchange import Catalog, Exchange
 from outlast.async_checkpoint.folder import CheckpointInfo
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.ledger import connect_ledger
 from outlast.async_checkpoint.manifest import Manifest
-from outlast.async_checkpoint.plan import describe, signature
+from outlast.async_checkpoint.plan import describe, walk
 from outlast.async_checkpoint.policy import FailurePolicy
 from outlast.async_checkpoint.restoring import Restorer
 from outlast.async_checkpoint.retention import Retention
@@ -144,7 +144,7 @@ class Checkpointer:
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
         self._saver = Saver(self._engine, ledger, self._exchange, self._committed, self._ended)
-        self._signature: Any = None
+        self._signature: list[Any] = []
         self._structure: Structure | None = None
         self._saves = 0
         self._unseen: list[SaveHandle] = []
@@ -180,11 +180,14 @@ class Checkpointer:
         self._raise_unseen()
         self._seal_all()  # the thread that trains is here: nothing is being written to
         index, self._saves = self._saves, self._saves + 1
+        found: list[Any] = []
+        leaves: list[Any] = []
         try:
-            structure, catalog, changed = self._structure_of(index, state_dict)
+            walk(state_dict, found, leaves)
+            structure, catalog, changed = self._structure_of(index, state_dict, found)
             slot = self._engine.take(structure)
             try:
-                save = self._snapshot(index, step, metric, state_dict, structure, slot)
+                save = self._snapshot(index, step, metric, state_dict, leaves, structure, slot)
             except BaseException:
                 self._engine.give_back(slot)
                 raise
@@ -206,12 +209,12 @@ class Checkpointer:
             self._saver.refuse(index, step, error)
 
     def _structure_of(
-        self, index: int, state_dict: Mapping[str, Any]
+        self, index: int, state_dict: Mapping[str, Any], found: list[Any]
     ) -> tuple[Structure, Catalog | None, bool]:
-        found = signature(state_dict)
         if self._structure is not None and found == self._signature:
             return self._structure, None, False
         self._structure, catalog = self._exchange.changed(index, describe(state_dict))
+        self._structure.number(state_dict)
         self._signature = found
         return self._structure, catalog, True
 
@@ -221,10 +224,11 @@ class Checkpointer:
         step: int,
         metric: float | None,
         state_dict: Mapping[str, Any],
+        leaves: list[Any],
         structure: Structure,
-        slot: Any,
+        slot: Slot,
     ) -> Save:
-        copies = list(zip(structure.sources(state_dict), slot.targets, strict=True))
+        copies = list(zip(structure.sources(leaves), slot.targets, strict=True))
         values, places = structure.pickle_values(state_dict)
         later, now = self._split(copies)
         save_id = f"{self._job}{index:08x}"
@@ -272,13 +276,30 @@ class Checkpointer:
         now: list[Copy] = []
         for source, to in copies:
             overlaps = (
-                source.untyped_storage().data_ptr() in owned
+                source.data_ptr() in owned
                 and source.is_contiguous()
                 and source.device.type == "cpu"
                 and not source.is_inference()
             )
             (later if overlaps else now).append((source, to))
         return later, now
+
+    def _prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """What is restored will be saved: so who saves what is agreed now, and memory allocated."""
+        if self._saves:
+            return
+        index, self._saves = self._saves, self._saves + 1
+        found: list[Any] = []
+        try:
+            walk(state_dict, found, [])
+            structure, _, _ = self._structure_of(index, state_dict, found)
+        except (CheckpointError, ValueError) as e:
+            # The same error comes from the first save, where it belongs.
+            log.debug("nothing was prepared for saves: %s", e)
+            with contextlib.suppress(StoreError):
+                self._exchange.refuse(index, str(e))
+        else:
+            self._engine.prepare(structure)
 
     def _seal_all(self) -> None:
         for save in self._saver.pending:
@@ -323,7 +344,9 @@ class Checkpointer:
         """
         self._check_open()
         self._seal_all()
-        return self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
+        found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
+        self._prepare(state_dict)
+        return found
 
     def list(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first. Only their manifests are read."""

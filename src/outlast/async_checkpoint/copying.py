@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.errors import CheckpointError
@@ -50,19 +51,22 @@ def copy_now(copies: Sequence[Copy]) -> None:
 
 
 def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The memory that only these optimizers change: addresses of storages."""
+    """The tensors that only these optimizers change: the addresses of their bytes."""
     found: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found.update(p.untyped_storage().data_ptr() for p in group["params"])
+            found.update(_address(parameter) for parameter in group["params"])
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                found.update(
-                    value.untyped_storage().data_ptr()
-                    for value in state.values()
-                    if isinstance(value, torch.Tensor)
-                )
+                found.update(_address(v) for v in state.values() if isinstance(v, torch.Tensor))
     return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a tensor's bytes; of this rank's part of a DTensor."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.data_ptr()
 
 
 class Guard:

@@ -6,12 +6,18 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["events_folder", "runtime_folder"]
+__all__ = ["events_folder", "local_ranks", "runtime_folder"]
 
 
 def events_folder() -> str:
     """Where to write events; an empty string for nowhere."""
     return os.environ.get("OUTLAST_EVENTS_DIR", "")
+
+
+def local_ranks() -> int:
+    """How many ranks the launcher has started on this host; 1 if it does not say."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(value)) if value.isdigit() else 1
 
 
 def runtime_folder() -> Path:

@@ -1,31 +1,35 @@
 """Restores from snapshots that are still in memory.
 
 Each rank's memory holds the parts that this rank saves. With shards, that is what it loads; what
-ranks have in common (under DDP, everything) is shared out between them, and is sent round. Every
-chunk is verified where it arrives.
+ranks have in common (under DDP, everything) is shared out between them, and what a rank lacks is
+sent round: verified where it comes from, and again where it arrives.
 """
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from outlast.async_checkpoint.arena import CHUNK_BYTES
+from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.loading import (
     Index,
     fill_empty,
 )
-from outlast.async_checkpoint.manifest import FileEntry, Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.manifest import FileEntry, Shard, TensorEntry, ValueEntry, checksum
 from outlast.async_checkpoint.plan import describe
-from outlast.async_checkpoint.reading import MemorySource, Source
+from outlast.async_checkpoint.reading import MemorySource, Piece, Source, read_verified
 
 __all__ = ["InMemory"]
 
 _SENT_BYTES = 64 << 20  # in one collective
+_SENT = "sent"  # the name of what another rank has packed
 
 
 class InMemory:
@@ -51,14 +55,13 @@ class InMemory:
             "layout": snapshot["layout"],
             "files": snapshot["files"],
             "values": snapshot["values"],
-            "bytes": len(self._view),
         }
 
     def index_for(
         self, state_dict: dict[str, Any], told: Sequence[Mapping[str, Any]], rank: int
-    ) -> tuple[Index, bool]:
-        """What all ranks' parts hold together, and whether this rank's own part has all that it is
-        to load. Empty dicts are filled.
+    ) -> tuple[Index, list[str]]:
+        """What all ranks' parts hold together, and the names of what this rank is to load and does
+        not have in its own part. Empty dicts are filled.
         """
         indexes = [_index_of(each) for each in told]
         whole = _merged(indexes)
@@ -69,59 +72,116 @@ class InMemory:
             for name, entry in own.tensors.items()
             for shard in entry.shards
         }
-        enough = all(
-            (item.name, item.offsets, item.sizes) in parts
-            if item.kind == "tensor"
-            else item.name in own.values
+        lacking = {
+            item.name
             for item in describe(state_dict)
-        )
-        return whole, enough
+            if ((item.name, item.offsets, item.sizes) not in parts)
+            and item.name not in own.values
+            and (item.name in whole.tensors or item.name in whole.values)
+        }
+        return whole, sorted(lacking)
 
-    def gather(
-        self, told: Sequence[Mapping[str, Any]], rank: int, group: Any, sharing: bool
+    def own(self) -> tuple[Source, Index]:
+        """This rank's part."""
+        told = self.told()
+        views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
+        if told["values"]:
+            views[told["values"]] = memoryview(bytearray(self._values))
+        files = {
+            name: FileEntry(name, entry["size_bytes"], entry["checksums"])
+            for name, entry in told["files"].items()
+        }
+        return MemorySource(self._where, views, files, CHUNK_BYTES), _index_of(told)
+
+    def pack(self, names: Collection[str]) -> tuple[memoryview, dict[str, Any]]:
+        """What this rank has under these names, verified, one thing after another; and what the
+        other ranks need to know to use it.
+
+        Raises:
+            CheckpointError: if a byte is not what it was.
+        """
+        source, index = self.own()
+        tensors = {name: entry for name, entry in index.tensors.items() if name in names}
+        values = {name: entry for name, entry in index.values.items() if name in names}
+        size = 0
+        wanted: list[tuple[str, int, int, int]] = []
+        packed_tensors: dict[str, TensorEntry] = {}
+        packed_values: dict[str, ValueEntry] = {}
+        for name, entry in tensors.items():
+            item_bytes = getattr(torch, entry.dtype).itemsize
+            shards = []
+            for shard in entry.shards:
+                length = math.prod(shard.sizes) * item_bytes
+                wanted.append((shard.file, shard.at, length, size))
+                shards.append(dataclasses.replace(shard, file=_SENT, at=size))
+                size += length
+            packed_tensors[name] = dataclasses.replace(entry, shards=shards)
+        for name, value in values.items():
+            wanted.append((value.file, value.at, value.size_bytes, size))
+            packed_values[name] = dataclasses.replace(value, file=_SENT, at=size)
+            size += value.size_bytes
+        content = memoryview(bytearray(size))
+        if size:
+            base = ctypes.addressof(ctypes.c_char.from_buffer(content))
+            read_verified(
+                source,
+                [Piece(file, at, n, base + to, content) for file, at, n, to in wanted],
+            )
+        checksums = [checksum(content[at : at + n]) for at, n in pieces(size)]
+        return content, {
+            "bytes": size,
+            "checksums": checksums,
+            "tensors": {n: dataclasses.asdict(e) for n, e in packed_tensors.items()},
+            "values": {n: dataclasses.asdict(v) for n, v in packed_values.items()},
+        }
+
+    def exchange(
+        self,
+        packed: memoryview,
+        told: Sequence[Mapping[str, Any]],
+        lacking: Collection[str],
+        rank: int,
+        group: Any,
     ) -> list[tuple[Source, Index]]:
-        """This rank's part, and the other ranks' if they are shared. Called on all ranks alike."""
-        sources: list[tuple[Source, Index]] = []
-        where = f"the snapshot of step {self._snapshot['step']} in memory of rank"
+        """Sends what each rank has packed to all. Called on all ranks alike.
+
+        Returns:
+            The sources of what this rank lacks, and what is in each.
+        """
+        found: list[tuple[Source, Index]] = []
         for owner, each in enumerate(told):
-            if owner != rank and not sharing:
+            if not each["bytes"]:
                 continue
-            view, values = self._view, self._values
-            if sharing:
-                view, values = _sent(owner, rank, each, view, values, group)
-            views = {name: view[at : at + size] for name, at, size in each["layout"]}
-            if each["values"]:
-                views[each["values"]] = memoryview(bytearray(values))
-            files = {
-                name: FileEntry(name, entry["size_bytes"], entry["checksums"])
-                for name, entry in each["files"].items()
+            content = packed if owner == rank else memoryview(bytearray(each["bytes"]))
+            _send(torch.frombuffer(content, dtype=torch.uint8), owner, group)
+            files = {_SENT: FileEntry(_SENT, each["bytes"], each["checksums"])}
+            source = MemorySource(
+                f"{self._where}, sent by rank {owner}", {_SENT: content}, files, CHUNK_BYTES
+            )
+            tensors = {
+                name: TensorEntry(**{**entry, "shards": [Shard(**s) for s in entry["shards"]]})
+                for name, entry in each["tensors"].items()
+                if name in lacking
             }
-            source = MemorySource(f"{where} {owner}", views, files, CHUNK_BYTES)
-            sources.append((source, _index_of(each)))
-        return sources
+            values = {n: ValueEntry(**v) for n, v in each["values"].items() if n in lacking}
+            found.append((source, Index(tensors, values)))
+        return found
+
+    @property
+    def _where(self) -> str:
+        return f"the snapshot of step {self._snapshot['step']} in memory"
 
 
-def _sent(
-    owner: int, rank: int, told: Mapping[str, Any], view: memoryview, values: bytes, group: Any
-) -> tuple[memoryview, bytes]:
-    """The owner's arena and values, on every rank."""
-    values_bytes = sum(size for _, size in told["places"])
-    content = memoryview(bytearray(told["bytes"] + values_bytes))
-    whole = torch.frombuffer(content, dtype=torch.uint8)
-    if owner == rank:
-        whole[: told["bytes"]] = torch.frombuffer(view, dtype=torch.uint8)
-        if values:
-            whole[told["bytes"] :] = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+def _send(content: torch.Tensor, owner: int, group: Any) -> None:
     source = dist.get_global_rank(group, owner) if group is not None else owner
     on_gpu = dist.get_backend(group) == "nccl"
-    for piece in whole.split(_SENT_BYTES):
+    for piece in content.split(_SENT_BYTES):
         if on_gpu:  # NCCL moves nothing else
             moved = piece.cuda()
             dist.broadcast(moved, source, group=group)
             piece.copy_(moved)
         else:
             dist.broadcast(piece, source, group=group)
-    return content[: told["bytes"]], bytes(content[told["bytes"] :])
 
 
 def _index_of(told: Mapping[str, Any]) -> Index:

@@ -22,7 +22,16 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from outlast.errors import CheckpointError
 
-__all__ = ["Item", "Key", "decode_items", "describe", "encode_items", "share_out", "signature"]
+__all__ = [
+    "Item",
+    "Key",
+    "decode_items",
+    "describe",
+    "encode_items",
+    "leaf_numbers",
+    "share_out",
+    "walk",
+]
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -133,25 +142,55 @@ def _written(path: tuple[Any, ...]) -> str:
     return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
 
 
-def signature(value: Any) -> Any:
-    """What must be equal for a state dict to have the same parts as before. Cheap: it is made at
-    every save.
+def walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
+    """Goes through a state dict, in one order: this is done at every save, and must cost little.
+
+    Args:
+        value: a state dict, or what stands in one.
+        signature: what must be equal for a state dict to have the same parts as before is
+            appended.
+        leaves: what is no dict and no list is appended.
     """
     if isinstance(value, torch.Tensor):
+        leaves.append(value)
         spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
         if spec is not None:
-            return (value.shape, value.dtype, spec.placements, id(spec.mesh))
-        if hasattr(value, "local_shards"):
+            signature.append((value.shape, value.dtype, spec.placements, id(spec.mesh)))
+        elif hasattr(value, "local_shards"):
             shards = [shard.metadata for shard in value.local_shards()]
-            return (value.metadata().size, [(m.shard_offsets, m.shard_sizes) for m in shards])
-        return (value.shape, value.dtype, value.layout)
-    if isinstance(value, dict):
-        return {key: signature(inner) for key, inner in value.items()}
-    if isinstance(value, Mapping):
-        return {key: signature(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [signature(inner) for inner in value]
-    return None
+            places = [(m.shard_offsets, m.shard_sizes) for m in shards]
+            signature.append((value.metadata().size, places))  # type: ignore[attr-defined]
+        else:
+            signature.append((value.shape, value.dtype, value.layout))
+    elif isinstance(value, Mapping):
+        signature.append(tuple(value))
+        for inner in value.values():
+            walk(inner, signature, leaves)
+    elif isinstance(value, list):
+        signature.append(len(value))
+        for inner in value:
+            walk(inner, signature, leaves)
+    else:
+        signature.append(None)
+        leaves.append(value)
+
+
+def leaf_numbers(state_dict: Mapping[str, Any]) -> dict[tuple[Any, ...], int]:
+    """Which of the leaves that `walk` finds stands at each path."""
+    numbers: dict[tuple[Any, ...], int] = {}
+
+    def follow(value: Any, path: tuple[Any, ...]) -> None:
+        if not isinstance(value, torch.Tensor) and isinstance(value, Mapping):
+            for key, inner in value.items():
+                follow(inner, (*path, key))
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                follow(inner, (*path, (index,)))
+        else:
+            numbers[path] = len(numbers)
+
+    follow(state_dict, ())
+    return numbers
 
 
 def share_out(

@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import xxhash
+
 from outlast.async_checkpoint.arena import memory_at
+from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.manifest import FileEntry, checksum
 from outlast.async_checkpoint.storage import FileReader, Storage
 from outlast.errors import CheckpointError
@@ -25,7 +28,13 @@ __all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
 _memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
-_THREADS = max(2, min(8, os.cpu_count() or 1))
+# What a core's own cache holds beside other things: hashed, it is still there to be copied.
+_CACHED_BYTES = 512 << 10
+
+
+def _threads() -> int:
+    """The processors that are there for each of the ranks of this host; at least one."""
+    return max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +115,14 @@ class _MemoryReader:
         pass
 
 
-def read_verified(source: Source, wanted: Sequence[Piece], threads: int = _THREADS) -> None:
+def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None = None) -> None:
     """Reads what is wanted.
 
     Raises:
         CheckpointError: naming the file and the place, at the first chunk that is missing or not
             what was written. What was read before stays where it is.
     """
+    threads = _threads() if threads is None else threads
     by_chunk: dict[tuple[str, int], list[Piece]] = {}
     for piece in wanted:
         if piece.size_bytes:
@@ -166,29 +176,53 @@ def _read_chunk(
     entry = source.files[name]
     begin = number * source.chunk_bytes
     size = min(source.chunk_bytes, entry.size_bytes - begin)
-    direct = False
+    where = f"{source.where}/{name}"
+    expected = entry.checksums[number] if number < len(entry.checksums) else ""
     if isinstance(reader, _MemoryReader):
-        chunk = reader.view[begin : begin + size]
-    else:
-        only = pieces[0]
-        direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
-        chunk = memory_at(only.address + begin - only.at, size) if direct else scratch[:size]
-        try:
-            got = reader.read_into(begin, chunk)
-        except OSError as e:
-            raise CheckpointError(f"{source.where}/{name} cannot be read: {e}") from e
-        if got != size:
-            raise CheckpointError(
-                f"{source.where}/{name} is cut short: {begin + got} bytes, "
-                f"{entry.size_bytes} were written"
-            )
-    if number >= len(entry.checksums) or checksum(chunk) != entry.checksums[number]:
-        raise CheckpointError(
-            f"{source.where}/{name} is damaged between bytes {begin} and {begin + size}"
-        )
-    if direct:
+        _copy_chunk(reader.view[begin : begin + size], begin, pieces, expected, where)
         return
-    address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+    only = pieces[0]
+    direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
+    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch[:size]
+    try:
+        got = reader.read_into(begin, chunk)
+    except OSError as e:
+        raise CheckpointError(f"{where} cannot be read: {e}") from e
+    if got != size:
+        raise CheckpointError(
+            f"{where} is cut short: {begin + got} bytes, {entry.size_bytes} were written"
+        )
+    if checksum(chunk) != expected:
+        raise _damaged(where, begin, size)
+    if not direct:
+        _deal(_address(chunk), begin, begin + size, pieces)
+
+
+def _copy_chunk(
+    chunk: memoryview, begin: int, pieces: Sequence[Piece], expected: str, where: str
+) -> None:
+    """Hashes and copies a chunk that is in memory, in stretches that stay in the cache between."""
+    digest = xxhash.xxh3_128()
+    address = _address(chunk)
+    for at in range(0, len(chunk), _CACHED_BYTES):
+        stretch = chunk[at : at + _CACHED_BYTES]
+        digest.update(stretch)
+        _deal(address + at, begin + at, begin + at + len(stretch), pieces)
+    if digest.hexdigest() != expected:
+        raise _damaged(where, begin, len(chunk))
+
+
+def _deal(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+    """Copies what the pieces want of the bytes from `begin` to `end` of the file, at `address`."""
     for piece in pieces:
-        low, high = max(begin, piece.at), min(begin + size, piece.at + piece.size_bytes)
-        _memmove(piece.address + low - piece.at, address + low - begin, high - low)
+        low, high = max(begin, piece.at), min(end, piece.at + piece.size_bytes)
+        if low < high:
+            _memmove(piece.address + low - piece.at, address + low - begin, high - low)
+
+
+def _damaged(where: str, begin: int, size: int) -> CheckpointError:
+    return CheckpointError(f"{where} is damaged between bytes {begin} and {begin + size}")
+
+
+def _address(chunk: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(chunk))

@@ -217,18 +217,27 @@ class Restorer:
 
     def _found_in_memory(
         self, snapshot: Mapping[str, Any], state_dict: dict[str, Any]
-    ) -> tuple[Index, list[tuple[Source, Index]]]:
+    ) -> tuple[Index, list[tuple[Source, Index]]] | CallFailure:
         slots = {slot.number: slot for slot in (*self._engine.slots, *self._engine.inherited)}
         slot = slots[snapshot["arena"]]
         assert slot.arena is not None
         memory = InMemory(snapshot, slot.arena.view, slot.values)
         # What the ranks have to tell one another comes first: one that finds a damaged byte later
         # must not leave the others waiting.
-        told = self._from_rank_0(lambda parts: parts, memory.told())
+        told = self._from_rank_0(_as_told, memory.told())
         rank = self._ledger.rank
-        index, suffices = memory.index_for(state_dict, told, rank)
-        sharing = bool(self._from_rank_0(any, not suffices)) and self._ledger.world_size > 1
-        return index, memory.gather(told, rank, self._group, sharing)
+        index, lacking = memory.index_for(state_dict, told, rank)
+        wanted = self._from_rank_0(_in_any, lacking)
+        if not wanted:
+            return index, [memory.own()]
+        packed: list[tuple[memoryview, dict[str, Any]]] = []
+        failure = self._attempt(lambda: packed.append(memory.pack(set(wanted))))
+        if failure is not None:
+            return failure
+        content, description = packed[0]
+        told = self._from_rank_0(_as_told, description)
+        sent = memory.exchange(content, told, set(lacking), rank, self._group)
+        return index, [memory.own(), *sent]
 
     # -------------------------------------------------------------------------- agreement
 
@@ -288,3 +297,11 @@ class Restorer:
 
 def _in_all(lists: list[list[str]]) -> list[str]:
     return sorted(set.intersection(*(set(names) for names in lists)))
+
+
+def _in_any(lists: list[list[str]]) -> list[str]:
+    return sorted(set().union(*lists))
+
+
+def _as_told(parts: list[Any]) -> list[Any]:
+    return parts

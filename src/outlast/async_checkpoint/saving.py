@@ -80,7 +80,7 @@ class Saver:
         engine: of the folder.
         ledger: of the saves: call i is save i.
         exchange: of the structures.
-        committed: called on rank 0, on this thread, after a commit that all ranks know of.
+        committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
         ended: called on every rank when a save has ended, with its error.
     """
 
@@ -160,9 +160,10 @@ class Saver:
     def _run(self) -> None:
         while (save := self._queue.get()) is not None:
             error: Exception | None = None
+            manifest: Manifest | None = None
             size_bytes = 0
             try:
-                size_bytes = self._walk(save)
+                size_bytes, manifest = self._walk(save)
             except (OutlastError, OSError) as e:
                 error = e
             except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a save that takes long
@@ -174,8 +175,11 @@ class Saver:
                 self._engine.give_back(save.slot)
             save.handle._end(error)
             self._ended(save, size_bytes, error)
+            if manifest is not None:
+                self._committed(manifest)
 
-    def _walk(self, save: Save) -> int:
+    def _walk(self, save: Save) -> tuple[int, Manifest | None]:
+        """Returns the bytes of the checkpoint, and on rank 0 its manifest."""
         ledger, index = self._ledger, save.index
         try:
             if not save.changed:
@@ -206,9 +210,7 @@ class Saver:
             raise CheckpointError(
                 f"the save of step {save.step} was not committed: {result['error']}"
             )
-        if manifest is not None:
-            self._committed(manifest)
-        return int(result["size_bytes"])
+        return int(result["size_bytes"]), manifest
 
     def _write(self, save: Save) -> dict[str, Any]:
         save.sealed.wait()

@@ -15,7 +15,7 @@ import torch
 
 from outlast.async_checkpoint.arena import Arena
 from outlast.async_checkpoint.layout import Layout, lay_out
-from outlast.async_checkpoint.plan import Item, Key, look_up
+from outlast.async_checkpoint.plan import Item, Key, leaf_numbers, look_up
 from outlast.errors import CheckpointError
 
 __all__ = ["Structure", "values_file"]
@@ -51,6 +51,7 @@ class Structure:
         self.values = [i for i in items if i.kind == "value" and i.key in mine]
         self.layout: Layout = lay_out(self.tensors, rank)
         self.index = self._describe()
+        self._leaves: list[int] = []
         self._pickled: dict[str, tuple[Any, bytes]] = {}
 
     def targets(self, arena: Arena) -> list[torch.Tensor]:
@@ -85,9 +86,26 @@ class Structure:
         values = [[item.name, item.path] for item in self.values]
         return json.dumps({"tensors": tensors, "values": values}).encode()
 
-    def sources(self, state_dict: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a state dict, one for each of `tensors`: this rank's part of each."""
-        return [local_part(look_up(state_dict, item.path), item) for item in self.tensors]
+    def number(self, state_dict: Mapping[str, Any]) -> None:
+        """Notes where the tensors are among the leaves of state dicts of this structure."""
+        numbers = leaf_numbers(state_dict)
+        self._leaves = [numbers[item.path] for item in self.tensors]
+
+    def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors of a state dict, one for each of `tensors`: this rank's part of each.
+
+        Args:
+            leaves: of the state dict (`plan.walk`).
+        """
+        return [
+            # What is no subclass has the shape that was planned: it is in the signature.
+            leaf
+            if type(leaf := leaves[number]) is torch.Tensor
+            and not leaf.is_conj()
+            and not leaf.is_neg()
+            else local_part(leaf, item)
+            for item, number in zip(self.tensors, self._leaves, strict=True)
+        ]
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
         """The values in torch's serialization, one after another, and where each lies.

@@ -183,7 +183,9 @@ class Writer:
 
 def main() -> None:
     """Runs the writer process."""
-    channel = settle(ends_with_parent=False)
+    # Less than the training, but not so little that a save takes for ever on a busy machine: then
+    # the training would wait for it in the end.
+    channel = settle(nice=5, ends_with_parent=False)
     config = unpack(sys.argv[1].encode())[0]
     launcher = open_pidfd(config["launcher"])
     writer = Writer(channel, config)
