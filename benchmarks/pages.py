@@ -17,6 +17,7 @@ _TITLES = {
     "overhead": "Cost without faults",
     "scale": "Scale",
     "soak": "A thousand restarts in a row",
+    "checkpoint": "Checkpoints",
 }
 
 

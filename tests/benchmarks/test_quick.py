@@ -22,6 +22,26 @@ def test_the_quick_scale_benchmark_counts_a_constant_number_of_operations(tmp_pa
         assert large[what]["operations"] < 1.3 * small[what]["operations"]
 
 
+def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_where_it_says(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())["checkpoint"]["data"]
+    for part in ("one", "ranks"):
+        assert data[part]["sources"] == ["memory"] * 2 + ["storage"] * 4
+        timed = data[part]["seconds"]
+        for way in ("ours, eager", "ours, overlapped", "torch.save", "dcp.async_save", "fork"):
+            (blocked,), (durable,) = timed[way]["blocked"], timed[way]["durable"]
+            assert 0 < blocked <= durable
+    assert set(data["training"]["rates"]) == {"1", "10"}
+    descriptors = [sample[1] for sample in data["flat"]["writer"][1:]]
+    assert max(descriptors) == min(descriptors)
+    assert "Goals" in done.stdout
+
+
 def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")

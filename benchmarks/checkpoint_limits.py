@@ -1,0 +1,149 @@
+"""What the machine can do: the copies, writes and reads that no checkpoint can be faster than."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+__all__ = ["Reading", "Writing", "copy_time", "drop_cache", "in_threads", "settle"]
+
+_PIECE = 16 << 20
+_CHUNK = 4 << 20
+
+
+def settle() -> None:
+    """Has the disk finish what others have left it to do, so that nobody pays for it."""
+    os.sync()
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """`work(0)` to `work(count - 1)` side by side."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def copy_time(sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> float:
+    """Seconds to copy tensors into memory that is there already, on torch's threads."""
+    began = time.perf_counter()
+    for source, to in zip(sources, buffers, strict=True):
+        to.copy_(source)
+    return time.perf_counter() - began
+
+
+class Writing:
+    """Raw writes of so many bytes, with fsync: through the page cache and past it.
+
+    Args:
+        folder: where to.
+        size_bytes: how much; whole pages of it are written.
+        threads: how many pieces are under way at once.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int, threads: int) -> None:
+        self._folder = folder
+        self._size = size_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._threads = threads
+        self._memory = mmap.mmap(-1, self._size)
+        torch.frombuffer(self._memory, dtype=torch.uint8).random_()
+        self._view = memoryview(self._memory)
+
+    def time(self, *, direct: bool) -> float:
+        """Seconds until everything is durable. The file system may refuse to go past the cache."""
+        path = self._folder / f"raw-{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
+        pieces = iter(range(0, self._size, _PIECE))
+        lock = threading.Lock()
+        began = time.perf_counter()
+        file = os.open(path, flags, 0o644)
+
+        def write(_: int) -> None:
+            while True:
+                with lock:
+                    at = next(pieces, None)
+                if at is None:
+                    return
+                end = min(at + _PIECE, self._size)
+                while at < end:
+                    at += os.pwrite(file, self._view[at:end], at)
+
+        try:
+            os.posix_fallocate(file, 0, self._size)
+            in_threads(self._threads, write)
+            os.fsync(file)
+            seconds = time.perf_counter() - began
+        finally:
+            os.close(file)
+            path.unlink()
+        return seconds
+
+
+class Reading:
+    """Raw reads of files into memory that is there already, each chunk hashed with xxh3.
+
+    Args:
+        paths: of the files.
+        threads: how many chunks are under way at once.
+    """
+
+    def __init__(self, paths: Sequence[Path], threads: int) -> None:
+        self.paths = paths
+        self._threads = threads
+        self._sizes = [path.stat().st_size for path in paths]
+        self._memory = [mmap.mmap(-1, size) for size in self._sizes]
+        for memory in self._memory:
+            torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+
+    def time(self, *, cold: bool, direct: bool) -> float:
+        """Seconds until everything is read.
+
+        Args:
+            cold: whether the page cache is emptied of it first.
+            direct: whether to read past the page cache.
+        """
+        if cold:
+            drop_cache(self.paths)
+        lock = threading.Lock()
+        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        views = [memoryview(memory) for memory in self._memory]
+        began = time.perf_counter()
+        files = [os.open(path, flags) for path in self.paths]
+        chunks = iter(
+            [(n, at) for n, size in enumerate(self._sizes) for at in range(0, size, _CHUNK)]
+        )
+
+        def read(_: int) -> None:
+            while True:
+                with lock:
+                    number, at = next(chunks, (-1, 0))
+                if number < 0:
+                    return
+                view = views[number][at : min(at + _CHUNK, self._sizes[number])]
+                done = 0
+                while done < len(view):
+                    done += os.preadv(files[number], [view[done:]], at + done)
+                xxhash.xxh3_128_digest(view)
+
+        try:
+            in_threads(self._threads, read)
+            return time.perf_counter() - began
+        finally:
+            for file in files:
+                os.close(file)
+
+
+def drop_cache(paths: Sequence[Path]) -> None:
+    """Takes files out of the page cache of this machine; a host's own cache may still have them."""
+    for path in paths:
+        with contextlib.closing(open(path, "rb")) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
