@@ -1,4 +1,4 @@
-"""What the tests of the checkpointer share: states of training, and how to look at what is there."""
+"""What the tests of the checkpointer share: states of training, and looks at what is there."""
 
 from __future__ import annotations
 

@@ -136,11 +136,15 @@ class _Storage:
 
         def staged(folder: str, *rest: Any) -> Any:
             if name == "publish":
-                self._stage.note(op="durable before", folder=folder, missing=_missing(self._real.root / folder))
+                self._stage.note(
+                    op="durable before", folder=folder, missing=_missing(self._real.root / folder)
+                )
             file = rest[0] if name == "put" else ""
             done = self._stage.do(name, folder, file, operation, folder, *rest)
             if name == "publish":
-                self._stage.note(op="durable after", folder=folder, missing=_missing(self._real.root, deep=False))
+                self._stage.note(
+                    op="durable after", folder=folder, missing=_missing(self._real.root, deep=False)
+                )
             return done
 
         return staged

@@ -119,7 +119,7 @@ def test_what_is_damaged_is_passed_over(
 
 
 def check_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, reading._read_chunk, "checksum(chunk) != entry.checksums[number]", "False")
+    mutate(monkeypatch, reading._read_chunk, "checksum(chunk) != expected", "False")
 
 
 def check_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from async_checkpoint.checkpoints import (
     NET,
@@ -63,7 +64,7 @@ def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
         checkpointer.save(1, state_of(1)).wait(NET)
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
         handle = checkpointer.save(2, {"x": torch.zeros(free - 2 * page, dtype=torch.uint8)})
-        with pytest.raises(CheckpointError, match="could not commit it.*No space left on device"):
+        with pytest.raises(CheckpointError, match=r"could not commit it.*No space left on device"):
             handle.wait(NET)
     assert valid_steps(small_disk) == [1]
     assert left_over(small_disk) == []
@@ -92,7 +93,7 @@ def test_a_folder_that_may_not_be_written_to(small_disk: Path) -> None:
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises((CheckpointError, OSError), match="File exists|Not a directory"):
+    with pytest.raises((CheckpointError, OSError), match=r"File exists|Not a directory"):
         Checkpointer(tmp_path / "file")
     with Checkpointer(tmp_path / "folder"):
         pass
@@ -129,6 +130,37 @@ def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None
         first.close()
         second.save(5, state_of(5)).wait(NET)
     assert restored(tmp_path) == 5
+
+
+def test_an_abort_that_was_interrupted_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart in place interrupts its function again until that has been left."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    for broken in ("seal", "tell"):
+        first = Checkpointer(tmp_path, overlap=optimizer)
+        handle = first.save(1, net.state_dict())
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            if broken == "seal":
+                assert first._saver.pending[0].guard is not None
+                patch.setattr(first._saver.pending[0].guard, "_found", interrupt)
+            else:
+                patch.setattr(first._engine.writer, "tell", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                first.abort()
+        second = Checkpointer(tmp_path)
+        assert handle._ended.wait(60)
+        assert first._saver._thread is not None
+        first._saver._thread.join(60)
+        assert not first._saver._thread.is_alive()
+        second.close()
+    assert len(_global_optimizer_pre_hooks) == 0
+    assert valid_steps(tmp_path) == []
 
 
 def test_what_saves_have_left_is_cleaned_up(tmp_path: Path) -> None:

@@ -182,9 +182,7 @@ def test_empty_dicts_are_filled(tmp_path: Path) -> None:
         assert same(everything, saved)
     other.load_state_dict(state["optimizer"])
     assert torch.equal(fresh.weight, net.weight)
-    assert torch.equal(
-        other.state[fresh.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"]
-    )
+    assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from async_checkpoint.checkpoints import (
     valid_steps,
 )
 from async_checkpoint.staged_writer import Plan
-from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.local_storage import LocalStorage
 from outlast.async_checkpoint.saving import Saver
 from outlast.errors import CheckpointError
@@ -33,7 +33,7 @@ from procs import Job
 
 Ranks = Callable[..., Job]
 KILLS = 50
-LARGE = 3_000_000  # elements: a save takes long enough to be hit
+LARGE = 1_000_000  # elements: a save takes long enough to be hit
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def check_killed_at_every_operation(path: Path, plan: Plan, operations: range) -
     with Checkpointer(path) as checkpointer:
         for number in operations:
             plan.set({"number": number, "do": "kill"})
-            with pytest.raises(CheckpointError, match="writer process .* was killed by signal 9"):
+            with pytest.raises(CheckpointError, match=r"process .* was killed by signal 9"):
                 checkpointer.save(2, state_of(2)).wait(NET)
             published = any(
                 note["op"] == "publish" and "step-00000002" in note["folder"]
@@ -102,7 +102,7 @@ def test_the_check_finds_a_save_that_is_written_in_place(
 def test_killed_after_the_commit_it_is_whole(tmp_path: Path, plan: Plan) -> None:
     plan.set({"op": "publish", "when": "after", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:
-        with pytest.raises(CheckpointError, match="was not committed|killed by signal 9"):
+        with pytest.raises(CheckpointError, match=r"was not committed|killed by signal 9"):
             checkpointer.save(2, state_of(2)).wait(NET)
         plan.set()
     assert valid_steps(tmp_path / "c") == [2]
@@ -114,7 +114,7 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(1)
     state = state_of(0, LARGE)
     outcomes = {True: 0, False: 0}
-    with Checkpointer(tmp_path, keep=Retention(last=2)) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         durations = []
         for step in range(4):
             began = time.monotonic()
@@ -127,14 +127,11 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
             killer = threading.Timer(chance.uniform(0, 1.3 * usual), os.kill, (pid, signal.SIGKILL))
             handle = checkpointer.save(step, state)
             killer.start()
-            error = None
-            try:
-                handle.wait(NET)
-            except CheckpointError as e:
-                error = e
-                assert "killed by signal 9" in str(e) or "was not committed" in str(e)
+            assert handle._ended.wait(60)
             killer.join()
-            outcomes[error is None] += 1
+            error = str(handle.exception or "")
+            assert not error or "killed by signal 9" in error or "was not committed" in error
+            outcomes[not error] += 1
             found = valid_steps(tmp_path)
             assert good in found or step in found
             assert set(found) <= seen | {step}

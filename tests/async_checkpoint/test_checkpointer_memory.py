@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from async_checkpoint.checkpoints import left_over, restored, valid_steps
+from async_checkpoint.checkpoints import NET, blank, left_over, same, state_of, valid_steps
 from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer, reading
+from outlast.events import CheckpointPassedOver, CheckpointRestored, MemorySink
 from procs import Job
+from zygote import Zygote
 
 Ranks = Callable[..., Job]
 NET_S = 60.0
@@ -53,8 +55,8 @@ def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) 
             next_job.start_all()
             assert next_job.wait(0) == 0, next_job.errors(0)
             (line,) = next_job.lines(0)
-            assert (line["step"], line["inherited"]) == (2, 2 if False else line["inherited"])
-            assert line["inherited"] >= 1
+            assert line["step"] == 2
+            assert line["inherited"] == 1
         have_ended(writers)
         if forks:
             os.killpg(job.pid(0), signal.SIGKILL)
@@ -96,16 +98,18 @@ def test_a_snapshot_that_not_all_ranks_have_is_not_taken(ranks: Ranks, tmp_path:
 
 def check_damaged_memory(path: Path) -> None:
     """A byte of the newest snapshot changes in memory: its checksum does not hold."""
-    from async_checkpoint.checkpoints import NET, blank, same, state_of
-
-    with Checkpointer(path, max_in_flight=2) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state_of(step)).wait(NET)
-        newest = max(checkpointer._engine.slots, key=lambda slot: (slot.snapshot or {})["number"])
-        newest.targets[0][5] += 1
+    sink = MemorySink()
+    with Checkpointer(path, events=sink) as checkpointer:
+        checkpointer.save(2, state_of(2)).wait(NET)
+        checkpointer._engine.slots[0].targets[0][5] += 1
         state = blank()
-        assert checkpointer.restore(state) == 2  # from storage
+        assert checkpointer.restore(state) == 2
         assert same(state, state_of(2))
+    _, passed, loaded = sink.events
+    assert isinstance(passed, CheckpointPassedOver)
+    assert isinstance(loaded, CheckpointRestored)
+    assert (passed.source, loaded.source) == ("memory", "storage")
+    assert "the snapshot of step 2 in memory/__0_0.distcp is damaged" in passed.cause
 
 
 def test_a_snapshot_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
@@ -115,15 +119,13 @@ def test_a_snapshot_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
 def test_it_is_noticed_when_memory_is_not_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, reading._read_chunk, "checksum(chunk) != entry.checksums[number]", "False")
+    mutate(monkeypatch, reading._copy_chunk, "digest.hexdigest() != expected", "False")
     with pytest.raises(AssertionError):
         check_damaged_memory(tmp_path)
 
 
 def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
     """Nobody is left who would start a successor: a snapshot is of no use."""
-    from zygote import Zygote
-
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     plan.gate("never")
     scripts = Path(__file__).parent / "scripts"
@@ -141,12 +143,14 @@ def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
             writers = begins_to_save(job)
             job.kill(0)
         have_ended(writers)
-    assert restored(path) == 1
+    with Checkpointer(path) as checkpointer:
+        assert checkpointer.restore(blank(), strict=False) == 1
 
 
 def test_at_the_end_of_the_program_saves_are_finished(ranks: Ranks, tmp_path: Path) -> None:
-    with ranks("lives", "exits_without_close", str(tmp_path), nprocs=1) as job:
+    path = tmp_path / "c"
+    with ranks("lives", "exits_without_close", str(path), nprocs=1) as job:
         job.start_all()
         assert job.wait(0) == 0, job.errors(0)
-    assert valid_steps(tmp_path) == [1, 2]
-    assert left_over(tmp_path) == []
+    assert valid_steps(path) == [1, 2]
+    assert left_over(path) == []

@@ -59,6 +59,7 @@ __all__ = ["Checkpointer"]
 
 log = logging.getLogger("outlast.checkpoint")
 
+_FOR_WRITER_S = 0.2
 _FOR_FAULT = datetime.timedelta(seconds=30)
 _NOTHING = datetime.timedelta()
 _FOR_EXIT = datetime.timedelta(minutes=10)
@@ -129,7 +130,6 @@ class Checkpointer:
         )
         if taken_over:
             self._take_over()
-        self._engine.owner = weakref.ref(self)
         self._engine.resize(max_in_flight)
         self._restorer = Restorer(
             self._engine, connect_ledger("restore", group), group, self._timeout, self._emitter
@@ -150,6 +150,7 @@ class Checkpointer:
         self._unseen: list[SaveHandle] = []
         self._closed = False
         self._at_exit = _close_at_exit(self)
+        self._engine.owner = weakref.ref(self)
 
     # ------------------------------------------------------------------------------ saving
 
@@ -391,9 +392,7 @@ class Checkpointer:
         one for this folder in this process.
         """
         if not self._closed:
-            self._closed = True
-            self._saver.abort()
-            self._at_exit()
+            self._drop()
 
     def close(self, timeout: datetime.timedelta | None = None) -> None:
         """Waits for the saves that are under way, and gives everything back. Also on leaving a
@@ -441,8 +440,15 @@ class Checkpointer:
     def _take_over(self) -> None:
         before = self._engine.owner() if self._engine.owner is not None else None
         if before is not None:
-            before.abort()
+            before._drop()  # also if it was aborted: an interrupt may have cut that short
+            # A restart must not wait for a disk that is slow to make durable what is dropped.
+            self._engine.writer.free(_FOR_WRITER_S)
         self._engine.give_back_all()
+
+    def _drop(self) -> None:
+        self._closed = True
+        self._saver.abort()
+        self._at_exit()
 
     def _check_open(self) -> None:
         if self._closed:

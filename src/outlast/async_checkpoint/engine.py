@@ -74,6 +74,7 @@ class Engine:
         self.slots: list[Slot] = []
         self.inherited: list[Slot] = []
         self._freed = threading.Condition()
+        self._allocating: threading.Thread | None = None
         # A program that ends says goodbye to the writer, which would linger otherwise.
         atexit.register(self.close, 1.0)
 
@@ -136,7 +137,12 @@ class Engine:
                     self.give_back(slot)
 
         self.writer.start()
-        threading.Thread(target=allocate, name="outlast-allocate", daemon=True).start()
+        self._allocating = threading.Thread(target=allocate, name="outlast-allocate", daemon=True)
+        self._allocating.start()
+
+    def _await_allocation(self) -> None:
+        if self._allocating is not None:
+            self._allocating.join()
 
     def give_back(self, slot: Slot) -> None:
         """The save does not need it any more."""
@@ -146,6 +152,7 @@ class Engine:
 
     def give_back_all(self) -> None:
         """No save is under way any more."""
+        self._await_allocation()
         with self._freed:
             for slot in self.slots:
                 slot.busy = False
@@ -189,6 +196,7 @@ class Engine:
     def close(self, timeout_s: float) -> None:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
+        self._await_allocation()
         self.writer.close(timeout_s)
         for slot in (*self.slots, *self.inherited):
             slot.targets = ()

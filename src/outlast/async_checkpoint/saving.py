@@ -125,12 +125,18 @@ class Saver:
         self._ledger.forget(index)
 
     def abort(self) -> None:
-        """Drops what is under way, for all ranks. Does not wait: the store may be out of reach."""
+        """Drops what is under way, for all ranks. Does not wait: the store may be out of reach.
+
+        Can be called again: an interrupt may have come in the middle of it.
+        """
         self._aborted = True
         pending = self.pending
         for save in pending:
             if save.guard is not None:
                 save.guard.call_off()
+            if not save.sealed.is_set():  # an interrupt has come between the copy and its seal
+                save.torn = CheckpointError(_ABORTED)
+                save.sealed.set()
         if pending:
             self._engine.writer.tell({"op": "drop"})
             threading.Thread(

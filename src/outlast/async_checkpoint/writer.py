@@ -3,17 +3,23 @@
 One thread of the checkpointer makes all requests that are answered (`request`); any thread may
 `tell` what needs no answer. The arenas are held on both sides, so a new writer gets them again;
 what a lost one was writing has failed.
+
+The main thread of a training that is restarted in place is interrupted anywhere. A message that
+was cut short ends the channel, and an answer of which half may have been read ends the writer:
+the next one gets the arenas, and is told what lies in them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 from typing import Any
 
 from outlast.async_checkpoint.arena import Arena
 from outlast.async_checkpoint.background_process import BackgroundProcess, start_process
+from outlast.async_checkpoint.channel import Channel
 from outlast.async_checkpoint.messages import pack, unpack
 from outlast.async_checkpoint.writing import Dropped
 from outlast.errors import CheckpointError
@@ -42,6 +48,8 @@ class WriterClient:
         self._arenas: dict[int, tuple[Arena, bytes]] = {}
         self._starting = threading.Lock()
         self._closed = False
+        self._sealed: dict[int, tuple[dict[str, Any], bytes]] = {}
+        self._half_read = False
         self._requests = 0
         self._asking = threading.Lock()
 
@@ -60,16 +68,20 @@ class WriterClient:
         with self._starting:
             if self._closed:
                 raise WriterFailed("the checkpointer was closed")
-            if self._process is not None and self._process.alive:
-                return
             if self._process is not None:
+                if self._process.alive and not _hung_up(self._process.channel):
+                    return
                 self._process.close()
-            self._process = start_process(
+                self._process = None
+            process = start_process(
                 "outlast.async_checkpoint.writer_main",
                 arguments=[pack(self._config).decode().rstrip("\n")],
             )
             for number, (arena, index) in self._arenas.items():
-                self._hand(self._process, number, arena, index)
+                self._hand(process, number, arena, index)
+            for header, blob in list(self._sealed.values()):
+                process.channel.send(pack(header, blob))
+            self._process = process
 
     def give(self, number: int, arena: Arena, index: bytes) -> None:
         """Gives the writer an arena, instead of the one of that number.
@@ -81,6 +93,7 @@ class WriterClient:
         """
         with self._starting:
             self._arenas[number] = (arena, index)
+            self._sealed.pop(number, None)
             if self._process is not None:
                 with contextlib.suppress(OSError):  # lost: the next one gets it
                     self._hand(self._process, number, arena, index)
@@ -92,10 +105,28 @@ class WriterClient:
 
     def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Says something that is not answered. A writer that is lost needs not to know."""
+        if header["op"] == "sealed":
+            self._sealed[header["arena"]] = (header, blob)
+        elif header["op"] in ("reuse", "release"):
+            self._sealed.pop(header["arena"], None)
         process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
                 process.channel.send(pack(header, blob))
+
+    def free(self, timeout: float) -> None:
+        """Has what was asked for end. A writer that does not come back, because its disk does not,
+        is ended, and the next one takes its place: the arenas are here too.
+
+        Args:
+            timeout: in seconds.
+        """
+        if self._asking.acquire(timeout=timeout):
+            self._asking.release()
+            return
+        process = self._process
+        if process is not None:
+            process.kill()  # whoever waits for its answer is told by the end of the channel
 
     def request(self, header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
         """Asks for something, and waits for the answer.
@@ -108,6 +139,8 @@ class WriterClient:
             return self._request(header, blob)
 
     def _request(self, header: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        if self._half_read:
+            self._give_up()
         self.start()
         process = self._process
         assert process is not None
@@ -115,11 +148,14 @@ class WriterClient:
         number = self._requests
         try:
             process.channel.send(pack({**header, "id": number}, blob))
+            self._half_read = True
             while True:
                 answer, _ = unpack(process.channel.receive()[0])
                 if answer["id"] == number:
                     break
+            self._half_read = False
         except (OSError, EOFError):
+            self._half_read = False
             raise WriterFailed(self._how_lost(process)) from None
         if answer.get("dropped"):
             raise Dropped
@@ -144,6 +180,13 @@ class WriterClient:
         header = {"op": "arena", "arena": number, "size_bytes": arena.size_bytes}
         process.channel.send(pack(header, index), [arena.descriptor])
 
+    def _give_up(self) -> None:
+        with self._starting:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+        self._half_read = False
+
     def _how_lost(self, process: BackgroundProcess) -> str:
         code = process.close(timeout=1.0)
         with self._starting:
@@ -152,3 +195,12 @@ class WriterClient:
         if code < 0:
             return f"the writer process {process.pid} was killed by signal {-code}"
         return f"the writer process {process.pid} ended with exit code {code}"
+
+
+def _hung_up(channel: Channel) -> bool:
+    """Whether either end has ended the connection."""
+    if channel.fileno() < 0:
+        return True
+    poll = select.poll()
+    poll.register(channel.fileno(), 0)
+    return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

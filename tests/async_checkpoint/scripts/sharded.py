@@ -28,7 +28,9 @@ def whole(state: Any) -> Any:
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:
     if isinstance(state, dict):
-        return {k: v for key, value in state.items() for k, v in flat(value, f"{path}.{key}").items()}
+        return {
+            k: v for key, value in state.items() for k, v in flat(value, f"{path}.{key}").items()
+        }
     if isinstance(state, list):
         return {k: v for i, x in enumerate(state) for k, v in flat(x, f"{path}[{i}]").items()}
     return {path: state}

@@ -1,0 +1,101 @@
+"""Training that is restarted in place, with a save in flight at each fault."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from ranks import main, say, scenario
+
+from async_checkpoint.checkpoints import NET, blank, same, state_of
+from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.inprocess import CallWrapper, Wrapper
+
+ELEMENTS = 300_000
+
+
+def own_state(step: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {**state_of(step, ELEMENTS), f"own{rank}": torch.full((ELEMENTS,), step * 10 + rank)}
+
+
+def empty() -> dict[str, Any]:
+    state = {**blank(), f"own{dist.get_rank()}": torch.zeros(ELEMENTS, dtype=torch.int64)}
+    state["model"]["weight"] = torch.zeros(ELEMENTS)
+    return state
+
+
+def held(pid: int | None) -> dict[str, int]:
+    """What this process and its writer hold."""
+    for thread in threading.enumerate():
+        if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
+            thread.join(20)
+            assert not thread.is_alive(), thread.name
+    gc.collect()
+    writer = psutil.Process(pid)
+    return {
+        "threads": len(threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(psutil.Process().children(recursive=True)),
+        "shared": len([t for t in _targets() if "outlast-snapshot" in t]),
+        "writer threads": writer.num_threads(),
+        "writer descriptors": writer.num_fds(),
+    }
+
+
+def _targets() -> list[str]:
+    targets = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except FileNotFoundError:
+            continue  # the one that lists them
+    return targets
+
+
+@scenario
+def restarts(path: str, count: str) -> None:
+    last = int(count)
+
+    @Wrapper()
+    def train(call: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        with Checkpointer(path, keep=Retention(last=2), max_in_flight=2) as checkpointer:
+            state = empty()
+            step = checkpointer.restore(state)
+            assert step is None or same(state, own_state(step))
+            engine = checkpointer._engine
+            looks = call.iteration in (10, last)
+            say(
+                "began",
+                iteration=call.iteration,
+                step=step,
+                writer=engine.writer.pid,
+                arenas=[id(slot.arena) for slot in engine.slots],
+                held=held(engine.writer.pid) if looks else None,
+            )
+            step = -1 if step is None else step
+            dist.barrier()
+            if call.iteration % 3 == 0 or call.iteration == last:
+                checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
+                say("committed", step=step + 1)
+                step += 1
+            if call.iteration < last:
+                checkpointer.save(step + 1, own_state(step + 1))
+                if rank == call.iteration % 2:
+                    raise ValueError("a planned fault, with a save in flight")
+                dist.barrier()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    train()
+
+
+if __name__ == "__main__":
+    main()

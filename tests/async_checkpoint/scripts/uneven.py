@@ -1,0 +1,158 @@
+"""Ranks that do not do the same. Every scenario's arguments: folder, plan."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RANK, join_group, leave_group, main, raising, say, scenario
+
+from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, state_of
+from async_checkpoint.staged_writer import Plan
+from outlast.async_checkpoint import Checkpointer
+from outlast.chaos.storage import flip_byte
+from outlast.errors import CheckpointError, TimeoutError
+
+
+def saves(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> None:
+    checkpointer.save(step, state).wait(NET)
+
+
+@scenario
+def another_order(path: str, plan: str) -> None:
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 0, state_of(0))
+        raising(lambda: saves(checkpointer, 1 + RANK, state_of(1)))
+        saves(checkpointer, 3, state_of(3))
+    leave_group()
+
+
+@scenario
+def one_changes(path: str, plan: str) -> None:
+    """What only rank 1 has, comes, grows and goes; the others go on as they were."""
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        for step in range(1, 5):
+            state = state_of(step)
+            if RANK == 1 and step in (2, 3):
+                state["own"] = torch.full((step * 10,), float(step))
+                state["word"] = f"of {step}"
+            handle = checkpointer.save(step, state)
+            handle.wait(NET)
+            expected, found = state, blank()
+            if step in (2, 3) and RANK == 1:
+                found.update(own=torch.zeros(step * 10), word="")
+            assert checkpointer.restore(found) == step
+            assert same(found, expected)
+    with Checkpointer(path) as checkpointer:
+        for step in range(1, 5):
+            extra = {"own": torch.zeros(step * 10), "word": ""} if step in (2, 3) else {}
+            found = {**blank(), **extra}
+            assert checkpointer.restore(found, step=step) == step
+            assert found.get("word", f"of {step}") == f"of {step}"
+            assert same({k: v for k, v in found.items() if k not in extra}, state_of(step))
+    leave_group()
+
+
+@scenario
+def other_shapes(path: str, plan: str) -> None:
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        raising(lambda: saves(checkpointer, 1, {"x": torch.ones(1 + RANK)}))
+        saves(checkpointer, 2, {"x": torch.ones(2)})
+    leave_group()
+
+
+@scenario
+def one_cannot(path: str, plan: str) -> None:
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        own: Any = (lambda: None) if RANK == 1 else 0
+        raising(lambda: saves(checkpointer, 1, {**state_of(1), f"own{RANK}": own}))
+        key: Any = {1.5: 1} if RANK == 1 else {"one": 1}
+        raising(lambda: saves(checkpointer, 2, {**state_of(1), "keys": key}))
+        saves(checkpointer, 3, state_of(3))
+    leave_group()
+
+
+@scenario
+def one_writer_is_killed(path: str, plan: str) -> None:
+    Plan(Path(plan)).use(pytest.MonkeyPatch())
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        dist.barrier()
+        if RANK == 0:
+            Plan(Path(plan)).set({"op": "write_at", "name": "__1_*", "do": "kill"})
+        dist.barrier()
+        state = {**state_of(2), f"own{RANK}": torch.ones(10)}
+        raising(lambda: saves(checkpointer, 2, state))
+        dist.barrier()
+        if RANK == 0:
+            Plan(Path(plan)).set()
+        dist.barrier()
+        saves(checkpointer, 3, state)
+    leave_group()
+
+
+@scenario
+def one_is_lost(path: str, plan: str) -> None:
+    Plan(Path(plan)).use(pytest.MonkeyPatch())
+    join_group()
+    checkpointer = Checkpointer(path, linger=datetime.timedelta())
+    handle = checkpointer.save(1, {**state_of(1), f"own{RANK}": torch.ones(10)})
+    say("saving")
+    while not (Path(plan) / "lost").exists():
+        time.sleep(0.01)
+    try:
+        handle.wait(datetime.timedelta(milliseconds=1))
+    except TimeoutError:
+        checkpointer.abort()
+    raising(lambda: handle.wait(NET))
+
+
+@scenario
+def one_sees_damage(path: str, plan: str) -> None:
+    """Each rank reads a part of its own; that of rank 1 is damaged."""
+    join_group()
+    own = {f"own{RANK}": torch.zeros(2_000_000)}
+    with Checkpointer(path) as checkpointer:
+        for step in (1, 2):
+            saves(checkpointer, step, {f"own{RANK}": torch.full((2_000_000,), float(step))})
+    if RANK == 0:
+        flip_byte(folder_of(Path(path), 2) / "__1_0.distcp", 6_000_000)
+    dist.barrier()
+    with Checkpointer(path) as checkpointer:
+        state = copy_of(own)
+        raising(lambda: checkpointer.restore(state))
+        assert bool((state[f"own{RANK}"] == 1).all())
+    leave_group()
+
+
+@scenario
+def closes(path: str, plan: str) -> None:
+    Plan(Path(plan)).use(pytest.MonkeyPatch())
+    join_group()
+    checkpointer = Checkpointer(path)
+    checkpointer.save(1, {**state_of(1), f"own{RANK}": torch.ones(10)})
+    dist.barrier()
+
+    def close() -> None:
+        try:
+            checkpointer.close(datetime.timedelta(milliseconds=100))
+        except CheckpointError:
+            assert checkpointer._engine.writer.pid is None
+            raise
+
+    raising(close)
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Ranks that do not do the same, and ranks that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_checkpoint.checkpoints import left_over, valid_steps
+from async_checkpoint.staged_writer import Plan
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+def said(job: Job, rank: int, event: str, field: str) -> list[Any]:
+    return [line[field] for line in job.lines(rank) if line["event"] == event]
+
+
+def run(ranks: Ranks, scenario: str, tmp_path: Path, nprocs: int = 2) -> Job:
+    Plan(tmp_path / "plan")
+    job = ranks("uneven", scenario, str(tmp_path / "c"), str(tmp_path / "plan"), nprocs=nprocs)
+    with job:
+        job.start_all()
+        codes = job.wait_all()
+        assert set(codes.values()) == {0}, "\n".join(map(job.errors, range(nprocs)))
+    return job
+
+
+def test_another_order_of_saves(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "another_order", tmp_path)
+    for rank in range(2):
+        (message,) = said(job, rank, "raised", "message")
+        assert "scheduled in different order on different ranks" in message
+        assert "save of step 1" in message
+        assert "save of step 2" in message
+    assert valid_steps(tmp_path / "c") == [0, 3]
+    assert left_over(tmp_path / "c") == []
+
+
+def test_one_rank_changes_what_it_saves(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, "one_changes", tmp_path, nprocs=3)
+    assert valid_steps(tmp_path / "c") == [1, 2, 3, 4]
+
+
+def test_shapes_that_differ_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "other_shapes", tmp_path)
+    for rank in range(2):
+        (message,) = said(job, rank, "raised", "message")
+        assert "'x' is a tensor (1,) of float32 on rank 0" in message
+        assert "a tensor (2,) of float32 on rank 1" in message
+    assert valid_steps(tmp_path / "c") == [2]
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "one_cannot", tmp_path)
+    for rank in range(2):
+        pickled, key = said(job, rank, "raised", "message")
+        assert "'own1' (function) cannot be saved" in pickled
+        assert "has the key 1.5" in key
+    assert "rank 1" in said(job, 0, "raised", "message")[0]
+    assert valid_steps(tmp_path / "c") == [3]
+
+
+def test_the_writer_of_one_rank_is_killed(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "one_writer_is_killed", tmp_path)
+    for rank in range(2):
+        (message,) = said(job, rank, "raised", "message")
+        assert "save of step 2 failed on rank 1 on" in message
+        assert "was killed by signal 9" in message
+    assert valid_steps(tmp_path / "c") == [1, 3]
+    assert left_over(tmp_path / "c") == []
+
+
+def test_a_rank_that_is_lost_does_not_hold_up_an_abort(ranks: Ranks, tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "plan")
+    plan.set({"op": "write_at", "name": "__1_*", "do": "wait", "gate": "never"})
+    plan.gate("never")
+    with ranks("uneven", "one_is_lost", str(tmp_path / "c"), str(plan.folder)) as job:
+        job.start_all()
+        for rank in range(2):
+            job.wait_for_line(rank, lambda line: line["event"] == "saving")
+        job.kill(1)
+        (tmp_path / "plan" / "lost").touch()
+        assert job.wait(0) == 0, job.errors(0)
+        (message,) = said(job, 0, "raised", "message")
+        assert "aborted: it was dropped for all ranks" in message
+    assert valid_steps(tmp_path / "c") == []
+
+
+def test_damage_that_one_rank_sees_is_passed_over_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "one_sees_damage", tmp_path)
+    for rank in range(2):
+        assert said(job, rank, "returned", "value") == [1]
+
+
+def test_close_in_time_drops_for_all(ranks: Ranks, tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "plan")
+    plan.set({"op": "write_at", "name": "__1_*", "do": "wait", "gate": "never"})
+    plan.gate("never")
+    job = run(ranks, "closes", tmp_path)
+    for rank in range(2):
+        (message,) = said(job, rank, "raised", "message")
+        assert "steps [1] were not committed within" in message or "dropped" in message
+    assert valid_steps(tmp_path / "c") == []

@@ -1,0 +1,43 @@
+"""Restart in place: a save in flight is committed by all or dropped by all; nothing piles up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_checkpoint.checkpoints import left_over, valid_steps
+from procs import Job
+
+RESTARTS = 100
+
+
+@pytest.mark.slow
+def test_restarts_with_a_save_in_flight(ranks: Callable[..., Job], tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with ranks("restarts", "restarts", str(path), str(RESTARTS)) as job:
+        job.start_all()
+        assert job.wait_all(150) == {0: 0, 1: 0}, (job.errors(0) + job.errors(1))[-4000:]
+        stories = []
+        for rank in range(2):
+            began = [line for line in job.lines(rank) if line["event"] == "began"]
+            assert [line["iteration"] for line in began] == list(range(RESTARTS + 1))
+            stories.append([line["step"] for line in began])
+            # Taken over; an interrupt that comes while the writer is told something ends it.
+            assert len({line["writer"] for line in began[1:]}) < RESTARTS // 2
+            used = [line["arenas"] for line in began[10:]]
+            assert all(arenas == used[0] for arenas in used)
+            early, late = (line["held"] for line in began if line["held"])
+            # It may be in the middle of a removal, with a folder open.
+            assert abs(early.pop("writer descriptors") - late.pop("writer descriptors")) <= 3
+            assert early == late
+        assert stories[0] == stories[1]
+        done = -1
+        for line in job.lines(0):
+            if line["event"] == "began":
+                assert (line["step"] if line["step"] is not None else -1) >= done
+            elif line["event"] == "committed":
+                done = line["step"]
+    assert valid_steps(path)[-1] == stories[0][-1] + 1
+    assert left_over(path) == []
