@@ -28,6 +28,7 @@ from outlast.events.report_log import TORN_LINE, load
 from outlast.events.report_model import Cause, HostTime, Party, Phases, Report, Restart
 from outlast.events.report_phases import measure_phases, productive_time
 from outlast.events.report_render import render_report
+from outlast.events.report_saves import saves_in
 from outlast.events.types import (
     Completed,
     Entered,
@@ -86,6 +87,7 @@ def build(events: Iterable[Event]) -> Report:
         monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
+        saves=saves_in(events),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Cause", "HostTime", "Party", "Phases", "Report", "Restart"]
+__all__ = ["Cause", "HostTime", "Party", "Phases", "Report", "Restart", "Saves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,30 @@ class HostTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saves:
+    """The checkpoints of a run, as rank 0 saw them; a save has the same end on all ranks.
+
+    Attributes:
+        committed: how many saves.
+        size_bytes: of the last one.
+        blocked_median, blocked_worst: seconds that `save` held the training up.
+        durable_median: seconds until the commit.
+        failed: step and cause of each that was not committed.
+        restored: step and source (memory, storage) of each restore.
+        passed_over: step and cause of each that was found damaged.
+    """
+
+    committed: int
+    size_bytes: int
+    blocked_median: float
+    blocked_worst: float
+    durable_median: float
+    failed: tuple[tuple[int, str], ...]
+    restored: tuple[tuple[int, str], ...]
+    passed_over: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The story of a run.
 
@@ -132,6 +156,7 @@ class Report:
         completed: members that saw every rank complete, in the last call.
         notes: how often other rooms noted what.
         torn_logs: files whose last line a dying process did not finish.
+        saves: the checkpoints; `None` if there is no word of any.
     """
 
     events: int
@@ -149,3 +174,4 @@ class Report:
     monitors_restarted: int
     notes: dict[str, int]
     torn_logs: tuple[str, ...]
+    saves: Saves | None = None

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.events.report_model import Party, Phases, Report, Restart
+from outlast.events.report_saves import words_on
 from outlast.events.report_words import (
     cause_words,
     duration,
@@ -131,6 +132,8 @@ def _ending(report: Report) -> list[str]:
                 f"{one_line(host.host)}: {duration(host.wall_seconds)} from the first entry to the "
                 f"end, {share(host.goodput)} of it with every rank at work."
             )
+    if report.saves is not None:
+        sentences += [one_line(sentence) for sentence in words_on(report.saves)]
     if report.monitors_restarted:
         sentences.append(f"{plural(report.monitors_restarted, 'monitor process')} started anew.")
     for party in report.waiting:

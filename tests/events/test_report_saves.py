@@ -1,0 +1,61 @@
+"""What a report says of checkpoints."""
+
+from __future__ import annotations
+
+from outlast.events.report import build
+from outlast.events.report_saves import words_on
+from outlast.events.types import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    CheckpointRestored,
+    Event,
+)
+
+
+def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float) -> Event:
+    return CheckpointCommitted(
+        rank=rank,
+        host="a",
+        time=at,
+        step=step,
+        size_bytes=step * 1_000_000,
+        blocked_seconds=blocked,
+        seconds=seconds,
+    )
+
+
+def test_a_run_without_checkpoints_says_nothing_of_them() -> None:
+    assert build([]).saves is None
+
+
+def test_each_save_counts_once_although_every_rank_tells_of_it() -> None:
+    events = [
+        committed(step, rank=rank, blocked=blocked, seconds=seconds, at=float(step))
+        for step, blocked, seconds in ((10, 0.002, 0.5), (20, 0.004, 0.7), (30, 0.04, 0.6))
+        for rank in (0, 1)
+    ]
+    saves = build(events).saves
+    assert saves is not None
+    assert saves.committed == 3
+    assert saves.size_bytes == 30_000_000
+    assert (saves.blocked_median, saves.blocked_worst) == (0.004, 0.04)
+    assert saves.durable_median == 0.6
+    (said,) = words_on(saves)
+    assert "3 checkpoints of 30 MB" in said
+    assert "4.0 ms" in said
+    assert "600.0 ms" in said
+
+
+def test_what_failed_was_damaged_or_restored_is_named_by_its_step() -> None:
+    events: list[Event] = [
+        CheckpointFailed(rank=0, host="a", time=1.0, step=7, cause="the disk is full"),
+        CheckpointPassedOver(rank=0, host="a", time=2.0, step=6, source="storage", cause="damaged"),
+        CheckpointRestored(rank=0, host="a", time=3.0, step=5, source="memory"),
+    ]
+    saves = build(events).saves
+    assert saves is not None
+    assert saves.failed == ((7, "the disk is full"),)
+    text = " ".join(words_on(saves))
+    for part in ("Not committed, on any rank: step 7", "step 6", "step 5 from memory"):
+        assert part in text
