@@ -19,7 +19,7 @@ from benchmarks.machine import describe
 from benchmarks.pages import write_docs
 from benchmarks.sheets import show
 
-NAMES = ("restart", "hang", "overhead", "scale", "soak", "checkpoint")
+NAMES = ("restart", "hang", "overhead", "scale", "soak", "checkpoint", "elastic")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ _TITLES = {
     "scale": "Scale",
     "soak": "A thousand restarts in a row",
     "checkpoint": "Checkpoints",
+    "elastic": "Elastic state",
 }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -31,9 +32,13 @@ _BLANK = "0" * 32
 
 
 class Zygote:
-    """The test's side: one request at a time, each answered at once."""
+    """The test's side: one request at a time, each answered at once.
 
-    def __init__(self) -> None:
+    Args:
+        imports: modules that its children have from the beginning, besides torch and outlast.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -43,7 +48,7 @@ class Zygote:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *imports],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -117,6 +122,9 @@ class _Process:
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
     """The zygote's side, until the test closes the channel. In a child: what it is to become."""
     import outlast.inprocess  # noqa: F401 - what this process is for: torch comes with it
+
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
 
     lines = channel.makefile("r")
     while line := lines.readline():

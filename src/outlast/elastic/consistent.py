@@ -27,7 +27,7 @@ torch threads, and operations that give the same result each time (on GPUs:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +85,8 @@ class ConsistentDDP(nn.Module):
                     dist.broadcast(tensor, self._global(0), group=group)
         self._buffers_of = {part: self._copied_buffers() for part in self.parts}
         self._random_of = {part: _seeded(seed, part) for part in self.parts}
-        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._sums: list[_Bucket] = []
+        self._waiting: list[list[torch.Tensor | None]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -108,8 +109,11 @@ class ConsistentDDP(nn.Module):
                 f"part {part} is not of rank {self._rank}, which has {list(self.parts)}: does the "
                 f"loader have virtual_replicas={self.virtual_replicas}?"
             )
-        for parameter in self.module.parameters():
+        parameters = list(self.module.parameters())
+        for parameter in parameters:
             parameter.grad = None
+        if part == self.parts.start:
+            self._begin([p for p in parameters if p.requires_grad])
         outside = _random_state()
         self._set_buffers(self._buffers_of[part])
         _set_random_state(self._random_of[part])
@@ -118,10 +122,10 @@ class ConsistentDDP(nn.Module):
         finally:
             self._random_of[part] = _random_state()
             _set_random_state(outside)
-        self._buffers_of[part] = self._copied_buffers()
         if parts.weight > 0:
-            self._gradients[part] = [self._taken(p, parts.weight) for p in self._trained()]
-        for parameter in self.module.parameters():
+            self._buffers_of[part] = self._copied_buffers()
+            self._keep_gradients(parts.weight)
+        for parameter in parameters:
             parameter.grad = None
         if parts.boundary:
             self._add_up()
@@ -129,23 +133,25 @@ class ConsistentDDP(nn.Module):
     def average_statistics(self) -> None:
         """Gives the module the mean of the parts' buffers (batch-norm statistics), for evaluation
         and for saving. The same bits on all replicas. A collective, where there are several.
+        Where the parts have the same, it stays as it is; what is no floating-point number is taken
+        from the first part.
         """
-        total: list[torch.Tensor] = []
-        for part in range(self.virtual_replicas):
-            owner = self._owner(part)
-            mine = self._buffers_of.get(part)
-            buffers = mine if mine is not None else [torch.empty_like(b) for b in self._own()]
-            if self._replicas > 1:
-                for buffer in buffers:
-                    dist.broadcast(buffer, self._global(owner), group=self._group)
-            wide = [b.double() if b.is_floating_point() else b.clone() for b in buffers]
-            total = [a + b for a, b in zip(total, wide, strict=True)] if total else wide
-        with torch.no_grad():
-            for buffer, summed in zip(self._own(), total, strict=True):
-                if buffer.is_floating_point():
-                    buffer.copy_(summed / self.virtual_replicas)
-                else:
-                    buffer.copy_(summed // self.virtual_replicas)
+        own = self._own()
+        kinds = {(b.dtype, b.device) for b in own}
+        for dtype, device in sorted(kinds, key=str):
+            alike = [i for i, b in enumerate(own) if (b.dtype, b.device) == (dtype, device)]
+            first = self._flat_of(0, alike)
+            if dtype.is_floating_point:
+                total = first.double()
+                same = torch.ones_like(first, dtype=torch.bool)
+                for part in range(1, self.virtual_replicas):
+                    other = self._flat_of(part, alike)
+                    same &= other == first
+                    total += other
+                first = torch.where(same, first, (total / self.virtual_replicas).to(dtype))
+            with torch.no_grad():
+                for i, mean in zip(alike, _views(first, [own[i] for i in alike]), strict=True):
+                    own[i].copy_(mean)
 
     def parts_state_dict(self) -> dict[str, Any]:
         """What each of this replica's parts has of its own, by the number of the part. With a
@@ -169,47 +175,62 @@ class ConsistentDDP(nn.Module):
 
     # ------------------------------------------------------------------------------ within
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad]
+    def _begin(self, parameters: list[nn.Parameter]) -> None:
+        """Makes room for the sum of the gradients of a global batch, where there is none yet."""
+        if [id(p) for bucket in self._sums for p in bucket.parameters] != [*map(id, parameters)]:
+            self._sums = [_Bucket(each) for each in _alike(parameters)]
+        self._waiting = []
+        if self._rank == 0:
+            for bucket in self._sums:
+                bucket.flat.zero_()  # and 0 + -0 is 0: it does not matter who adds the first
 
-    def _taken(self, parameter: nn.Parameter, weight: float) -> torch.Tensor:
-        if parameter.grad is None:
-            return torch.zeros_like(parameter)
-        return parameter.grad.mul_(weight)
+    def _keep_gradients(self, weight: float) -> None:
+        gradients = [p.grad for bucket in self._sums for p in bucket.parameters]
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(weight)
+        if self._rank > 0:
+            self._waiting.append(gradients)  # for the sum of the replicas before
+            return
+        views = [view for bucket in self._sums for view in bucket.views]
+        _add(views, gradients)
 
     def _add_up(self) -> None:
         """The sum of all parts' gradients, in the order of the parts, on all replicas."""
-        parameters = self._trained()
-        own = [self._gradients[part] for part in sorted(self._gradients)]
-        self._gradients = {}
-        buckets = _buckets(parameters)
-        sums: list[torch.Tensor] = []
-        for bucket in buckets:
+        last = self._replicas - 1
+        before, after = self._rank - 1, self._rank + 1
+        coming: list[Any] = []
+        if self._rank > 0:
+            for bucket in self._sums:
+                coming.append(dist.irecv(bucket.flat, self._global(before), group=self._group))
+        going: list[Any] = []
+        at = 0
+        for i, bucket in enumerate(self._sums):
             # A bucket goes on to the next replica while this one adds up the one behind it.
-            total: torch.Tensor | None = None
             if self._rank > 0:
-                total = torch.empty(
-                    sum(parameters[i].numel() for i in bucket),
-                    dtype=parameters[bucket[0]].dtype,
-                    device=parameters[bucket[0]].device,
-                )
-                dist.recv(total, self._global(self._rank - 1), group=self._group)
-            for gradients in own:
-                flat = torch.cat([gradients[i].flatten() for i in bucket])
-                total = flat if total is None else total.add_(flat)
-            assert total is not None
-            if self._rank < self._replicas - 1:
-                dist.send(total, self._global(self._rank + 1), group=self._group)
-            sums.append(total)
-        for bucket, total in zip(buckets, sums, strict=True):
-            if self._replicas > 1:
-                dist.broadcast(total, self._global(self._replicas - 1), group=self._group)
-            at = 0
-            for i in bucket:
-                parameter = parameters[i]
-                part = total[at : at + parameter.numel()]
-                parameter.grad = part.view_as(parameter)
-                at += parameter.numel()
+                coming[i].wait()
+                for gradients in self._waiting:
+                    _add(bucket.views, gradients[at : at + len(bucket.views)])
+            at += len(bucket.views)
+            if self._rank < last:
+                going.append(dist.isend(bucket.flat, self._global(after), group=self._group))
+            elif last > 0:
+                going.append(self._told(bucket))
+        self._waiting = []
+        if self._rank < last:
+            for i, bucket in enumerate(self._sums):
+                going[i].wait()
+                going[i] = self._told(bucket)
+        for work in going:
+            work.wait()
+        for bucket in self._sums:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def _told(self, bucket: _Bucket) -> Any:
+        """The last replica, which has the sum, tells all."""
+        source = self._global(self._replicas - 1)
+        return dist.broadcast(bucket.flat, source, group=self._group, async_op=True)
 
     def _own(self) -> list[torch.Tensor]:
         return list(self.module.buffers())
@@ -222,6 +243,19 @@ class ConsistentDDP(nn.Module):
             for buffer, value in zip(self._own(), saved, strict=True):
                 buffer.copy_(value)
 
+    def _flat_of(self, part: int, numbers: list[int]) -> torch.Tensor:
+        """Some buffers of a part, one behind the other, on every replica."""
+        buffers = self._buffers_of.get(part)
+        if buffers is None:
+            own = self._own()
+            size = sum(own[i].numel() for i in numbers)
+            flat = torch.empty(size, dtype=own[numbers[0]].dtype, device=own[numbers[0]].device)
+        else:
+            flat = torch.cat([buffers[i].flatten() for i in numbers])
+        if self._replicas > 1:
+            dist.broadcast(flat, self._global(self._owner(part)), group=self._group)
+        return flat
+
     def _owner(self, part: int) -> int:
         cuts = [r * self.virtual_replicas // self._replicas for r in range(self._replicas + 1)]
         return next(r for r in range(self._replicas) if cuts[r] <= part < cuts[r + 1])
@@ -230,16 +264,40 @@ class ConsistentDDP(nn.Module):
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[int]]:
-    """Numbers of parameters of one dtype and device that go together."""
-    buckets: list[list[int]] = []
+class _Bucket:
+    """Room for the sum of the gradients of some parameters, in one piece."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parameters),
+            dtype=parameters[0].dtype,
+            device=parameters[0].device,
+        )
+        self.views = _views(self.flat, parameters)
+
+
+def _views(flat: torch.Tensor, shaped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = flat.split([each.numel() for each in shaped])
+    return [piece.view(each.shape) for piece, each in zip(pieces, shaped, strict=True)]
+
+
+def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    for total, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            total.add_(gradient)
+
+
+def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype and device that go together."""
+    buckets: list[list[nn.Parameter]] = []
     size = 0
-    for i, parameter in enumerate(parameters):
-        alike = buckets and (parameters[buckets[-1][0]].dtype, parameters[buckets[-1][0]].device)
+    for parameter in parameters:
+        alike = buckets and (buckets[-1][0].dtype, buckets[-1][0].device)
         if alike != (parameter.dtype, parameter.device) or size >= _BUCKET_BYTES:
             buckets.append([])
             size = 0
-        buckets[-1].append(i)
+        buckets[-1].append(parameter)
         size += parameter.nbytes
     return buckets
 

@@ -27,11 +27,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.async_checkpoint.ledger import connect_ledger
+from outlast.async_checkpoint.step import least
+from outlast.elastic.backup import Backup
 from outlast.elastic.consistent import ConsistentDDP
 from outlast.elastic.preemption import Signals, StopAgreement
 from outlast.errors import CheckpointError
@@ -135,19 +139,34 @@ class Job:
         """Loads the newest valid checkpoint, or that of `step`. Called on all ranks, before the
         first step.
 
+        Where there is none, it saves what there is, and waits for that: a process that survives a
+        fault has trained on since, and must find back to the beginning as any other.
+
         Returns:
             How many steps it had done; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: as `Checkpointer.restore`.
-            ValueError: if the data would come in another order.
+            CheckpointError: as `Checkpointer.restore`; or a state, here or on another rank, could
+                not be loaded: names it. Everything is then as it was before.
+            ValueError: if the data would come in another order; likewise.
         """
+        before = Backup(self._state())
         self._prepare_optimizer()
         state = self._state()
-        found = self.checkpointer.restore(state, step=step, optional=_OPTIONAL)
-        if found is not None:
-            self._apply(state)
-            self._last_saved = found
+        try:
+            optional = (*_OPTIONAL, "optimizer.state.") if self._sharded else _OPTIONAL
+            found = self.checkpointer.restore(state, step=step, optional=optional)
+            if found is not None:
+                self._apply_together(state)
+        except Exception:
+            self._put_back(before)
+            raise
+        if found is None:
+            self._put_back(before)
+            self.save().wait()
+        self.module.zero_grad()  # a pass that a fault has ended may have left some
+        self._last_saved = self.steps
+        self._due, self._due_from, self._due_since = None, self.steps, time.monotonic()
         self._listen()
         if _told:  # decided before a restart in place: the other ranks have left
             raise SystemExit(self._exit_code)
@@ -178,6 +197,8 @@ class Job:
 
     def save(self, metric: float | None = None) -> SaveHandle:
         """Saves now, in the background. Called on all ranks."""
+        if self._last_saved == self.steps:
+            self.checkpointer.wait()  # `step` has just done so: this one replaces it
         if isinstance(self.model, ConsistentDDP):
             self.model.average_statistics()
         handle = self.checkpointer.save(self.steps, self._state(), metric=metric)
@@ -231,7 +252,6 @@ class Job:
         if self._stop is None:
             self._stop = StopAgreement(self._ledger, self.steps + 1)
             self._signals = Signals(self._numbers, self._stop)
-            self._due_from, self._due_since = self.steps, time.monotonic()
 
     def _unlisten(self) -> None:
         if self._signals is not None:
@@ -246,7 +266,7 @@ class Job:
             return False
         if isinstance(self._every, int):
             return self.steps % self._every == 0
-        if self._due is None:
+        if self._due is None or self.steps >= self._due:
             self._due = self._agreed_step()
         if self.steps < self._due:
             return False
@@ -255,24 +275,30 @@ class Job:
         return True
 
     def _agreed_step(self) -> int:
-        """The step at which the time will be over, as far as one can tell from the steps so far.
-        The first rank that gets here says it, and all go by that.
+        """This step, if the time is over; else that at which it will be, as far as one can tell
+        from the steps so far, or to look again: a few slow steps say little about many. The first
+        rank that gets here says it, and all go by that.
         """
         assert isinstance(self._every, datetime.timedelta)
         done = self.steps - self._due_from
-        rate = done / max(time.monotonic() - self._due_since, 1e-6)
-        ahead = max(1, round(rate * self._every.total_seconds()) - done)
-        name = f"due/{self._due_from}"
+        spent = max(time.monotonic() - self._due_since, 1e-6)
+        left = max(self._every.total_seconds() - spent, 0.0)
+        ahead = min(round(left * done / spent), 3 * done)
+        name = f"due/{self._due_from}/{self.steps}"
         return int(self._ledger.agree(name, str(self.steps + ahead)))
 
-    def _prepare_optimizer(self) -> None:
-        """Sharded state cannot be filled in where there is none: torch makes it."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-        from torch.distributed.tensor import DTensor
+    @property
+    def _sharded(self) -> bool:
+        return any(isinstance(p, DTensor) for p in self.module.parameters())
 
-        if not self.optimizer.state and any(
-            isinstance(p, DTensor) for p in self.module.parameters()
-        ):
+    def _prepare_optimizer(self) -> None:
+        """Sharded state cannot be filled in where there is none: torch makes it, by a step of no
+        length, which counts as one. State that is not sharded is found in the checkpoint. That of
+        the beginning has none (`_apply`).
+        """
+        if not self._sharded:
+            self.optimizer.state.clear()
+        elif not self.optimizer.state:
             get_optimizer_state_dict(self.module, self.optimizer)
 
     def _state(self) -> dict[str, Any]:
@@ -295,22 +321,57 @@ class Job:
             state["parts"] = self.model.parts_state_dict()
         return state
 
+    def _apply_together(self, state: dict[str, Any]) -> None:
+        """Raises on all ranks, if one cannot: the others would wait for it in a collective."""
+        nobody = 1 << 62
+        error: Exception | None = None
+        try:
+            self._apply(state)
+        except Exception as e:  # noqa: BLE001 - raised below, when the others know
+            error = e
+        first = least(nobody if error is None else self.rank, self._group)
+        if error is not None:
+            raise error
+        if first != nobody:
+            raise CheckpointError(f"rank {first} could not load its state: its own error says why")
+
     def _apply(self, state: dict[str, Any]) -> None:
-        # What can refuse comes first, so that nothing is half loaded.
         if self.loader is not None:
             self.loader.load_state_dict(state["loader"])
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
         for name, each in self.states.items():
             try:
                 each.load_state_dict(state["states"][name])
             except Exception as e:
                 raise CheckpointError(f"the state {name!r} could not be loaded: {e}") from e
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["counters"]["steps"] == 0:
+            self.optimizer.state.clear()
         if self._random:
             _set_random_states(state["random"][str(self.rank)])
         if isinstance(self.model, ConsistentDDP):
             self.model.load_parts_state_dict(state["parts"])
-        counters = state["counters"]
+        self._set_counters(state["counters"])
+
+    def _put_back(self, before: Backup) -> None:
+        state = before.put_back()
+        named = [(name, each, state["states"][name]) for name, each in self.states.items()]
+        for name in ("loader", "module", "optimizer"):
+            each = getattr(self, name)
+            if each is not None:
+                named.append((name, each, state["model" if name == "module" else name]))
+        for name, each, content in named:
+            try:
+                each.load_state_dict(content)
+            except Exception:
+                log.exception("the state %r could not be put back", name)
+        if isinstance(self.model, ConsistentDDP):
+            self.model.load_parts_state_dict(state["parts"])
+        if self._random:
+            _set_random_states(state["random"][str(self.rank)])
+        self._set_counters(state["counters"])
+
+    def _set_counters(self, counters: Mapping[str, Any]) -> None:
         self.steps, self.samples = int(counters["steps"]), int(counters["samples"])
         self.seconds = float(counters["seconds"])
         self._began = time.monotonic()

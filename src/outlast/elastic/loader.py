@@ -18,10 +18,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.elastic import environment
+from outlast.elastic.permutation import mixed
 from outlast.elastic.sampler import ElasticSampler, Share
 
 __all__ = ["ElasticLoader", "place_of"]
@@ -87,6 +89,8 @@ class ElasticLoader:
         refused = {"batch_size", "sampler", "batch_sampler"} & set(options)
         if refused:
             raise ValueError(f"{sorted(refused)} follow from global_batch_size and the replicas")
+        if options.get("in_order") is False:
+            raise ValueError("in_order=False: batches would be taken for others")
         self.sampler = ElasticSampler(
             dataset,  # type: ignore[arg-type]  # a data set of torch has a length, or says so
             global_batch_size=global_batch_size,
@@ -119,7 +123,8 @@ class ElasticLoader:
         self._run += 1
         run = self._run
         fetched: deque[tuple[Share, int]] = deque()
-        batches = DataLoader(self._dataset, batch_sampler=_Parts(self, fetched), **self._options)
+        options = {"generator": self._generator(), **self._options}
+        batches = DataLoader(self._dataset, batch_sampler=_Parts(self, fetched), **options)
         for data in batches:
             if run != self._run:
                 raise RuntimeError("the loader was iterated again, or given another position")
@@ -129,7 +134,17 @@ class ElasticLoader:
             self.boundary = part == len(share.weights) - 1
             self._handed_out = share.samples if self.boundary else 0
             yield data
-            self.done()
+            if run == self._run:
+                self.done()
+
+    def _generator(self) -> torch.Generator:
+        """What torch's loader takes the seed of its worker processes from. By default it takes a
+        number from the generator of the training, which would then give others to a training that
+        was stopped in the middle of an epoch than to one that was not.
+        """
+        sampler = self.sampler
+        place = mixed(mixed(sampler.seed * 0x1_0000_0001 + sampler.epoch) + sampler.position)
+        return torch.Generator().manual_seed(mixed(place + self.rank) >> 1)
 
     def done(self) -> int:
         """Says that the global batch that was handed out last has been trained on; returns how

@@ -1,10 +1,10 @@
 """A random order of n things that takes no memory: the place of any one is computed.
 
-A Feistel network turns a key into a permutation of the numbers of 2k bits (Luby and Rackoff, "How
+A Feistel network turns a key into a permutation of the numbers of k bits (Luby and Rackoff, "How
 to construct pseudorandom permutations from pseudorandom functions", 1988); numbers from n on are
 sent through it again until they are below n ("cycle walking": Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002). As 4^k is at most 4n, that takes less than four rounds of the
-network on average. So the order of 100 million samples is there at once, from any place on.
+arbitrary finite domains", 2002). As 2^k is below 2n, that takes less than two passes on average.
+So the order of 100 million samples is there at once, from any place on.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ class Permutation:
         if size < 0:
             raise ValueError(f"size={size} is negative")
         self.size = size
-        self._half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
+        bits = max(size - 1, 1).bit_length()
+        # The halves change places after each round, of which there is an even number.
+        self._left_bits, self._right_bits = bits // 2, bits - bits // 2
         self._keys = [mixed(key * _ROUNDS + i) >> 1 for i in range(_ROUNDS)]
 
     def __call__(self, places: torch.Tensor) -> torch.Tensor:
         """What stands at each of `places`: int64, below `size`, any shape."""
         values = self._walk(places.to(torch.int64))
-        while bool((outside := values >= self.size).any()):
-            values = torch.where(outside, self._walk(values), values)
+        flat = values.view(-1)
+        while len(outside := (flat >= self.size).nonzero().view(-1)):
+            flat[outside] = self._walk(flat[outside])
         return values
 
     def _walk(self, values: torch.Tensor) -> torch.Tensor:
-        bits = self._half_bits
-        mask = (1 << bits) - 1
-        left, right = values >> bits, values & mask
+        bits, others = self._left_bits, self._right_bits
+        left, right = values >> others, values & ((1 << others) - 1)
         for key in self._keys:
-            left, right = right, left ^ (_scrambled(right + key) & mask)
-        return (left << bits) | right
+            left, right = right, left ^ (_scrambled(right + key) & ((1 << bits) - 1))
+            bits, others = others, bits
+        return (left << others) | right
 
 
 def mixed(value: int) -> int:

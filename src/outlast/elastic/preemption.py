@@ -10,12 +10,17 @@ then the ranks agree:
     1. The rank that was told tells all.
     2. The thread of each rank says how many steps its rank has *begun*. From that moment its rank
        begins no further one: at its next boundary it waits for the decision.
-    3. Rank 0 decides: all stop after the greatest of these numbers.
+    3. Rank 0 decides: all stop after the greatest of these numbers. A rank that has closed its
+       part says so instead of a number, since its training is over: then nobody stops, and that of
+       the others ends too.
 
 Why every rank gets there: the rank that said the greatest number D has begun step D, which it can
 only end if all others take part; none has promised less than to wait at a boundary for a decision,
 and the decision is D. Why none goes beyond: no rank begins a step after it has said its number,
 until it knows the decision, and no number is above D.
+
+Who waits in a thread waits on a key of its own rank, so that `close` can end the wait. What rank 0
+decides is a claim: it may be closed in the same moment, and all must hear the same.
 
 The lock makes "begun" and "said" exclude each other: either the rank begins the step before it
 says its number, which then counts it, or it sees that it must wait.
@@ -34,7 +39,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from outlast.async_checkpoint.ledger import CallLedger
+from outlast.async_checkpoint.ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
 
 __all__ = ["Signals", "StopAgreement"]
@@ -43,6 +48,7 @@ log = logging.getLogger("outlast.elastic")
 
 _NUMBERS = 0  # the call in which the ranks say what they have begun
 _CLOSED = "closed"
+_NEVER = float("inf")
 
 
 class StopAgreement:
@@ -57,7 +63,8 @@ class StopAgreement:
         self._ledger = ledger
         self._begun = begun
         self._told: dict[str, Any] | None = None
-        self._decided: int | None = None
+        self._decided: float | None = None
+        self._said = False
         self._lost: StoreError | None = None
         self._changed = threading.Condition()
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -103,7 +110,7 @@ class StopAgreement:
             return False
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads. No step comes any more."""
         self._requests.put(None)
         for thread in self._threads:
             thread.join()
@@ -113,37 +120,70 @@ class StopAgreement:
         ledger = self._ledger
         while (why := self._requests.get()) is not None:
             said = {"why": f"rank {ledger.rank} on {socket.gethostname()}: {why}"}
-            with contextlib.suppress(StoreError):  # `_hear` has met it too
+            try:
                 for rank in range(ledger.world_size):
-                    ledger.conclude(1 + rank, json.dumps(said).encode())
-        with contextlib.suppress(StoreError):
-            ledger.conclude(1 + ledger.rank, json.dumps({"why": _CLOSED}).encode())
+                    ledger.conclude(_told(rank), json.dumps(said).encode())
+            except StoreError as e:  # nobody hears it, but this rank must not go on as if nothing
+                with self._changed:
+                    self._told = self._told or said
+                self._lose(e)
+        with contextlib.suppress(StoreError):  # `_hear` has met it too
+            self._leave()
+
+    def _leave(self) -> None:
+        ledger = self._ledger
+        with self._changed:
+            silent, self._said = not self._said, True
+        if silent:
+            ledger.finish(_NUMBERS, json.dumps(None).encode())
+        if ledger.rank == 0:
+            ledger.fail(_NUMBERS, CallFailure.here(_NUMBERS, _CLOSED, 0, _CLOSED))
+            self._decide(None)
+        for index in (_told(ledger.rank), self._decision(ledger.rank)):
+            ledger.conclude(index, json.dumps({"why": _CLOSED}).encode())
 
     def _hear(self) -> None:
         try:
             self._agree()
         except StoreError as e:
-            with self._changed:
-                self._lost = e
-                self._changed.notify_all()
+            self._lose(e)
 
     def _agree(self) -> None:
         ledger = self._ledger
-        told = json.loads(ledger.await_conclusion(1 + ledger.rank, None))
-        if told["why"] == _CLOSED:
-            return
+        told = json.loads(ledger.await_conclusion(_told(ledger.rank), None))
         with self._changed:
-            self._told = told
+            if told["why"] == _CLOSED or self._said:
+                return
+            self._told, self._said = told, True
             begun = self._begun
         ledger.finish(_NUMBERS, json.dumps(begun).encode())
         if ledger.rank == 0:
-            ledger.await_verdict(_NUMBERS, None)
-            decided = max(json.loads(part) for part in ledger.parts(_NUMBERS))
-            ledger.conclude(_NUMBERS, json.dumps(decided).encode())
-        decided = int(json.loads(ledger.await_conclusion(_NUMBERS, None)))
+            if ledger.await_verdict(_NUMBERS, None).failure is not None:
+                return  # closed
+            numbers = [json.loads(part) for part in ledger.parts(_NUMBERS)]
+            self._decide(None if None in numbers else max(numbers))
+        said = json.loads(ledger.await_conclusion(self._decision(ledger.rank), None))
         with self._changed:
-            self._decided = decided
+            self._decided = _NEVER if said.get("after") is None else said["after"]
             self._changed.notify_all()
+
+    def _decide(self, after: int | None) -> None:
+        """On rank 0."""
+        said = self._ledger.agree("decision", json.dumps({"after": after}))
+        for rank in range(self._ledger.world_size):
+            self._ledger.conclude(self._decision(rank), said.encode())
+
+    def _decision(self, rank: int) -> int:
+        return 1 + self._ledger.world_size + rank
+
+    def _lose(self, error: StoreError) -> None:
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+
+
+def _told(rank: int) -> int:
+    return 1 + rank
 
 
 class Signals:

@@ -9,9 +9,9 @@ an epoch is trained on twice or left out.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sized
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch
 from outlast.elastic.permutation import Permutation
 
 __all__ = ["ElasticSampler", "Share"]
+
+_AT_ONCE = 4096  # places of a replica for which the order is computed together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +118,19 @@ class ElasticSampler:
                 "nothing to do for some"
             )
         order = Permutation(self.length, self.seed * 0x1_0000_0001 + self.epoch)
-        for begin in range(self.position, self.epoch_length, self.global_batch_size):
-            size = min(self.global_batch_size, self.epoch_length - begin)
-            yield self._share(order, begin, size, rank, replicas)
+        end, batch = self.epoch_length, self.global_batch_size
+        at_once = max(1, _AT_ONCE * replicas // batch)
+        for first in range(self.position, end, at_once * batch):
+            begins = range(first, min(first + at_once * batch, end), batch)
+            plans = [
+                _Plan(self, begin, min(batch, end - begin), rank, replicas) for begin in begins
+            ]
+            places = torch.cat([plan.places() for plan in plans])
+            indices = (order(places) if self.shuffle else places).tolist()
+            at = 0
+            for plan in plans:
+                yield plan.share(indices[at : at + plan.count])
+                at += plan.count
 
     def advance(self, samples: int) -> None:
         """Says that `samples` more of the epoch have been trained on. At its end, the next epoch
@@ -161,32 +173,44 @@ class ElasticSampler:
         if self.position >= self.epoch_length:  # drop_last or the batch size has changed
             self.epoch, self.position = self.epoch + 1, 0
 
-    def _share(self, order: Permutation, begin: int, size: int, rank: int, replicas: int) -> Share:
-        first = 0
-        if self.virtual_replicas is not None:
-            cuts = _cuts(size, self.virtual_replicas)
-            first, last = _stretch(self.virtual_replicas, rank, replicas)
-            parts = [(cuts[v], cuts[v + 1]) for v in range(first, last)]
-            # Summed, not averaged, over the replicas: the weight is the part's of the batch.
-            weights = [(high - low) / size for low, high in parts]
+
+class _Plan:
+    """Which places of a global batch are a replica's, in which parts."""
+
+    def __init__(
+        self, sampler: ElasticSampler, begin: int, size: int, rank: int, replicas: int
+    ) -> None:
+        self._begin, self._size = begin, size
+        self._first = 0
+        if sampler.virtual_replicas is not None:
+            cuts = _cuts(size, sampler.virtual_replicas)
+            self._first, last = _stretch(sampler.virtual_replicas, rank, replicas)
+            self._cuts = cuts[self._first : last + 1]
+            share = 1  # summed, not averaged, over the replicas
         else:
             low, high = _stretch(size, rank, replicas)
             count = 1
-            if self.max_batch_size is not None:
+            if sampler.max_batch_size is not None:
                 # As many parts on every replica: each has a collective of its own.
-                largest = math.ceil(size / replicas)
-                count = math.ceil(largest / self.max_batch_size)
-            cuts = [low + cut for cut in _cuts(high - low, count)]
-            parts = list(itertools.pairwise(cuts))
-            weights = [(end - start) * replicas / size for start, end in parts]
-        indices = []
-        for start, end in parts:
-            # A replica that has nothing to train on in this batch must still take part in its
-            # collectives: with a sample that counts nothing.
-            places = torch.arange(start, end) if end > start else torch.tensor([0])
-            places = places + begin
-            indices.append((order(places) if self.shuffle else places).tolist())
-        return Share(indices, weights, size, first)
+                count = math.ceil(math.ceil(size / replicas) / sampler.max_batch_size)
+            self._cuts = [low + cut for cut in _cuts(high - low, count)]
+            share = replicas
+        self._weights = [(end - start) * share / size for start, end in pairwise(self._cuts)]
+        self.count = 1 + self._cuts[-1] - self._cuts[0]
+
+    def places(self) -> torch.Tensor:
+        """In the order of the epoch; the first one is to spare."""
+        low, high = self._begin + self._cuts[0], self._begin + self._cuts[-1]
+        return torch.cat([torch.tensor([self._begin]), torch.arange(low, high)])
+
+    def share(self, indices: list[int]) -> Share:
+        """With the samples that stand at these places."""
+        spare, *mine = indices
+        low = self._cuts[0]
+        # A replica that has nothing to train on in this batch, or in a part of it, must still take
+        # part in its collectives: with a sample that counts nothing.
+        parts = [mine[a - low : b - low] or [spare] for a, b in pairwise(self._cuts)]
+        return Share(parts, self._weights, self._size, self._first)
 
 
 def _cuts(size: int, parts: int) -> list[int]:

@@ -1,0 +1,79 @@
+"""The README's example, and what it leaves out: `readme.py RESULTS FAULT EVERY`.
+
+The model and the data are small, and a fault comes once: in step 15, on rank 1, in the middle of a
+pass through the model, in the middle of an epoch. Each rank says what it trained on in each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+RESULTS, FAULT, EVERY = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+README = Path(__file__).parents[3] / "README.md"
+
+
+class Data(Dataset[Any]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(300, 6, generator=generator)
+        self.y = torch.randint(0, 3, (300,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], (self.y[index], index)
+
+
+def once() -> bool:
+    """Whether this is the first time, over all processes."""
+    try:
+        (RESULTS / "fault").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def loss_fn(output: torch.Tensor, labels: Any) -> torch.Tensor:
+    while FAULT == "SIGKILL" and dist.get_world_size() == 1:
+        time.sleep(0.05)  # the survivor would make all steps alone, before the other is back
+    step = sys._getframe(1).f_locals["job"].steps + 1
+    rank = int(os.environ["RANK"])
+    if FAULT != "none" and step == 15 and rank == 1 and once():
+        if FAULT == "exception":
+            raise RuntimeError("a fault")
+        os.kill(os.getpid(), signal.Signals[FAULT])
+    line = json.dumps({"step": step, "indices": labels[1].tolist()})
+    with (RESULTS / f"rank{rank}").open("a") as file:
+        file.write(line + "\n")
+    return nn.functional.cross_entropy(output, labels[0])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.chdir(RESULTS)
+    code = README.read_text().split("```python\n")[1].split("```")[0]
+    assert "loader=loader)" in code
+    if EVERY != "100":
+        code = code.replace("loader=loader)", f"loader=loader, every={EVERY})")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    names = {"dataset": Data(), "model": model, "optimizer": optimizer, "loss_fn": loss_fn}
+    exec(compile(code, str(README), "exec"), names)
+    content = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        content.update(tensor.numpy().tobytes())
+    (RESULTS / f"weights{os.environ['RANK']}").write_text(content.hexdigest())
