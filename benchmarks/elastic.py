@@ -19,7 +19,7 @@ def run(quick: bool) -> dict[str, Any]:
     """Measures all of it."""
     if quick:
         return {
-            "position": elastic_data.position(10**8, 3),
+            "position": elastic_data.position(10**8, 1),
             "loader": elastic_data.loading(2_000, 64, 1),
             "state": elastic_state.measure(QUICK, 1),
             "resharding": elastic_resharding.measure(QUICK, ((2, 1), (1, 2)), 1),
@@ -27,8 +27,8 @@ def run(quick: bool) -> dict[str, Any]:
         }
     return {
         "position": elastic_data.position(10**8, 200),
-        "loader": elastic_data.loading(64_000, 64, 9),
-        "state": elastic_state.measure(SHARE, 7),
-        "resharding": elastic_resharding.measure(SHARE, ((4, 2), (2, 4)), 7),
-        "consistent": elastic_consistent.measure(4, (4, 8), (1, 2, 4), 6, 7),
+        "loader": elastic_data.loading(16_000, 64, 9),
+        "state": elastic_state.measure(SHARE, 5),
+        "resharding": elastic_resharding.measure(SHARE, ((4, 2), (2, 4)), 5),
+        "consistent": elastic_consistent.measure(4, (4, 8), (1, 2, 4), 5, 5),
     }

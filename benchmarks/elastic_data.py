@@ -33,7 +33,8 @@ def _position(length: int, rounds: int) -> dict[str, Any]:
     ours = [_timed(functools.partial(_first, length, batch, state)) for _ in range(rounds)]
     grown = _peak() - before
     before = _peak()
-    stored = [_timed(functools.partial(_stored, length, batch, state)) for _ in range(3)]
+    whole = functools.partial(_stored, length, batch, state)
+    stored = [_timed(whole) for _ in range(min(rounds, 3))]
     return {
         "seconds": ours,
         "grown_bytes": grown,

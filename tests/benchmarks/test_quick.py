@@ -42,6 +42,22 @@ def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_whe
     assert "Goals" in done.stdout
 
 
+def test_the_quick_elastic_benchmark_finds_the_same_bits_at_any_size(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "elastic", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())["elastic"]["data"]
+    assert data["position"]["grown_bytes"] < 1 << 20
+    assert data["position"]["stored_bytes"] > 1 << 20
+    for each in data["resharding"]:
+        assert all(len(values) == 1 for values in each["seconds"].values())
+    runs = data["consistent"]["runs"]
+    (weights,) = {tuple(run["weights"]["ConsistentDDP, 4 parts"]) for run in runs}
+    assert len(weights) == 1
+    assert "x DDP in as many parts" in done.stdout
+
+
 def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")

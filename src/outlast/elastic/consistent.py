@@ -18,10 +18,10 @@ accuracy-consistent elasticity: EasyScale, SC'23.)
 
 What it costs: nothing of the communication runs beside the backward pass; the sum takes a hop a
 replica, in buckets that follow one another, and a broadcast; the gradients of all parts of a
-replica are kept until they are added. A part is computed alone, so a replica with several parts
-has smaller matrices to multiply. What it asks for: the same kind of processor, the same number of
-torch threads, and operations that give the same result each time (on GPUs:
-`torch.use_deterministic_algorithms`).
+replica but the first are kept until the sum of the replicas before comes. A part is computed alone,
+so a replica with several parts has smaller matrices to multiply. What it asks for: the same kind of
+processor, the same number of torch threads, and operations that give the same result each time (on
+GPUs: `torch.use_deterministic_algorithms`).
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class Job:
         self._prepare_optimizer()
         state = self._state()
         try:
-            optional = (*_OPTIONAL, "optimizer.state.") if self._sharded else _OPTIONAL
+            # The checkpoint of the beginning has none of what a survivor has (`_apply`).
+            optional = (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
             found = self.checkpointer.restore(state, step=step, optional=optional)
             if found is not None:
                 self._apply_together(state)
@@ -287,18 +288,13 @@ class Job:
         name = f"due/{self._due_from}/{self.steps}"
         return int(self._ledger.agree(name, str(self.steps + ahead)))
 
-    @property
-    def _sharded(self) -> bool:
-        return any(isinstance(p, DTensor) for p in self.module.parameters())
-
     def _prepare_optimizer(self) -> None:
         """Sharded state cannot be filled in where there is none: torch makes it, by a step of no
-        length, which counts as one. State that is not sharded is found in the checkpoint. That of
-        the beginning has none (`_apply`).
+        length, which counts as one.
         """
-        if not self._sharded:
-            self.optimizer.state.clear()
-        elif not self.optimizer.state:
+        if not self.optimizer.state and any(
+            isinstance(p, DTensor) for p in self.module.parameters()
+        ):
             get_optimizer_state_dict(self.module, self.optimizer)
 
     def _state(self) -> dict[str, Any]:
