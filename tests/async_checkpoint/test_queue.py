@@ -254,16 +254,28 @@ def test_a_blocking_wait_can_be_interrupted(make: Make, tmp_path: Path) -> None:
     queue, gate = make(), Gate(tmp_path)
     queue.schedule_async_request(request_of(work.wait_then_write, gate, tmp_path / "o", []))
 
+    interrupted = threading.Event()
+
+    def take(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
     def interrupt() -> None:
         gate.arrived()
-        os.kill(os.getpid(), signal.SIGINT)
+        # Python looks for signals, then waits in C: one that comes in between is seen with the
+        # next one only.
+        while not interrupted.wait(0.5):
+            os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, take)
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         queue.maybe_finalize_async_calls(blocking=True)
         pytest.fail("not interrupted")
     thread.join()
+    signal.signal(signal.SIGINT, before)
     gate.open()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
 

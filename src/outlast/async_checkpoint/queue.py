@@ -246,7 +246,9 @@ class AsyncCallsQueue:
             self._ledger = connect_ledger("async_calls", self._group)
         if self._watcher is None:
             self._verdicts = Verdicts(self._ledger)
-            self._watcher = Watcher(self._runner, self._ledger, self._verdicts.give_up)
+            self._watcher = Watcher(
+                self._runner, self._ledger, self._verdicts.give_up, self._verdicts.await_wait
+            )
             self._abandon = weakref.finalize(self, abandon, self._watcher, self._calls)
         return self._ledger, self._watcher
 

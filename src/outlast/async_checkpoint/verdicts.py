@@ -14,6 +14,9 @@ from outlast.errors import OutlastError
 
 __all__ = ["Verdicts"]
 
+_STORE_S = 10.0
+"""How long to wait for a store that should answer at once."""
+
 
 class Verdicts:
     """The verdicts of a ledger. Asked by one thread; any other may say that all waiting is vain.
@@ -60,6 +63,17 @@ class Verdicts:
     def settled(self, index: int) -> None:
         """Nobody will ask for this one again."""
         self._known.pop(index, None)
+
+    def await_wait(self, index: int) -> None:
+        """From any thread: returns when nothing waits for this verdict, which is there.
+
+        To be called before the ledger forgets the call: a wait that was given up, or was overtaken
+        by a look, goes on until it has read the verdict, and would go on for ever if that were
+        deleted first.
+        """
+        wait = self._wait
+        if wait is not None and wait.index == index:
+            wait.thread.join(_STORE_S)  # this is one answer of the store
 
     def give_up(self, error: OutlastError) -> None:
         """From any thread: this rank cannot tell its outcomes, so there may never be a verdict."""

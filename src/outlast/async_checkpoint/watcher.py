@@ -36,14 +36,21 @@ class Watcher:
         ledger: where outcomes are said.
         on_error: told, in the watcher's thread, why the other ranks do not hear of this one's
             outcomes any more: the store cannot be reached.
+        before_forgetting: called in the watcher's thread with the index of a call that is decided,
+            before its keys may be deleted.
     """
 
     def __init__(
-        self, runner: Runner, ledger: CallLedger, on_error: Callable[[OutlastError], None]
+        self,
+        runner: Runner,
+        ledger: CallLedger,
+        on_error: Callable[[OutlastError], None],
+        before_forgetting: Callable[[int], None],
     ) -> None:
         self._runner = runner
         self._ledger = ledger
         self._on_error = on_error
+        self._before_forgetting = before_forgetting
         self._guard = threading.Lock()  # for all that follows, and for the runner
         self._names: dict[int, str] = {}  # of the calls whose outcome is not said
         self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be said
@@ -191,6 +198,7 @@ class Watcher:
             through = sorted(self._left - self._names.keys())
             self._left -= set(through)
         for index in through:
+            self._before_forgetting(index)
             self._try(functools.partial(self._ledger.forget, index))
         return ending and not self._names
 
