@@ -178,6 +178,20 @@ def test_it_tells_where_the_thread_is(interrupter: Interrupter) -> None:
     assert "run" not in places[0].split()
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_goes_on_through_an_interrupt(
+    interrupter: Interrupter, ending: type[BaseException]
+) -> None:
+    def function() -> None:
+        try:
+            raise ending("leave")
+        finally:
+            raise RankShouldRestart("it lands in the clean-up")
+
+    _, error = interrupter.run(function)
+    assert type(error) is ending
+
+
 def test_outside_a_call_nothing_is_asked_for(interrupter: Interrupter) -> None:
     assert interrupter.request() == "none"
     interrupter.run(lambda: None)

@@ -26,6 +26,8 @@ ABORTED = JobRecord(JobState.ABORTED)
         (-9, RUNNING, 0, None, Fate.REPLACED),
         (1, RUNNING, 2, None, Fate.REPLACED),
         (1, RUNNING, 3, None, Fate.LOST),
+        (143, RUNNING, 0, 5, Fate.STOPPED),
+        (-15, RUNNING, 0, 5, Fate.REPLACED),
         (1, RUNNING, 0, 0, Fate.LOST),
         (1, RUNNING, 4, 5, Fate.REPLACED),
         (1, ABORTED, 0, 5, Fate.FAILED),

@@ -26,12 +26,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
 from outlast.async_checkpoint.engine import Slot, engine_for
-from outlast.async_checkpoint.environment import events_folder
+from outlast.async_checkpoint.environment import events_folder, ranks
 from outlast.async_checkpoint.exchange import Catalog, Exchange
 from outlast.async_checkpoint.folder import CheckpointInfo
 from outlast.async_checkpoint.handle import SaveHandle
@@ -79,7 +80,7 @@ class Checkpointer:
         overlap: optimizers. What only they change is copied beside the next forward and backward
             pass, and their `step` waits for the copy; everything else is copied at once.
         group: the ranks that save together; the default process group, or this process alone
-            where there is none.
+            where there is none: several ranks make the process group first.
         max_in_flight: how many saves may be under way. Each has a buffer of the size of this
             rank's part; a save that finds none free waits.
         on_failure: `"raise"`: a save that failed is raised by the next call, unless its handle
@@ -119,6 +120,11 @@ class Checkpointer:
         self._policy = on_failure if isinstance(on_failure, FailurePolicy) else None
         self._failures = 0
         self._timeout = timeout.total_seconds()
+        if ranks() > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"there are {ranks()} ranks (WORLD_SIZE), and no process group: make that first "
+                "(torch.distributed.init_process_group), the checkpointer needs it"
+            )
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
         self._own_sink = events is None

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["events_folder", "local_ranks", "runtime_folder"]
+__all__ = ["events_folder", "local_ranks", "ranks", "runtime_folder"]
 
 
 def events_folder() -> str:
@@ -17,6 +17,12 @@ def events_folder() -> str:
 def local_ranks() -> int:
     """How many ranks the launcher has started on this host; 1 if it does not say."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(value)) if value.isdigit() else 1
+
+
+def ranks() -> int:
+    """How many ranks the launcher has started; 1 if it does not say."""
+    value = os.environ.get("WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
 
 

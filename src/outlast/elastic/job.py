@@ -63,7 +63,8 @@ class Job:
         optimizer: its optimizer.
         loader: an `ElasticLoader`, or anything with `state_dict` and `load_state_dict`.
         states: more of what has these two methods, by name: a scheduler, a scaler, an EMA.
-        every: steps between two saves, or time; `None` for none but the last.
+        every: steps between two saves, or time; `None` for none but the last, at the end of the
+            `with` block or when the job is told to stop.
         keep: which checkpoints stay.
         overlap: whether to copy beside the next forward and backward pass.
         random: whether to save the random generators (Python, NumPy, torch) of each replica. A
@@ -233,6 +234,8 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self._unlisten()
+        if kind is None and self.steps and self._last_saved != self.steps:
+            self.save()
         self.checkpointer.__exit__(kind, error, trace)
         if kind is None or issubclass(kind, SystemExit):
             _told.clear()

@@ -130,7 +130,7 @@ def _ending(report: Report) -> list[str]:
         if host.goodput is not None:
             sentences.append(
                 f"{one_line(host.host)}: {duration(host.wall_seconds)} from the first entry to the "
-                f"end, {share(host.goodput)} of it with every rank at work."
+                f"end, {share(host.goodput)} of it with all ranks of the moment in the function."
             )
     if report.saves is not None:
         sentences += [one_line(sentence) for sentence in words_on(report.saves)]

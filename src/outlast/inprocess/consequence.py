@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from outlast.errors import RankShouldRestart
 
-__all__ = ["describe", "is_consequence", "is_interrupt", "let_go"]
+__all__ = ["describe", "ending_in", "is_consequence", "is_interrupt", "let_go"]
 
 # What the ends of a broken connection say: gloo (pair.cc), NCCL (remote process exited), and
 # torch's TCP store.
@@ -52,6 +52,17 @@ def is_interrupt(error: BaseException) -> bool:
     if isinstance(error, Exception):
         return any(isinstance(seen, RankShouldRestart) for seen in _chain(error))
     return isinstance(error, RankShouldRestart)
+
+
+def ending_in(error: BaseException) -> BaseException:
+    """What ends the process or the job (KeyboardInterrupt, SystemExit, RestartAbort), if `error` is
+    the interrupt that came on its way out of the function; else `error`.
+    """
+    if isinstance(error, RankShouldRestart):
+        for seen in _chain(error):
+            if not isinstance(seen, Exception | RankShouldRestart | GeneratorExit):
+                return seen
+    return error
 
 
 def let_go(error: BaseException) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,7 +180,11 @@ class RankHost:
         value: Any = None
         error: BaseException | None = RankShouldRestart("over before it began")
         if not guard.seen.is_set():
+            # Every `init_process_group` wraps the hook that prints uncaught exceptions once more.
+            hook = sys.excepthook
             value, error = self.interrupter.run(lambda: self.call_function(self.state))
+            if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
+                sys.excepthook = hook
             if os.getpid() != self.pid:
                 end_child(error)
             self.gate.left()

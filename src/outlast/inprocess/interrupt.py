@@ -38,6 +38,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from outlast.errors import RankShouldRestart
+from outlast.inprocess.consequence import ending_in
 
 __all__ = ["INTERRUPT_SIGNAL", "Interrupter"]
 
@@ -96,7 +97,7 @@ class Interrupter:
                 self._inside = True
                 value = _user_region(function)
             except BaseException as e:  # noqa: BLE001 - every ending is the caller's to judge
-                error = e
+                error = ending_in(e)
             self._inside = False
             # No new request is made from here on. One that is under way lands now, and is dropped.
             # It is not taken back: to set no exception leaves CPython, up to 3.12, with its "there

@@ -248,6 +248,8 @@ class Watcher:
                 self._abort(True)
             except Exception:
                 log.exception("abort raised an exception; the restart goes on")
+            if guard.left.is_set():  # meanwhile: where it is now is no code of the user's
+                return
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed
                 where = self._interrupter.where()

@@ -179,6 +179,8 @@ class Agent:
         elif fate is Fate.FATAL:
             self._say(f"{what}: this ends the job")
             self._stop(Phase.ENDING, signal.SIGTERM)
+        elif fate is Fate.STOPPED:
+            self._say(f"{what}: it was told to stop, and is not replaced")
         else:
             self._say(f"{what}: not replaced, {self._why_not(job)}")
 

@@ -11,6 +11,11 @@ __all__ = ["Fate", "JobRecord", "JobState", "decide", "replacements"]
 DEFAULT_REPLACEMENTS = 3
 """Of a job that uses `Wrapper`; any other job has no restarts by default, as with torchrun."""
 
+TOLD_TO_STOP = 143
+"""128 + SIGTERM: what a worker exits with that has handled the signal, `outlast.Job`'s above all.
+One that the signal has killed has no exit code, and is replaced.
+"""
+
 
 class JobState(enum.Enum):
     """What `outlast.inprocess.Wrapper` tells the launcher through the store."""
@@ -64,6 +69,8 @@ class Fate(enum.Enum):
     """All workers are ended, and all are started from scratch."""
     FATAL = "fatal"
     """The job ends: all workers are ended."""
+    STOPPED = "told to stop"
+    """It saved and left because it was told to (`outlast.Job`): no new process."""
     FAILED = "failed"
     """Its part was over (completed or aborted) when it failed; the others go on."""
     ENDED = "ended"
@@ -84,6 +91,8 @@ def decide(exit_code: int, pid: int, job: JobRecord, used: int, max_restarts: in
         return Fate.DONE
     if job.state is JobState.PLAIN:
         return Fate.RESTARTED if used < (max_restarts or 0) else Fate.FATAL
+    if job.state is JobState.RUNNING and exit_code == TOLD_TO_STOP:
+        return Fate.STOPPED
     if job.state is JobState.RUNNING:
         return Fate.REPLACED if used < replacements(max_restarts) else Fate.LOST
     if job.state is JobState.COMPLETED and pid not in job.pids:

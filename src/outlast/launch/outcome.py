@@ -68,7 +68,7 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
     """
     blamed = {Fate.FATAL, Fate.FAILED}
     if job.state is not JobState.COMPLETED:
-        blamed |= {Fate.LOST}
+        blamed |= {Fate.LOST, Fate.STOPPED}
     return min(
         (death for death in deaths if death.fate in blamed),
         key=lambda death: death.when,
