@@ -106,7 +106,9 @@ def valid_steps(path: Path) -> list[int]:
 
 def left_over(path: Path) -> list[str]:
     """What is in the folder that is no checkpoint."""
-    return sorted(p.name for p in path.iterdir() if p.name != ".lock" and p.name[:5] != "step-")
+    return sorted(
+        p.name for p in path.iterdir() if p.name not in (".lock", ".id") and p.name[:5] != "step-"
+    )
 
 
 def folder_of(path: Path, step: int) -> Path:

@@ -114,7 +114,9 @@ class Checkpointer:
         if isinstance(on_failure, str) and on_failure != "raise":
             raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
         self._closed = True  # until it is made
-        self._url = os.fspath(path) if "://" in os.fspath(path) else str(Path(path).absolute())
+        given = os.fspath(path)
+        # One name for one folder: two engines on it would not know of each other.
+        self._url = given if "://" in given else str(Path(given).expanduser().resolve())
         self._keep = keep if keep is not None else Retention()
         self._optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
         self._policy = on_failure if isinstance(on_failure, FailurePolicy) else None
@@ -149,7 +151,9 @@ class Checkpointer:
                 self._emitter.sink.close()
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
-        self._saver = Saver(self._engine, ledger, self._exchange, self._committed, self._ended)
+        self._saver = Saver(
+            self._engine, ledger, self._exchange, self._committed, self._ended, self._timeout
+        )
         self._signature: list[Any] = []
         self._structure: Structure | None = None
         self._saves = 0
@@ -174,7 +178,8 @@ class Checkpointer:
 
         Raises:
             ValueError: for a step that is no number, or is being saved already.
-            CheckpointError: an earlier save that failed; or what cannot be saved.
+            CheckpointError: what cannot be saved; or an earlier save that failed, and then this one
+                is under way all the same.
         """
         began = self._emitter.clock.now()
         self._check_open()
@@ -182,14 +187,14 @@ class Checkpointer:
             raise ValueError(f"step={step!r} is no number from 0 on")
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
-        if any(save.step == step for save in self._saver.pending):
-            raise ValueError(f"step {step} is being saved already: wait for its handle")
-        self._raise_unseen()
         self._seal_all()  # the thread that trains is here: nothing is being written to
         index, self._saves = self._saves, self._saves + 1
         found: list[Any] = []
         leaves: list[Any] = []
         try:
+            # Other ranks may see it ended: so it counts as a save, that fails for all.
+            if any(save.step == step for save in self._saver.pending):
+                raise ValueError(f"step {step} is being saved already: wait for its handle")
             walk(state_dict, found, leaves)
             structure, catalog, changed = self._structure_of(index, state_dict, found)
             slot = self._engine.take(structure)
@@ -206,6 +211,8 @@ class Checkpointer:
         save.blocked_s = self._emitter.clock.now() - began
         self._unseen.append(save.handle)
         self._saver.add(save)
+        # Last: other ranks may hear of it later, and the saves of all ranks stay in step.
+        self._raise_unseen()
         return save.handle
 
     def _refuse(self, index: int, step: int, error: Exception) -> None:
@@ -244,6 +251,7 @@ class Checkpointer:
             "step": step,
             "number": index,
             "save_id": save_id,
+            "folder_id": self._engine.identity,
             "rank": self.rank,
             "world_size": self.world_size,
             "working": working,
@@ -255,6 +263,7 @@ class Checkpointer:
         }
         handle = SaveHandle(step, lambda: save.guard.seal() if save.guard is not None else None)
         save = Save(index, step, metric, handle, slot, snapshot, values, places, False, None)
+        save.turn = slot.turn
 
         def sealed(error: CheckpointError | None) -> None:
             save.torn = error
@@ -267,7 +276,8 @@ class Checkpointer:
 
         self._engine.writer.start()
         if later:
-            save.guard = Guard(later, self._optimizers, sealed)
+            save.guard = slot.guard = Guard(later, self._optimizers, sealed)
+            save.guard.start()
             copy_now(now)
         else:
             copy_now(now)

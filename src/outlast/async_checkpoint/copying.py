@@ -134,8 +134,12 @@ class Guard:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._is_sealed = False
+        self._copied = False
         self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def start(self) -> None:
+        """Begins to copy: once whoever would call it off can find it."""
         self._thread.start()
 
     @property
@@ -147,7 +151,8 @@ class Guard:
         """Waits for the copy to end, and says whether it is good. To be called by a thread of
         which no write to the tensors is under way; a second call does nothing.
         """
-        self._thread.join()
+        if self._thread.ident is not None:  # else it sees that it was called off, or never starts
+            self._thread.join()
         self._hook.remove()  # first, and again at each call: an interrupt may come at any point
         with self._lock:
             if self._is_sealed:
@@ -168,6 +173,8 @@ class Guard:
     def _found(self) -> CheckpointError | None:
         if self._called_off:
             return CheckpointError("the snapshot was called off")
+        if self._error is None and not self._copied:
+            return CheckpointError("the snapshot was never copied")
         if self._error is not None:
             return CheckpointError(f"the copy of a tensor failed: {self._error}")
         changed = [
@@ -187,6 +194,7 @@ class Guard:
         try:
             for source, to in self._copies:
                 self._move(to.data_ptr(), source.data_ptr(), source.nbytes)
+            self._copied = True
         except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
             self._error = e
 

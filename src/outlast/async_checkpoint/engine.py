@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from outlast.async_checkpoint.arena import Arena, populate
+from outlast.async_checkpoint.copying import Guard
 from outlast.async_checkpoint.environment import runtime_folder
 from outlast.async_checkpoint.legacy import claim
 from outlast.async_checkpoint.manifest import checksum
@@ -43,6 +44,8 @@ class Slot:
         busy: whether a save is using it.
         snapshot: what lies in it, once it is sealed.
         values: and what belongs to it that is no tensor.
+        guard: copies into it, where that goes on beside the training.
+        turn: counts its users; one of the past cannot give it back.
     """
 
     number: int
@@ -52,6 +55,8 @@ class Slot:
     busy: bool = False
     snapshot: dict[str, Any] | None = None
     values: bytes = b""
+    guard: Guard | None = None
+    turn: int = 0
 
 
 class Engine:
@@ -67,6 +72,7 @@ class Engine:
         self.url = url
         self.storage = open_storage(url)
         self.locked = False
+        self.identity = ""
         self.owner: Any = None  # a weak reference to the checkpointer that uses it
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
@@ -111,6 +117,7 @@ class Engine:
             # One that fits, if there is one; and then the one whose snapshot is older.
             slot = min(free, key=lambda s: (s.structure is not structure, _age(s)))
             slot.busy = True
+            slot.turn += 1
         try:
             self._fit(slot, structure)
         except BaseException:
@@ -144,9 +151,14 @@ class Engine:
         if self._allocating is not None:
             self._allocating.join()
 
-    def give_back(self, slot: Slot) -> None:
-        """The save does not need it any more."""
+    def give_back(self, slot: Slot, turn: int | None = None) -> None:
+        """The save does not need it any more; nothing, if `turn` is not the present one."""
         with self._freed:
+            if turn is not None and turn != slot.turn:
+                return
+            if slot.guard is not None:
+                slot.guard.call_off()  # nothing more is copied into what others may take
+                slot.guard = None
             slot.busy = False
             self._freed.notify_all()
 
@@ -155,7 +167,11 @@ class Engine:
         self._await_allocation()
         with self._freed:
             for slot in self.slots:
+                if slot.guard is not None:
+                    slot.guard.call_off()
+                    slot.guard = None
                 slot.busy = False
+                slot.turn += 1
             self._freed.notify_all()
 
     def forget_inherited(self) -> None:
@@ -177,8 +193,10 @@ class Engine:
         slot.structure = None
         needed = structure.layout.size_bytes
         if slot.arena is None or not needed <= slot.arena.size_bytes <= 2 * needed + (1 << 20):
-            if slot.arena is not None:
-                slot.arena.close()
+            old, slot.arena = slot.arena, None
+            if old is not None:
+                self.writer.forget(slot.number)
+                old.close()
             slot.arena = Arena(needed)
             populate(slot.arena)
             self._pin(slot.arena)

@@ -152,7 +152,12 @@ class Exchange:
         if ledger.world_size == 1:
             return self._catalog
         ledger.finish(index)
-        catalog = self._coordinate(index, None) if ledger.rank == 0 else None
+        try:
+            catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None
+        except KeyTimeout as e:
+            raise CheckpointError(
+                f"not all ranks came to this save within {self._timeout:g} s"
+            ) from e
         ledger.forget(index)
         return catalog
 
@@ -167,7 +172,7 @@ class Exchange:
         ledger.fail(index, CallFailure.here(index, "exchange", ledger.rank, cause))
         if ledger.rank == 0:
             ledger.conclude(index, json.dumps({"error": f"rank 0: {cause}"}).encode())
-            self._pass(index, None)
+            self._pass(index, self._timeout)
         ledger.forget(index)
 
     def _pass(self, index: int, timeout: float | None) -> None:

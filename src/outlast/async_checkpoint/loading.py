@@ -26,6 +26,7 @@ from outlast.errors import CheckpointError
 __all__ = [
     "Index",
     "Misfit",
+    "empty_dicts",
     "fill_empty",
     "fit",
     "left_over",
@@ -62,6 +63,14 @@ def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
         path = tuple(tuple(key) if isinstance(key, list) else key for key in entry.path)
         if any(path[:length] in empty for length in range(len(path))):
             _place(state_dict, path, _room(entry))
+
+
+def empty_dicts(value: Any) -> list[dict[Any, Any]]:
+    """The dicts themselves that `fill_empty` would fill."""
+    if isinstance(value, dict) and not value:
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [found for each in inner for found in empty_dicts(each)]
 
 
 def _empty_dicts(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

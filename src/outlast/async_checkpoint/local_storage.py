@@ -19,6 +19,7 @@ import os
 import shutil
 import stat
 import threading
+import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.arena import PAGE_BYTES
@@ -28,6 +29,8 @@ __all__ = ["WORKING", "LocalStorage"]
 
 WORKING = ".tmp-"
 _LOCK = ".lock"
+_IDENTITY = ".id"
+_ASIDE = "-old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -104,8 +107,19 @@ class LocalStorage:
                 return
             _sync(self.root)
             path = hidden
+        if path.is_symlink():  # what it leads to is somebody else's
+            path.unlink()
+            return
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+    def identity(self) -> str:
+        path = self.root / _IDENTITY
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            path.write_text(uuid.uuid4().hex)
+            return path.read_text()
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Takes a lock of the process (`fcntl`): it ends with the process, however that ends, it
@@ -128,6 +142,18 @@ class LocalStorage:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, owner.encode(), 0)
         self._lock = descriptor
+        self._recover()
+
+    def _recover(self) -> None:
+        """A job that died while it replaced a checkpoint, without an atomic exchange, may have left
+        the old one aside: then it is put back.
+        """
+        for folder in self.folders():
+            if folder.startswith(WORKING) and folder.endswith(_ASIDE):
+                final = "-".join(folder.removeprefix(WORKING).split("-")[:2])
+                if not (self.root / final).exists():
+                    os.rename(self.root / folder, self.root / final)
+                    _sync(self.root)
 
     def unlock(self) -> None:
         if self._lock >= 0:
@@ -151,7 +177,7 @@ class LocalStorage:
         number = ctypes.get_errno()
         if number not in _UNSUPPORTED:
             raise OSError(number, os.strerror(number), str(source), None, str(target))
-        aside = source.with_name(f"{source.name}-old")
+        aside = source.with_name(f"{source.name}{_ASIDE}")
         os.rename(target, aside)
         os.rename(source, target)
         os.rename(aside, source)
@@ -218,7 +244,9 @@ class _Reader:
     """A file that several threads read."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Not blocking: the open of a pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._fd = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise CheckpointError(f"{path} is no regular file")

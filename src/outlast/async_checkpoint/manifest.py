@@ -160,6 +160,8 @@ def decode(content: bytes, where: str) -> Manifest:
 
 
 def _build(values: dict[str, Any]) -> Manifest:
+    if type(values["chunk_bytes"]) is not int or not 0 < values["chunk_bytes"] <= 1 << 30:
+        raise ValueError(f"chunk_bytes is {values['chunk_bytes']!r}")
     files = {name: FileEntry(**file) for name, file in values.pop("files").items()}
     tensors = {}
     for name, tensor in values.pop("tensors").items():

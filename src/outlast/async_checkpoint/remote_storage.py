@@ -166,6 +166,9 @@ class RemoteStorage:
 
     # ------------------------------------------------------------------------------- owner
 
+    def identity(self) -> str:
+        return ""
+
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Says who saves here. See `Storage`, and the module for what it is worth."""
         path = self._inside(OWNER)

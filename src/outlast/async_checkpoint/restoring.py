@@ -19,6 +19,7 @@ from outlast.async_checkpoint.ledger import CallLedger
 from outlast.async_checkpoint.loading import (
     Index,
     Misfit,
+    empty_dicts,
     fill_empty,
     fit,
     left_over,
@@ -27,7 +28,7 @@ from outlast.async_checkpoint.loading import (
     set_values,
 )
 from outlast.async_checkpoint.manifest import Manifest
-from outlast.async_checkpoint.plan import Item
+from outlast.async_checkpoint.plan import Item, describe
 from outlast.async_checkpoint.reading import Source, StorageSource
 from outlast.coordination import KeyTimeout
 from outlast.errors import CheckpointError
@@ -68,19 +69,24 @@ class Restorer:
             CheckpointError: on every rank, if rank 0 cannot.
         """
 
-        def prepare() -> list[str]:
+        def prepare() -> dict[str, Any]:
             storage = self._engine.storage
             if not self._engine.locked:
                 storage.prepare()
                 storage.lock(owner)
                 self._engine.locked = True
             left = folders.leftovers(storage)
-            if left:
-                self._engine.writer.request({"op": "remove", "folders": left})
-            return left
+            for name in left:
+                try:
+                    self._engine.writer.request({"op": "remove", "folders": [name]})
+                except CheckpointError as e:
+                    # It is in nobody's way: its name is no checkpoint's.
+                    log.warning("%s, which a save has left, cannot be removed: %s", name, e)
+            return {"left": left, "identity": storage.identity()}
 
-        left = self._from_rank_0(prepare)
-        for name in left:
+        found = self._from_rank_0(prepare)
+        self._engine.identity = found["identity"]
+        for name in found["left"]:
             log.info("removed %s, which a save that did not end has left", name)
         rank, world_size = self._ledger.rank, self._ledger.world_size
         self._engine.inherit(rank, world_size)
@@ -103,6 +109,8 @@ class Restorer:
                 )
             return None
         wrong: list[str] = []
+        empty = empty_dicts(state_dict)
+        self._touched: set[str] = set()
         for candidate in candidates:
             found, source = int(candidate["step"]), str(candidate["kind"])
             began = self._emitter.clock.now()
@@ -115,6 +123,8 @@ class Restorer:
             if failure.name == _MISFIT:
                 raise CheckpointError(text)
             wrong.append(text)
+            for each in empty:
+                each.clear()  # the next one may hold something else there
             log.warning("passed over the checkpoint of step %s: %s", candidate["step"], text)
             self._emitter.emit(CheckpointPassedOver(step=found, source=source, cause=failure.cause))
         raise CheckpointError(
@@ -131,13 +141,20 @@ class Restorer:
         answer = self._engine.writer.request({"op": "snapshots"})
         place = self._ledger.rank, self._ledger.world_size
         return {
-            s["save_id"]: s for s in answer["snapshots"] if (s["rank"], s["world_size"]) == place
+            s["save_id"]: s
+            for s in answer["snapshots"]
+            if (s["rank"], s["world_size"]) == place
+            # Of this folder as it is, and not of one that stood there before.
+            and s["folder_id"] == self._engine.identity
         }
 
     def _candidates(
         self, mine: Mapping[str, Mapping[str, Any]], step: int | None
     ) -> list[dict[str, Any]]:
-        told = [[s["save_id"], s["step"], s["number"]] for s in mine.values()]
+        told = [
+            [s["save_id"], s["step"], s["number"], s["final"] if s.get("committed") else ""]
+            for s in mine.values()
+        ]
 
         def gather(parts: list[Any]) -> list[dict[str, Any]]:
             storage = self._engine.storage
@@ -145,11 +162,13 @@ class Restorer:
                 {"kind": "storage", "step": s, "folder": name, "order": [s, 0, 0]}
                 for s, name in folders.candidates(storage)
             ]
+            there = {c["folder"] for c in found}
             everyone = set.intersection(*({one[0] for one in part} for part in parts))
             found += [
                 {"kind": "memory", "step": s, "save_id": save_id, "order": [s, 1, number]}
-                for save_id, s, number in parts[0]
-                if save_id in everyone
+                for save_id, s, number, final in parts[0]
+                # One that was committed and is not there any more was deleted.
+                if save_id in everyone and (not final or final in there)
             ]
             found = [c for c in found if step is None or c["step"] == step]
             return sorted(found, key=lambda c: c["order"], reverse=True)
@@ -177,6 +196,12 @@ class Restorer:
 
         def compare() -> None:
             fitting, unexpected = fit(state_dict, index, where, strict, optional)
+            lost = self._touched & {i.name for i in describe(state_dict)}
+            lost -= {i.name for i in fitting}
+            if lost:
+                raise Misfit(
+                    f"{where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
+                )
             items.extend(fitting)
             extra.extend(unexpected)
 
@@ -189,6 +214,7 @@ class Restorer:
                 raise left_over(homeless, where)
 
         def load() -> None:
+            self._touched.update(item.name for item in items)
             values = []
             for source, part in sources:
                 values += load_values(source, part, items, weights_only)

@@ -30,7 +30,7 @@ from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.copying import Guard
 from outlast.async_checkpoint.engine import Engine, Slot
 from outlast.async_checkpoint.exchange import Catalog, Exchange
-from outlast.async_checkpoint.failure import CallFailure
+from outlast.async_checkpoint.failure import CallFailure, Verdict
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.ledger import CallLedger
 from outlast.async_checkpoint.manifest import (
@@ -42,6 +42,7 @@ from outlast.async_checkpoint.manifest import (
 )
 from outlast.async_checkpoint.writer import WriterFailed
 from outlast.async_checkpoint.writing import Dropped
+from outlast.coordination import KeyTimeout
 from outlast.errors import CheckpointError, OutlastError, StoreError
 
 __all__ = ["METADATA", "Save", "Saver"]
@@ -67,6 +68,7 @@ class Save:
     changed: bool
     catalog: Catalog | None
     guard: Guard | None = None
+    turn: int = 0
     sealed: threading.Event = dataclasses.field(default_factory=threading.Event)
     torn: CheckpointError | None = None
     blocked_s: float = 0.0
@@ -82,6 +84,7 @@ class Saver:
         exchange: of the structures.
         committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
         ended: called on every rank when a save has ended, with its error.
+        timeout_s: how long to wait for other ranks, in seconds.
     """
 
     def __init__(
@@ -91,7 +94,9 @@ class Saver:
         exchange: Exchange,
         committed: Callable[[Manifest], None],
         ended: Callable[[Save, int, Exception | None], None],
+        timeout_s: float,
     ) -> None:
+        self._timeout = timeout_s
         self._engine = engine
         self._ledger = ledger
         self._exchange = exchange
@@ -177,8 +182,11 @@ class Saver:
                 error.__cause__ = e
             with self._lock:
                 self._pending.remove(save)
-            if not self._aborted:
-                self._engine.give_back(save.slot)
+            if error is None:
+                save.snapshot["committed"] = True
+                said = {"arena": save.slot.number, "save_id": save.snapshot["save_id"]}
+                self._engine.writer.tell({"op": "committed", **said})
+            self._engine.give_back(save.slot, save.turn)
             save.handle._end(error)
             self._ended(save, size_bytes, error)
             if manifest is not None:
@@ -199,7 +207,7 @@ class Saver:
             part = None
         if part is not None:
             ledger.finish(index, json.dumps(part, separators=(",", ":")).encode())
-        verdict = ledger.await_verdict(index, None)
+        verdict = self._verdict(save)
         if verdict.failure is not None:
             if ledger.rank == 0:
                 self._clean(save)
@@ -210,13 +218,24 @@ class Saver:
             manifest, result = self._commit(save)
             ledger.conclude(index, json.dumps(result).encode())
         else:
-            result = json.loads(ledger.await_conclusion(index, None))
+            try:
+                result = json.loads(ledger.await_conclusion(index, self._timeout))
+            except KeyTimeout:
+                result = {"error": f"rank 0 did not say within {self._timeout:g} s whether it was"}
         ledger.forget(index)
         if "error" in result:
             raise CheckpointError(
                 f"the save of step {save.step} was not committed: {result['error']}"
             )
         return int(result["size_bytes"]), manifest
+
+    def _verdict(self, save: Save) -> Verdict:
+        try:
+            return self._ledger.await_verdict(save.index, self._timeout)
+        except KeyTimeout:
+            cause = f"not all ranks had written their parts within {self._timeout:g} s"
+            self._ledger.fail(save.index, self._failure(save, cause))
+            return self._ledger.await_verdict(save.index, None)  # there is one now
 
     def _write(self, save: Save) -> dict[str, Any]:
         save.sealed.wait()

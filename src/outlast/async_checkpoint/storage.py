@@ -115,6 +115,12 @@ class Storage(Protocol):
         """
         ...
 
+    def identity(self) -> str:
+        """What tells this place from another that has the same name later, once that is emptied;
+        made when it is missing, by who has the lock. Empty where there is no such thing.
+        """
+        ...
+
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Keeps other jobs out, until `unlock`.
 

@@ -92,6 +92,10 @@ class Writer:
         elif op == "sealed":
             self.snapshots[request["arena"]] = request["snapshot"]
             self.values[request["arena"]] = blob
+        elif op == "committed":
+            snapshot = self.snapshots.get(request["arena"])
+            if snapshot is not None and snapshot["save_id"] == request["save_id"]:
+                snapshot["committed"] = True
         elif op == "release":
             self.snapshots.pop(request["arena"], None)
             self.values.pop(request["arena"], None)

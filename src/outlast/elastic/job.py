@@ -222,6 +222,7 @@ class Job:
             CheckpointError: a save that failed.
         """
         self._unlisten()
+        _told.clear()
         self.checkpointer.close()
 
     def __enter__(self) -> Job:
