@@ -7,6 +7,7 @@ Everything is told as a ratio to what the machine can do, or to the loss of othe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import checkpoint_first, checkpoint_memory, checkpoint_saves, checkpoint_training
@@ -16,22 +17,27 @@ from benchmarks.checkpoint_sheets import sheets
 __all__ = ["run", "sheets"]
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Measures all of it."""
+PARTS = ("one", "ranks", "first", "peaks", "flat", "training")
+
+
+def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Measures all of it, or some parts."""
     if quick:
-        return {
-            "one": checkpoint_saves.measure(QUICK, 1, 1, quick=True),
-            "ranks": checkpoint_saves.measure(QUICK, 2, 1, quick=True),
-            "first": checkpoint_first.measure(QUICK, 1, quick=True),
-            "peaks": checkpoint_memory.peaks(QUICK, 2, quick=True),
-            "flat": checkpoint_memory.flat(QUICK, 4, 1),
-            "training": checkpoint_training.measure(QUICK, {1: 2, 10: 10}, 1, quick=True),
+        measures: dict[str, Callable[[], Any]] = {
+            "one": lambda: checkpoint_saves.measure(QUICK, 1, 1, quick=True),
+            "ranks": lambda: checkpoint_saves.measure(QUICK, 2, 1, quick=True),
+            "first": lambda: checkpoint_first.measure(QUICK, 1, quick=True),
+            "peaks": lambda: checkpoint_memory.peaks(QUICK, 2, quick=True),
+            "flat": lambda: checkpoint_memory.flat(QUICK, 4, 1),
+            "training": lambda: checkpoint_training.measure(QUICK, {1: 2, 10: 10}, 1, quick=True),
         }
-    return {
-        "one": checkpoint_saves.measure(FULL, 1, 7),
-        "ranks": checkpoint_saves.measure(SHARE, 4, 7),
-        "first": checkpoint_first.measure(FULL, 5),
-        "peaks": checkpoint_memory.peaks(FULL, 5),
-        "flat": checkpoint_memory.flat(SMALL, 200, 10),
-        "training": checkpoint_training.measure(SHARE, {1: 16, 10: 40, 100: 100}, 7),
-    }
+    else:
+        measures = {
+            "one": lambda: checkpoint_saves.measure(FULL, 1, 7),
+            "ranks": lambda: checkpoint_saves.measure(SHARE, 4, 7),
+            "first": lambda: checkpoint_first.measure(FULL, 5),
+            "peaks": lambda: checkpoint_memory.peaks(FULL, 5),
+            "flat": lambda: checkpoint_memory.flat(SMALL, 200, 10),
+            "training": lambda: checkpoint_training.measure(SHARE, {1: 16, 10: 40, 100: 100}, 7),
+        }
+    return {part: measures[part]() for part in parts}

@@ -50,21 +50,19 @@ class _Figures:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
-    figures = [
-        _Figures("one process", data["one"]["size_bytes"], data["one"]["seconds"]),
-        _Figures(
-            f"{data['ranks']['ranks']} ranks", data["ranks"]["size_bytes"], data["ranks"]["seconds"]
-        ),
-    ]
+    """The tables of what was measured: `run(parts=...)` may have left some out."""
+    figures = []
+    if "one" in data:
+        figures.append(_Figures("one process", data["one"]["size_bytes"], data["one"]["seconds"]))
+    if "ranks" in data:
+        ranks = data["ranks"]
+        figures.append(_Figures(f"{ranks['ranks']} ranks", ranks["size_bytes"], ranks["seconds"]))
+    tables = {"first": _first, "peaks": _peaks, "flat": _flat, "training": _training}
     return [
         _goals(data, figures),
         *(_saves(each) for each in figures),
-        _first(data["first"]),
         *(_restores(each) for each in figures),
-        _peaks(data["peaks"]),
-        _flat(data["flat"]),
-        _training(data["training"]),
+        *(table(data[name]) for name, table in tables.items() if name in data),
     ]
 
 
@@ -90,10 +88,10 @@ def _goals(data: dict[str, Any], figures: list[_Figures]) -> Sheet:
                 speed = each.limit(kind) / each.of(name)
                 goal = 0.8 if kind == "memory" else 0.9
                 row(f"{each.name}: speed of a {name}, to {to}", speed, goal, least=True)
-    for name, one in data["peaks"].items():
+    for name, one in data.get("peaks", {}).items():
         if name in OURS:
             row(f"peak of memory, {name}, to the state", _share(one), 1.1)
-    for every, rates in data["training"]["rates"].items():
+    for every, rates in data.get("training", {}).get("rates", {}).items():
         lost = {name: _lost(pairs) for name, pairs in rates.items()}
         best = min(value for name, value in lost.items() if name not in OURS)
         for name in ("ours, eager", "ours, overlapped"):

@@ -43,7 +43,7 @@ manifests = st.builds(
     save_id=names,
     world_size=st.integers(1, 10**6),
     metric=st.none() | st.floats(allow_nan=False),
-    chunk_bytes=st.integers(1, 2**40),
+    chunk_bytes=st.integers(1, 2**30),
     files=named(files),
     tensors=named(tensors),
     values=named(values),

@@ -23,6 +23,7 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.arena import PAGE_BYTES
+from outlast.async_checkpoint.storage import step_of
 from outlast.errors import CheckpointError
 
 __all__ = ["WORKING", "LocalStorage"]
@@ -151,7 +152,7 @@ class LocalStorage:
         for folder in self.folders():
             if folder.startswith(WORKING) and folder.endswith(_ASIDE):
                 final = "-".join(folder.removeprefix(WORKING).split("-")[:2])
-                if not (self.root / final).exists():
+                if step_of(final) is not None and not (self.root / final).exists():
                     os.rename(self.root / folder, self.root / final)
                     _sync(self.root)
 

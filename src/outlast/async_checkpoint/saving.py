@@ -209,7 +209,8 @@ class Saver:
             ledger.finish(index, json.dumps(part, separators=(",", ":")).encode())
         verdict = self._verdict(save)
         if verdict.failure is not None:
-            if ledger.rank == 0:
+            # Rank 0 for all; but a rank that was at another save has a folder of its own.
+            if ledger.rank == 0 or verdict.failure.name != _name(save):
                 self._clean(save)
             ledger.forget(index)
             raise _error(verdict.failure)
