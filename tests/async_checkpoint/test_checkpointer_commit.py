@@ -70,7 +70,7 @@ def test_the_check_finds_what_is_not_durable(tmp_path: Path, plan: Plan, what: s
 
 def check_all_ranks(ranks: Ranks, path: Path, plan: Plan, after: str = "saving") -> None:
     """Rank 1 takes its time; nothing is to be seen until it has written all of its part."""
-    plan.set({"op": "finish", "name": "__1_*", "do": "wait"})
+    plan.set({"op": "finish", "name": "__1_0.distcp", "do": "wait"})
     gate = plan.gate()
     with ranks("saves", "saves", str(path), str(plan.folder)) as job:
         job.start_all()

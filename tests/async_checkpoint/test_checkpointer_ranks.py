@@ -74,7 +74,7 @@ def test_the_writer_of_one_rank_is_killed(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_rank_that_is_lost_does_not_hold_up_an_abort(ranks: Ranks, tmp_path: Path) -> None:
     plan = Plan(tmp_path / "plan")
-    plan.set({"op": "write_at", "name": "__1_*", "do": "wait", "gate": "never"})
+    plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "wait", "gate": "never"})
     plan.gate("never")
     with ranks("uneven", "one_is_lost", str(tmp_path / "c"), str(plan.folder)) as job:
         job.start_all()
@@ -96,7 +96,7 @@ def test_damage_that_one_rank_sees_is_passed_over_by_all(ranks: Ranks, tmp_path:
 
 def test_close_in_time_drops_for_all(ranks: Ranks, tmp_path: Path) -> None:
     plan = Plan(tmp_path / "plan")
-    plan.set({"op": "write_at", "name": "__1_*", "do": "wait", "gate": "never"})
+    plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "wait", "gate": "never"})
     plan.gate("never")
     job = run(ranks, "closes", tmp_path)
     for rank in range(2):

@@ -171,7 +171,7 @@ def test_time_says_when_to_save(trainings: Made) -> None:
     training = trainings("never", every=3600.0)
     assert set(training.run(2).codes.values()) == {0}
     assert ended(training)["committed"] == [0], "the beginning, which nothing has replaced"
-    assert training.run(1).begun_from == 0
+    assert training.run(1).begun_from == STEPS, "the end of the block has saved"
 
 
 @pytest.mark.parametrize("bad_on", [[0, 1], [1]])
