@@ -121,6 +121,31 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
         assert torch.equal(state["w"], full(2.0))
 
 
+def test_a_checkpoint_is_described_by_its_own_structure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save changes the structure before the thread of the saves has looked at this one."""
+    walk, go = Saver._walk, threading.Event()
+
+    def late(saver: Saver, save: Any) -> Any:
+        if save.step == 2:
+            go.wait()
+        return walk(saver, save)
+
+    monkeypatch.setattr(Saver, "_walk", late)
+    with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
+        checkpointer.save(1, {"a": full(1.0), "b": full(10.0)}).wait(NET)
+        checkpointer.save(2, {"a": full(2.0), "b": full(20.0)})
+        checkpointer.save(3, {"b": full(30.0), "a": full(3.0)})
+        go.set()
+        checkpointer.wait(NET)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (2, 3):
+            state = {"a": full(0.0), "b": full(0.0)}
+            assert checkpointer.restore(state, step=step) == step
+            assert (state["a"][0], state["b"][0]) == (step, 10 * step)
+
+
 def test_a_failed_allocation_is_over_with_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

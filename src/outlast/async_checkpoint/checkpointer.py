@@ -226,7 +226,7 @@ class Checkpointer:
         self, index: int, state_dict: Mapping[str, Any], found: list[Any]
     ) -> tuple[Structure, Catalog | None, bool]:
         if self._structure is not None and found == self._signature:
-            return self._structure, None, False
+            return self._structure, self._exchange.alone, False
         self._structure, catalog = self._exchange.changed(index, describe(state_dict))
         self._structure.number(state_dict)
         self._signature = found

@@ -144,13 +144,21 @@ class Exchange:
         keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
         return Structure(items, keys, ledger.rank), catalog
 
+    @property
+    def alone(self) -> Catalog | None:
+        """The catalog, where there is one rank: what the thread that saves has made last. To be
+        taken with the snapshot: by the time another thread looks, the next save may have changed
+        it, and a checkpoint would be described by what another one holds.
+        """
+        return self._catalog if self._ledger.world_size == 1 else None
+
     def unchanged(self, index: int) -> Catalog | None:
-        """This rank has the parts it had; to be called for every save, in order. Waits on rank 0
-        only, which gets the catalog of this save.
+        """This rank has the parts it had; to be called for every save, in order. Waits on rank 0 of
+        several only, which gets the catalog of this save.
         """
         ledger = self._ledger
         if ledger.world_size == 1:
-            return self._catalog
+            return None
         ledger.finish(index)
         try:
             catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None

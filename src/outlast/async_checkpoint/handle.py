@@ -62,6 +62,10 @@ class SaveHandle:
         """Why it failed, if nobody has looked."""
         return None if self._seen or not self.done else self._error
 
+    def _await_end(self, timeout_s: float) -> bool:
+        """Whether it ends in that time. Seals nothing, and takes no notice of errors."""
+        return self._ended.wait(timeout_s)
+
     def _end(self, error: Exception | None) -> None:
         if not self._ended.is_set():
             self._error = error

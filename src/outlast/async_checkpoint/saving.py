@@ -22,7 +22,6 @@ import dataclasses
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +54,7 @@ _LAST_WORD_S = 10.0
 
 @dataclasses.dataclass
 class Save:
-    """A save that is under way. `catalog` is set on rank 0 if the structure is new."""
+    """A save that is under way. `catalog` is set on rank 0, here or when all ranks have agreed."""
 
     index: int
     step: int
@@ -160,9 +159,8 @@ class Saver:
     def _drop(self, saves: list[Save]) -> None:
         try:
             late = [s for s in saves if not self._ledger.fail(s.index, self._failure(s, _ABORTED))]
-            time.sleep(_LAST_WORD_S if any(not s.handle.done for s in late) else 0)
             for save in late:
-                if not save.handle.done:
+                if not save.handle._await_end(_LAST_WORD_S):
                     said = json.dumps({"error": "rank 0 did not say whether it was committed"})
                     self._ledger.conclude(save.index, said.encode())
         except StoreError:
@@ -197,7 +195,7 @@ class Saver:
         ledger, index = self._ledger, save.index
         try:
             if not save.changed:
-                save.catalog = self._exchange.unchanged(index)
+                save.catalog = self._exchange.unchanged(index) or save.catalog
             ledger.announce(index, f"save of step {save.step}")
             part = self._write(save)
         except StoreError:
