@@ -228,3 +228,20 @@ def test_several_ranks_need_a_process_group(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="init_process_group"):
         Checkpointer(tmp_path)
+
+
+def test_checkpointers_that_follow_each_other_hold_one_event_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTLAST_EVENTS_DIR", str(tmp_path / "events"))
+    checkpointer = Checkpointer(tmp_path / "run")
+    held = len(os.listdir("/proc/self/fd"))
+    for step in range(5):
+        checkpointer.save(step, {"w": full(step)}).wait(NET)
+        checkpointer.abort()
+        checkpointer = Checkpointer(tmp_path / "run")
+        held = max(held, len(os.listdir("/proc/self/fd"))) if step == 0 else held
+    assert len(os.listdir("/proc/self/fd")) <= held
+    checkpointer.close()
+    (log,) = (tmp_path / "events").iterdir()
+    assert log.read_text().count('"checkpoint_committed"') == 5

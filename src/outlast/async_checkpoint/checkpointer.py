@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
 from outlast.async_checkpoint.engine import Slot, engine_for
-from outlast.async_checkpoint.environment import events_folder, ranks
+from outlast.async_checkpoint.environment import ranks
 from outlast.async_checkpoint.exchange import Catalog, Exchange
 from outlast.async_checkpoint.folder import CheckpointInfo
 from outlast.async_checkpoint.handle import SaveHandle
@@ -52,7 +52,6 @@ from outlast.events import (
     CheckpointRemoved,
     Emitter,
     Event,
-    JsonlSink,
     Sink,
 )
 
@@ -129,9 +128,6 @@ class Checkpointer:
             )
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
-        self._own_sink = events is None
-        self._emitter = Emitter(events if events is not None else _default_sink(self.rank))
-        self._emitter.place(rank=self.rank)
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
         self._engine, taken_over = engine_for(
             self._url, threads=threads, linger_s=linger.total_seconds()
@@ -139,6 +135,8 @@ class Checkpointer:
         if taken_over:
             self._take_over()
         self._engine.resize(max_in_flight)
+        self._emitter = Emitter(events if events is not None else self._engine.sink(self.rank))
+        self._emitter.place(rank=self.rank)
         self._restorer = Restorer(
             self._engine, connect_ledger("restore", group), group, self._timeout, self._emitter
         )
@@ -147,8 +145,6 @@ class Checkpointer:
         except BaseException:
             if not taken_over:  # nobody else knows of it
                 self._engine.close(0.0)
-            if self._own_sink:
-                self._emitter.sink.close()
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
         self._saver = Saver(
@@ -430,8 +426,6 @@ class Checkpointer:
         self._closed = True
         self._at_exit()
         self._engine.close(5.0 if in_time else 0.0)
-        if self._own_sink:
-            self._emitter.sink.close()
         if late:
             raise CheckpointError(f"steps {late} were not committed within {timeout}, and dropped")
         self._raise_unseen()
@@ -521,13 +515,6 @@ class Checkpointer:
 
     def _owner_name(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
-
-
-def _default_sink(rank: int) -> Sink | None:
-    folder = events_folder()
-    if not folder:
-        return None
-    return JsonlSink(Path(folder) / f"checkpoint{rank}-{os.getpid()}.jsonl")
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:

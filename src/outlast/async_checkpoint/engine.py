@@ -19,12 +19,13 @@ import torch
 
 from outlast.async_checkpoint.arena import Arena, populate
 from outlast.async_checkpoint.copying import Guard
-from outlast.async_checkpoint.environment import runtime_folder
+from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.legacy import claim
 from outlast.async_checkpoint.manifest import checksum
 from outlast.async_checkpoint.snapshot import Structure
 from outlast.async_checkpoint.storage import open_storage
 from outlast.async_checkpoint.writer import WriterClient
+from outlast.events import JsonlSink, Sink
 
 __all__ = ["Engine", "Slot", "engine_for"]
 
@@ -79,10 +80,23 @@ class Engine:
         )
         self.slots: list[Slot] = []
         self.inherited: list[Slot] = []
+        self._sink: Sink | None = None
         self._freed = threading.Condition()
         self._allocating: threading.Thread | None = None
         # A program that ends says goodbye to the writer, which would linger otherwise.
         atexit.register(self.close, 1.0)
+
+    def sink(self, rank: int) -> Sink | None:
+        """Where events go that have no other place: one file a process, however many checkpointers
+        follow each other in it.
+
+        Args:
+            rank: of the first of them; it is in the name of the file.
+        """
+        folder = events_folder()
+        if self._sink is None and folder:
+            self._sink = JsonlSink(Path(folder) / f"checkpoint{rank}-{os.getpid()}.jsonl")
+        return self._sink
 
     def socket_path(self, rank: int, world_size: int) -> Path:
         """Where a dead main process's writer waits for the next one of this rank."""
@@ -223,6 +237,9 @@ class Engine:
         self.slots, self.inherited = [], []
         self.storage.close()
         self.locked = False
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
         with _lock:
             if _engines.get(self.url) is self:
                 del _engines[self.url]
