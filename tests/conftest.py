@@ -1,14 +1,20 @@
-"""What holds for every test: nothing is left behind, and no example is failed for being slow."""
+"""What holds for every test: nothing is left behind, no example is failed for being slow; and where
+tests of several rooms get their rank processes from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
 from leaks import no_leaks
+from procs import Job
+from zygote import Zygote
 
 # No deadline: the machine is shared, and a property is true or false at any speed.
 hypothesis.settings.register_profile("outlast", deadline=None, print_blob=True)
@@ -29,6 +35,26 @@ def _no_leaks() -> Iterator[None]:
     # Set up before any fixture that a test asks for, and so torn down after them all.
     with no_leaks():
         yield
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Where rank processes come from: torch is imported there already."""
+    with Zygote() as zygote:
+        yield zygote
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, zygote: Zygote, request: pytest.FixtureRequest) -> Callable[..., Job]:
+    """`ranks("script", "scenario", nprocs=2)`: a job of a scenario of `script.py`, which stands in
+    the folder `scripts` beside the test.
+    """
+
+    def job(script: str, *args: str, nprocs: int = 2, **kwargs: Any) -> Job:
+        path = request.path.parent / "scripts" / f"{script}.py"
+        return Job(tmp_path, path, nprocs=nprocs, args=args, spawn=zygote.spawn, **kwargs)
+
+    return job
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
