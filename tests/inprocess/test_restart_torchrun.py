@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from inprocess.conftest import SCRIPTS
 from inprocess.story import errors, events, full, views
 from procs import Job
 
+SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
