@@ -21,7 +21,6 @@ import os
 import socket
 import time
 import uuid
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,28 +29,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import folder as folders
-from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
-from outlast.async_checkpoint.engine import Slot, engine_for
+from outlast.async_checkpoint.after_save import AfterSave
+from outlast.async_checkpoint.engine import engine_for
 from outlast.async_checkpoint.environment import ranks
-from outlast.async_checkpoint.exchange import Catalog, Exchange
+from outlast.async_checkpoint.exchange import Exchange
 from outlast.async_checkpoint.folder import CheckpointInfo
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.ledger import connect_ledger
-from outlast.async_checkpoint.manifest import Manifest
-from outlast.async_checkpoint.plan import describe, walk
 from outlast.async_checkpoint.policy import FailurePolicy
 from outlast.async_checkpoint.restoring import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.saving import Save, Saver
-from outlast.async_checkpoint.snapshot import Structure, values_file
-from outlast.async_checkpoint.writing import Dropped
+from outlast.async_checkpoint.saving import Saver
+from outlast.async_checkpoint.snapshots import Snapshots
 from outlast.errors import CheckpointError, StoreError
 from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointRemoved,
     Emitter,
-    Event,
     Sink,
 )
 
@@ -116,10 +108,7 @@ class Checkpointer:
         given = os.fspath(path)
         # One name for one folder: two engines on it would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
-        self._keep = keep if keep is not None else Retention()
-        self._optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
-        self._policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        self._failures = 0
+        optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
         self._timeout = timeout.total_seconds()
         if ranks() > 1 and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -147,16 +136,23 @@ class Checkpointer:
                 self._engine.close(0.0)
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
-        self._saver = Saver(
-            self._engine, ledger, self._exchange, self._committed, self._ended, self._timeout
+        self._snapshots = Snapshots(
+            self._engine, self._exchange, optimizers, self.rank, self.world_size, self._job
         )
-        self._signature: list[Any] = []
-        self._structure: Structure | None = None
+        policy = on_failure if isinstance(on_failure, FailurePolicy) else None
+        self._after = AfterSave(self._engine, keep or Retention(), policy, self._emitter)
+        self._saver = Saver(
+            self._engine,
+            ledger,
+            self._exchange,
+            self._after.committed,
+            self._after.ended,
+            self._timeout,
+        )
         self._saves = 0
-        self._unseen: list[SaveHandle] = []
         self._closed = False
         self._at_exit = _close_at_exit(self)
-        self._engine.owner = weakref.ref(self)
+        self._engine.owner = self
 
     # ------------------------------------------------------------------------------ saving
 
@@ -185,30 +181,20 @@ class Checkpointer:
             raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
         self._seal_all()  # the thread that trains is here: nothing is being written to
         index, self._saves = self._saves, self._saves + 1
-        found: list[Any] = []
-        leaves: list[Any] = []
         try:
             # Other ranks may see it ended: so it counts as a save, that fails for all.
             if any(save.step == step for save in self._saver.pending):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
-            walk(state_dict, found, leaves)
-            structure, catalog, changed = self._structure_of(index, state_dict, found)
-            slot = self._engine.take(structure)
-            try:
-                save = self._snapshot(index, step, metric, state_dict, leaves, structure, slot)
-            except BaseException:
-                self._engine.give_back(slot)
-                raise
+            save = self._snapshots.take(index, step, metric, state_dict)
         except Exception as e:
             self._refuse(index, step, e)
             raise
-        save.changed, save.catalog = changed, catalog
         save.began = began
         save.blocked_s = self._emitter.clock.now() - began
-        self._unseen.append(save.handle)
+        self._after.watch(save.handle)
         self._saver.add(save)
         # Last: other ranks may hear of it later, and the saves of all ranks stay in step.
-        self._raise_unseen()
+        self._after.raise_unseen()
         return save.handle
 
     def _refuse(self, index: int, step: int, error: Exception) -> None:
@@ -217,102 +203,6 @@ class Checkpointer:
         with contextlib.suppress(StoreError):
             self._exchange.refuse(index, str(error))
             self._saver.refuse(index, step, error)
-
-    def _structure_of(
-        self, index: int, state_dict: Mapping[str, Any], found: list[Any]
-    ) -> tuple[Structure, Catalog | None, bool]:
-        if self._structure is not None and found == self._signature:
-            return self._structure, self._exchange.alone, False
-        self._structure, catalog = self._exchange.changed(index, describe(state_dict))
-        self._structure.number(state_dict)
-        self._signature = found
-        return self._structure, catalog, True
-
-    def _snapshot(
-        self,
-        index: int,
-        step: int,
-        metric: float | None,
-        state_dict: Mapping[str, Any],
-        leaves: list[Any],
-        structure: Structure,
-        slot: Slot,
-    ) -> Save:
-        copies = list(zip(structure.sources(leaves), slot.targets, strict=True))
-        values, places = structure.pickle_values(state_dict)
-        later, now = self._split(copies)
-        save_id = f"{self._job}{index:08x}"
-        working, final = self._engine.storage.names_for(step, save_id)
-        snapshot = {
-            "step": step,
-            "number": index,
-            "save_id": save_id,
-            "folder_id": self._engine.identity,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "working": working,
-            "final": final,
-            "layout": structure.layout.files,
-            "values": values_file(self.rank) if values else "",
-            "places": places,
-            "socket": str(self._engine.socket_path(self.rank, self.world_size)),
-        }
-        handle = SaveHandle(step, lambda: save.guard.seal() if save.guard is not None else None)
-        save = Save(index, step, metric, handle, slot, snapshot, values, places, False, None)
-        save.turn = slot.turn
-
-        def sealed(error: CheckpointError | None) -> None:
-            save.torn = error
-            if error is None:
-                slot.snapshot, slot.values = snapshot, values
-                self._engine.writer.tell(
-                    {"op": "sealed", "arena": slot.number, "snapshot": snapshot}, values
-                )
-            save.sealed.set()
-
-        self._engine.writer.start()
-        if later:
-            save.guard = slot.guard = Guard(later, self._optimizers, sealed)
-            save.guard.start()
-            copy_now(now)
-        else:
-            copy_now(now)
-            sealed(None)
-        self._engine.forget_inherited()
-        return save
-
-    def _split(self, copies: list[Copy]) -> tuple[list[Copy], list[Copy]]:
-        if not self._optimizers:
-            return [], copies
-        owned = owned_by(self._optimizers)
-        later: list[Copy] = []
-        now: list[Copy] = []
-        for source, to in copies:
-            overlaps = (
-                source.data_ptr() in owned
-                and source.is_contiguous()
-                and source.device.type == "cpu"
-                and not source.is_inference()
-            )
-            (later if overlaps else now).append((source, to))
-        return later, now
-
-    def _prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """What is restored will be saved: so who saves what is agreed now, and memory allocated."""
-        if self._saves:
-            return
-        index, self._saves = self._saves, self._saves + 1
-        found: list[Any] = []
-        try:
-            walk(state_dict, found, [])
-            structure, _, _ = self._structure_of(index, state_dict, found)
-        except (CheckpointError, ValueError) as e:
-            # The same error comes from the first save, where it belongs.
-            log.debug("nothing was prepared for saves: %s", e)
-            with contextlib.suppress(StoreError):
-                self._exchange.refuse(index, str(e))
-        else:
-            self._engine.prepare(structure)
 
     def _seal_all(self) -> None:
         for save in self._saver.pending:
@@ -358,7 +248,10 @@ class Checkpointer:
         self._check_open()
         self._seal_all()
         found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        self._prepare(state_dict)
+        if not self._saves:
+            # What is restored will be saved: memory is allocated beside what comes next.
+            index, self._saves = self._saves, self._saves + 1
+            self._snapshots.prepare(index, state_dict)
         return found
 
     def list(self) -> list[CheckpointInfo]:
@@ -396,7 +289,7 @@ class Checkpointer:
         for save in self._saver.pending:
             spent = datetime.timedelta(seconds=time.monotonic() - began)
             save.handle.wait(None if timeout is None else max(timeout - spent, _NOTHING))
-        self._raise_unseen()
+        self._after.raise_unseen()
 
     def abort(self) -> None:
         """Drops all saves that are under way, on all ranks; does not wait. The checkpointer is of
@@ -426,9 +319,10 @@ class Checkpointer:
         self._closed = True
         self._at_exit()
         self._engine.close(5.0 if in_time else 0.0)
+        self._engine.owner = None
         if late:
             raise CheckpointError(f"steps {late} were not committed within {timeout}, and dropped")
-        self._raise_unseen()
+        self._after.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -448,7 +342,7 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ within
 
     def _take_over(self) -> None:
-        before = self._engine.owner() if self._engine.owner is not None else None
+        before = self._engine.owner
         if before is not None:
             before._drop()  # also if it was aborted: an interrupt may have cut that short
             # A restart must not wait for a disk that is slow to make durable what is dropped.
@@ -458,60 +352,12 @@ class Checkpointer:
     def _drop(self) -> None:
         self._closed = True
         self._saver.abort()
+        self._snapshots.let_go()
         self._at_exit()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this checkpointer is closed")
-
-    def _raise_unseen(self) -> None:
-        unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
-        self._unseen = [handle for handle in self._unseen if not handle.done]
-        for handle in unseen:
-            error = handle.exception
-            assert error is not None
-            if self._policy is None or self._failures > self._policy.max_in_a_row:
-                raise error
-
-    def _committed(self, manifest: Manifest) -> None:
-        """On rank 0, in the thread of the saves."""
-        if self._keep.keeps_all:
-            return
-        try:
-            removable = self._keep.removable(self.list(), manifest.step)
-            if removable:
-                names = [info.folder for info in removable]
-                self._engine.writer.request({"op": "remove", "folders": names})
-        except (CheckpointError, OSError, Dropped):
-            # The save is committed: what stays too long does no harm, but somebody must look.
-            log.warning("old checkpoints could not be removed", exc_info=True)
-        else:
-            for info in removable:
-                self._emitter.emit(CheckpointRemoved(step=info.step))
-
-    def _ended(self, save: Save, size_bytes: int, error: Exception | None) -> None:
-        self._failures = 0 if error is None else self._failures + 1
-        seconds = self._emitter.clock.now() - save.began
-        queued = len(self._saver.pending)
-        if error is None:
-            event: Event = CheckpointCommitted(
-                step=save.step,
-                size_bytes=size_bytes,
-                own_bytes=sum(size for _, _, size in save.snapshot["layout"]) + len(save.values),
-                blocked_seconds=save.blocked_s,
-                seconds=seconds,
-                queued=queued,
-            )
-        else:
-            event = CheckpointFailed(
-                step=save.step,
-                cause=str(error),
-                blocked_seconds=save.blocked_s,
-                seconds=seconds,
-                queued=queued,
-            )
-            log.error("step %d was not saved: %s", save.step, error)
-        self._emitter.emit(event)
 
     def _owner_name(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
@@ -519,13 +365,10 @@ class Checkpointer:
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:
     """Registers a close at the end of the program; returns what takes that back."""
-    ref = weakref.ref(checkpointer)
 
     def close() -> None:
-        alive = ref()
-        if alive is not None:
-            with contextlib.suppress(CheckpointError):  # it is in the log
-                alive.close(_FOR_EXIT)
+        with contextlib.suppress(CheckpointError):  # it is in the log
+            checkpointer.close(_FOR_EXIT)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

@@ -74,7 +74,7 @@ class Engine:
         self.storage = open_storage(url)
         self.locked = False
         self.identity = ""
-        self.owner: Any = None  # a weak reference to the checkpointer that uses it
+        self.owner: Any = None  # the checkpointer that uses it
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )

@@ -1,10 +1,8 @@
-"""What a queue does about a call that has failed."""
+"""What a queue does about a call that has failed, and a checkpointer about a save."""
 
 from __future__ import annotations
 
 import logging
-
-from outlast.errors import AsyncCallError
 
 __all__ = ["FailurePolicy"]
 
@@ -32,14 +30,14 @@ class FailurePolicy:
         self.max_in_a_row = max_in_a_row
         self.failures = 0
         self.in_a_row = 0
-        self.last: AsyncCallError | None = None
+        self.last: Exception | None = None
 
     def succeeded(self) -> None:
-        """A call was finalized."""
+        """A call was finalized, a save committed."""
         self.in_a_row = 0
 
-    def failed(self, error: AsyncCallError) -> bool:
-        """A call has failed. Returns whether to go on."""
+    def failed(self, error: Exception) -> bool:
+        """A call or a save has failed. Returns whether to go on."""
         self.failures += 1
         self.in_a_row += 1
         self.last = error

@@ -82,7 +82,8 @@ class Saver:
         ledger: of the saves: call i is save i.
         exchange: of the structures.
         committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
-        ended: called on every rank when a save has ended, with its error.
+        ended: called on every rank when a save has ended, with its size in bytes, its error, and
+            how many are still under way.
         timeout_s: how long to wait for other ranks, in seconds.
     """
 
@@ -92,7 +93,7 @@ class Saver:
         ledger: CallLedger,
         exchange: Exchange,
         committed: Callable[[Manifest], None],
-        ended: Callable[[Save, int, Exception | None], None],
+        ended: Callable[[Save, int, Exception | None, int], None],
         timeout_s: float,
     ) -> None:
         self._timeout = timeout_s
@@ -180,13 +181,14 @@ class Saver:
                 error.__cause__ = e
             with self._lock:
                 self._pending.remove(save)
+                queued = len(self._pending)
             if error is None:
                 save.snapshot["committed"] = True
                 said = {"arena": save.slot.number, "save_id": save.snapshot["save_id"]}
                 self._engine.writer.tell({"op": "committed", **said})
             self._engine.give_back(save.slot, save.turn)
             save.handle._end(error)
-            self._ended(save, size_bytes, error)
+            self._ended(save, size_bytes, error, queued)
             if manifest is not None:
                 self._committed(manifest)
 
