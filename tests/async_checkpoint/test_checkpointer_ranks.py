@@ -94,6 +94,22 @@ def test_damage_that_one_rank_sees_is_passed_over_by_all(ranks: Ranks, tmp_path:
         assert said(job, rank, "returned", "value") == [1]
 
 
+def test_a_rank_without_memory_for_what_is_sent_leaves_nobody_waiting(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    job = run(ranks, "one_has_no_room", tmp_path)
+    (message,) = said(job, 0, "raised", "message")
+    assert "rank 1 on" in message
+    assert "no memory for what is sent" in message
+    assert said(job, 1, "raised", "type") == ["MemoryError"]
+
+
+def test_a_writer_that_does_not_answer_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "one_writer_does_not_answer", tmp_path)
+    for rank in range(2):
+        assert len([line for line in job.lines(rank) if line["event"] == "restored"]) == 1
+
+
 def test_close_in_time_drops_for_all(ranks: Ranks, tmp_path: Path) -> None:
     plan = Plan(tmp_path / "plan")
     plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "wait", "gate": "never"})

@@ -135,12 +135,20 @@ class InMemory:
             "values": {n: dataclasses.asdict(v) for n, v in packed_values.items()},
         }
 
+    def rooms(
+        self, packed: memoryview, told: Sequence[Mapping[str, Any]], rank: int
+    ) -> list[memoryview]:
+        """Memory for what each rank has packed; this rank's own is there."""
+        return [
+            packed if owner == rank else memoryview(bytearray(each["bytes"]))
+            for owner, each in enumerate(told)
+        ]
+
     def exchange(
         self,
-        packed: memoryview,
+        rooms: Sequence[memoryview],
         told: Sequence[Mapping[str, Any]],
         lacking: Collection[str],
-        rank: int,
         group: Any,
     ) -> list[tuple[Source, Index]]:
         """Sends what each rank has packed to all. Called on all ranks alike.
@@ -149,10 +157,9 @@ class InMemory:
             The sources of what this rank lacks, and what is in each.
         """
         found: list[tuple[Source, Index]] = []
-        for owner, each in enumerate(told):
+        for owner, (each, content) in enumerate(zip(told, rooms, strict=True)):
             if not each["bytes"]:
                 continue
-            content = packed if owner == rank else memoryview(bytearray(each["bytes"]))
             _send(torch.frombuffer(content, dtype=torch.uint8), owner, group)
             files = {_SENT: FileEntry(_SENT, each["bytes"], each["checksums"])}
             source = MemorySource(

@@ -30,6 +30,7 @@ from outlast.async_checkpoint.loading import (
 from outlast.async_checkpoint.manifest import Manifest
 from outlast.async_checkpoint.plan import Item, describe
 from outlast.async_checkpoint.reading import Source, StorageSource
+from outlast.async_checkpoint.writer import WriterFailed
 from outlast.coordination import KeyTimeout
 from outlast.errors import CheckpointError
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter
@@ -138,7 +139,11 @@ class Restorer:
         slots = [*self._engine.slots, *self._engine.inherited]
         if not any(slot.snapshot is not None for slot in slots):
             return {}
-        answer = self._engine.writer.request({"op": "snapshots"})
+        try:
+            answer = self._engine.writer.request({"op": "snapshots"})
+        except WriterFailed as e:  # the other ranks need not wait for what this one does not have
+            log.warning("snapshots in memory are of no use, storage is: %s", e)
+            return {}
         place = self._ledger.rank, self._ledger.world_size
         return {
             s["save_id"]: s
@@ -252,7 +257,11 @@ class Restorer:
         # must not leave the others waiting.
         told = self._from_rank_0(_as_told, memory.told())
         rank = self._ledger.rank
-        index, lacking = memory.index_for(state_dict, told, rank)
+        indexes: list[tuple[Index, list[str]]] = []
+        failure = self._attempt(lambda: indexes.append(memory.index_for(state_dict, told, rank)))
+        if failure is not None:
+            return failure
+        index, lacking = indexes[0]
         wanted = self._from_rank_0(_in_any, lacking)
         if not wanted:
             return index, [memory.own()]
@@ -262,7 +271,12 @@ class Restorer:
             return failure
         content, description = packed[0]
         told = self._from_rank_0(_as_told, description)
-        sent = memory.exchange(content, told, set(lacking), rank, self._group)
+        rooms: list[list[memoryview]] = []
+        # Nobody may be missing in the collectives: what can fail comes before them.
+        failure = self._attempt(lambda: rooms.append(memory.rooms(content, told, rank)))
+        if failure is not None:
+            return failure
+        sent = memory.exchange(rooms[0], told, set(lacking), self._group)
         return index, [memory.own(), *sent]
 
     # -------------------------------------------------------------------------- agreement

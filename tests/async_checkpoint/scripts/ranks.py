@@ -37,7 +37,7 @@ def raising(function: Callable[[], Any]) -> Any:
     """Calls a function that may raise, and says what comes of it."""
     try:
         value = function()
-    except (OutlastError, ValueError, TypeError) as error:
+    except (OutlastError, ValueError, TypeError, MemoryError) as error:
         say("raised", type=type(error).__name__, message=str(error))
         return None
     say("returned", value=value)

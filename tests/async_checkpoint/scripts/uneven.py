@@ -15,6 +15,8 @@ from ranks import RANK, join_group, leave_group, main, raising, say, scenario
 from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, state_of
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.in_memory import InMemory
+from outlast.async_checkpoint.writer import WriterFailed
 from outlast.chaos.storage import flip_byte
 from outlast.errors import CheckpointError, TimeoutError
 
@@ -132,6 +134,50 @@ def one_sees_damage(path: str, plan: str) -> None:
         state = copy_of(own)
         raising(lambda: checkpointer.restore(state))
         assert bool((state[f"own{RANK}"] == 1).all())
+    leave_group()
+
+
+@scenario
+def one_has_no_room(path: str, plan: str) -> None:
+    """Each rank has a part of what all need; rank 1 has no memory for what the other one sends."""
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        with pytest.MonkeyPatch.context() as patch:
+            if RANK == 1:
+                patch.setattr(InMemory, "rooms", _no_memory)
+            raising(lambda: checkpointer.restore(blank()))
+        found = blank()
+        assert checkpointer.restore(found) == 1
+        assert same(found, state_of(1))
+    leave_group()
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError("no memory for what is sent")
+
+
+@scenario
+def one_writer_does_not_answer(path: str, plan: str) -> None:
+    """The writer of rank 1 is lost whenever it is asked for snapshots: storage has them too."""
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        writer = checkpointer._engine.writer
+        ask = writer.request
+
+        def lost(header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
+            if header["op"] == "snapshots":
+                raise WriterFailed("it is lost")
+            return ask(header, blob)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if RANK == 1:
+                patch.setattr(writer, "request", lost)
+            found = blank()
+            assert checkpointer.restore(found) == 1
+            assert same(found, state_of(1))
+        say("restored")
     leave_group()
 
 
