@@ -201,24 +201,26 @@ def _training(training: dict[str, Any]) -> Sheet:
     rates = training["rates"]
     columns = ["way"]
     for every in rates:
-        columns += [f"every {every}: steps/s", "lost"]
+        columns += [f"every {every}: steps/s", "lost", "ms a save"]
     rows = []
     plain = []
     for found in rates.values():
         without = [pair[1] for pairs in found.values() for pair in pairs]
-        plain += [f"{median(without) or 0.0:.2f}", "-"]
+        plain += [f"{median(without) or 0.0:.2f}", "-", "-"]
     rows.append(("without saves", *plain))
     for name in next(iter(rates.values())):
         cells = []
-        for found in rates.values():
+        for every, found in rates.items():
             rate = median([pair[0] for pair in found[name]]) or 0.0
-            cells += [f"{rate:.2f}", f"{100 * _lost(found[name]):.1f} %"]
+            a_save = median([int(every) * (1 / pair[0] - 1 / pair[1]) for pair in found[name]])
+            cells += [f"{rate:.2f}", f"{100 * _lost(found[name]):.1f} %", ms(a_save)]
         rows.append((name, *cells))
     return Sheet(
         f"A training that saves {_mib(training['size_bytes'])}, one process",
         tuple(columns),
         rows,
-        "Lost: against a segment without saves right beside; the median of the pairs.",
+        "Lost: against a segment without saves right beside; the median of the pairs. "
+        "Milliseconds a save: by how much each save made the segment longer.",
     )
 
 

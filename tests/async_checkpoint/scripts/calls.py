@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,22 @@ from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedA
 def queue_of(kind: str, **options: object) -> AsyncCallsQueue:
     # Not nice: other work on this machine would hold up the test.
     return AsyncCallsQueue(kind == "persistent", nice=0, **options)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def queue_in_group(kind: str, **options: object) -> Iterator[AsyncCallsQueue]:
+    """A queue in a process group. Nothing is closed when a scenario fails: its process ends."""
+    join_group()
+    queue = queue_of(kind, **options)
+    yield queue
+    queue.close()
+    leave_group()
+
+
+def ends(queue: AsyncCallsQueue, calls: int = 1) -> None:
+    """Waits for as many calls to end, and says what came of each."""
+    for _ in range(calls):
+        raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
 
 
 def finalize(index: int) -> None:
@@ -51,62 +69,48 @@ def goes_well(kind: str, folder: str, store: str = "") -> None:
 
 @scenario
 def one_fails(kind: str, how: str) -> None:
-    join_group()
-    queue = queue_of(kind)
-    then = [functools.partial(finalize, 0)]
-    queue.schedule_async_request(AsyncRequest(work.end_by, (how if RANK == 1 else "exit 0",), then))
-    queue.schedule_async_request(at_once(1))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    queue.close()
-    leave_group()
+    with queue_in_group(kind) as queue:
+        then = [functools.partial(finalize, 0)]
+        queue.schedule_async_request(
+            AsyncRequest(work.end_by, (how if RANK == 1 else "exit 0",), then)
+        )
+        queue.schedule_async_request(at_once(1))
+        ends(queue, 2)
 
 
 @scenario
 def different_order(kind: str) -> None:
-    join_group()
-    queue = queue_of(kind)
-    requests = [AsyncRequest(work.part, (None,), [functools.partial(finalize, 0)])]
-    requests.insert(RANK, AsyncRequest(work.other_part, (), [functools.partial(finalize, 1)]))
-    for request in requests:
-        raising(lambda request=request: queue.schedule_async_request(request))
-    queue.schedule_async_request(at_once(2))
-    for _ in range(3):
-        raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    queue.close()
-    leave_group()
+    with queue_in_group(kind) as queue:
+        requests = [AsyncRequest(work.part, (None,), [functools.partial(finalize, 0)])]
+        requests.insert(RANK, AsyncRequest(work.other_part, (), [functools.partial(finalize, 1)]))
+        for request in requests:
+            raising(lambda request=request: queue.schedule_async_request(request))
+        queue.schedule_async_request(at_once(2))
+        ends(queue, 3)
 
 
 @scenario
 def one_cannot_schedule(kind: str) -> None:
-    join_group()
-    queue = queue_of(kind)
-    argument = (lambda: None) if RANK == 1 else None
-    request = AsyncRequest(work.takes, (argument,), [functools.partial(finalize, 0)])
-    raising(lambda: queue.schedule_async_request(request))
-    queue.schedule_async_request(at_once(1))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    queue.close()
-    leave_group()
+    with queue_in_group(kind) as queue:
+        argument = (lambda: None) if RANK == 1 else None
+        request = AsyncRequest(work.takes, (argument,), [functools.partial(finalize, 0)])
+        raising(lambda: queue.schedule_async_request(request))
+        queue.schedule_async_request(at_once(1))
+        ends(queue, 2)
 
 
 @scenario
 def finalize_fails_on_one(kind: str) -> None:
-    join_group()
-    queue = queue_of(kind)
+    with queue_in_group(kind) as queue:
 
-    def one_fails() -> None:
-        if RANK == 1:
-            raise OSError("the link is there already")
-        finalize(0)
+        def one_fails() -> None:
+            if RANK == 1:
+                raise OSError("the link is there already")
+            finalize(0)
 
-    queue.schedule_async_request(AsyncRequest(work.part, (None,), [one_fails]))
-    queue.schedule_async_request(at_once(1))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
-    queue.close()
-    leave_group()
+        queue.schedule_async_request(AsyncRequest(work.part, (None,), [one_fails]))
+        queue.schedule_async_request(at_once(1))
+        ends(queue, 2)
 
 
 @scenario
@@ -115,7 +119,7 @@ def main_is_killed(kind: str, folder: str) -> None:
     queue = queue_of(kind)
     queue.schedule_async_request(gated(folder, 0))
     say("scheduled")
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    ends(queue)
 
 
 @scenario
@@ -129,7 +133,7 @@ def aborts(kind: str, folder: str) -> None:
         queue.abort()
         say("aborted")
     else:
-        raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        ends(queue)
         queue.abort()
     leave_group()
 
@@ -141,7 +145,7 @@ def store_is_lost(kind: str, folder: str) -> None:
     queue = queue_of(kind)
     queue.schedule_async_request(gated(folder, 0))
     say("scheduled")
-    raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    ends(queue)
     raising(lambda: queue.maybe_finalize_async_calls())
     queue.abort()
     os._exit(0)  # the group has lost a rank: it cannot be left in good order
@@ -160,34 +164,30 @@ def closes_in_time(kind: str, folder: str) -> None:
 @scenario
 def in_step(kind: str, folder: str) -> None:
     """Training steps, each with a collective and a check; rank 1's part ends at some step."""
-    join_group()
-    queue = queue_of(kind, max_unfinalized=2)
-    queue.schedule_async_request(gated(folder, 0))
-    queue.schedule_async_request(at_once(1))
-    step = 0
-    while queue.get_num_unfinalized_calls():
-        done = queue.maybe_finalize_async_calls(no_dist=False)
-        if done or step == 0:
-            say("check", step=step, done=done)
-        step += 1
-        meet()
-    queue.close()
-    leave_group()
+    with queue_in_group(kind, max_unfinalized=2) as queue:
+        queue.schedule_async_request(gated(folder, 0))
+        queue.schedule_async_request(at_once(1))
+        step = 0
+        while queue.get_num_unfinalized_calls():
+            done = queue.maybe_finalize_async_calls(no_dist=False)
+            if done or step == 0:
+                say("check", step=step, done=done)
+            step += 1
+            meet()
 
 
 @scenario
 def uneven(kind: str) -> None:
     """Ranks without anything to do, and ranks that look at different times."""
-    join_group()
-    queue = queue_of(kind, max_unfinalized=1)
-    for index in range(4):
-        fn = work.part if index % 2 == RANK else None
-        args = (None,) if fn else ()
-        queue.schedule_async_request(AsyncRequest(fn, args, [functools.partial(finalize, index)]))
-        if RANK == 1:
-            queue.maybe_finalize_async_calls()
-    queue.close()
-    leave_group()
+    with queue_in_group(kind, max_unfinalized=1) as queue:
+        for index in range(4):
+            fn = work.part if index % 2 == RANK else None
+            args = (None,) if fn else ()
+            queue.schedule_async_request(
+                AsyncRequest(fn, args, [functools.partial(finalize, index)])
+            )
+            if RANK == 1:
+                queue.maybe_finalize_async_calls()
 
 
 @scenario
@@ -278,11 +278,8 @@ def many_groups(kind: str) -> None:
 @scenario
 def of_this_program(kind: str) -> None:
     """The function is defined in the program that the rank runs."""
-    join_group()
-    queue = queue_of(kind)
-    queue.schedule_async_request(AsyncRequest(defined_here, (RANK,), []))
-    queue.close()
-    leave_group()
+    with queue_in_group(kind) as queue:
+        queue.schedule_async_request(AsyncRequest(defined_here, (RANK,), []))
 
 
 def defined_here(rank: int) -> None:
