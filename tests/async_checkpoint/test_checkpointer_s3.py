@@ -59,7 +59,7 @@ def test_saved_restored_replaced_and_tidied(s3: Server) -> None:
         assert checkpointer.verify(3).tensors == 2
     with Checkpointer(url) as checkpointer:
         # What was replaced went with the opening, if not before.
-        assert len({key.split("/")[0] for key in keys(url)} - {".owner"}) == 2
+        assert len({key.split("/")[0] for key in keys(url)} - {".owner", ".id"}) == 2
         loaded = state(0)
         assert checkpointer.restore(loaded) == 3
         assert same(loaded, state(33))
@@ -102,9 +102,24 @@ def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> Non
                 handle.wait()
         left = [1, 2] if verdict == "go" else [1]
         assert [info.step for info in checkpointer.list()] == left
-        assert {key.split("/")[0][:13] for key in keys(url)} - {".owner"} == {
+        assert {key.split("/")[0][:13] for key in keys(url)} - {".owner", ".id"} == {
             f"step-{step:08d}" for step in left
         }
+
+
+def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(s3: Server) -> None:
+    url = s3.new_url()
+    first = Checkpointer(url)
+    first.save(5, state(5)).wait()
+    first.abort()
+    storage = first._engine.storage
+    assert isinstance(storage, RemoteStorage)
+    for key in keys(url):
+        storage._fs.rm_file(f"{storage._root}/{key}")
+    storage.unlock()
+    first._engine.locked = False
+    with Checkpointer(url) as second:
+        assert second.restore(state(0)) is None
 
 
 @pytest.mark.parametrize("at", [".distcp", "manifest.json", "after:manifest.json"])

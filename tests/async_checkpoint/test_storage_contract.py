@@ -19,7 +19,7 @@ from outlast.async_checkpoint.arena import Arena
 from outlast.async_checkpoint.local_storage import LocalStorage
 from outlast.async_checkpoint.manifest import checksum
 from outlast.async_checkpoint.remote_storage import RemoteStorage
-from outlast.async_checkpoint.storage import Storage, open_storage
+from outlast.async_checkpoint.storage import IDENTITY, Storage, open_storage
 from outlast.async_checkpoint.writing import PIECE_BYTES, Dropped, write_files
 from outlast.errors import CheckpointError
 
@@ -229,6 +229,19 @@ def test_two_jobs_cannot_have_it(storage: Storage) -> None:
     # It did not unlock; it is dead all the same.
     storage.lock("this one", careful=True)
     storage.unlock()
+
+
+def test_a_place_is_known_again_until_it_is_emptied(storage: Storage) -> None:
+    before = storage.identity()
+    assert before
+    assert storage.identity() == before
+    assert storage.folders() == []
+    if isinstance(storage, LocalStorage):
+        (storage.root / IDENTITY).unlink()
+    else:
+        assert isinstance(storage, RemoteStorage)
+        storage._fs.rm_file(f"{storage._root}/{IDENTITY}")
+    assert storage.identity() not in ("", before)
 
 
 def test_a_url_or_a_path() -> None:

@@ -23,14 +23,13 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.arena import PAGE_BYTES
-from outlast.async_checkpoint.storage import step_of
+from outlast.async_checkpoint.storage import IDENTITY, step_of
 from outlast.errors import CheckpointError
 
 __all__ = ["WORKING", "LocalStorage"]
 
 WORKING = ".tmp-"
 _LOCK = ".lock"
-_IDENTITY = ".id"
 _ASIDE = "-old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -115,7 +114,7 @@ class LocalStorage:
             shutil.rmtree(path)
 
     def identity(self) -> str:
-        path = self.root / _IDENTITY
+        path = self.root / IDENTITY
         try:
             return path.read_text()
         except FileNotFoundError:

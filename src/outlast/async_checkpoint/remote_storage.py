@@ -40,7 +40,7 @@ import psutil
 
 from outlast.async_checkpoint.manifest import MANIFEST
 from outlast.async_checkpoint.remote_writing import OrderedUpload, PartsUpload, as_os_errors
-from outlast.async_checkpoint.storage import FileWriter, step_of
+from outlast.async_checkpoint.storage import IDENTITY, FileWriter, step_of
 from outlast.errors import CheckpointError
 
 __all__ = ["OWNER", "RemoteStorage"]
@@ -167,7 +167,12 @@ class RemoteStorage:
     # ------------------------------------------------------------------------------- owner
 
     def identity(self) -> str:
-        return ""
+        found = self._read(IDENTITY)
+        if found is None:
+            found = uuid.uuid4().hex.encode()
+            with as_os_errors(f"{self.where}/{IDENTITY}"):
+                self._fs.pipe_file(self._inside(IDENTITY), found)
+        return found.decode(errors="replace")
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Says who saves here. See `Storage`, and the module for what it is worth."""
@@ -218,11 +223,9 @@ class RemoteStorage:
                 sync(self._fs.loop, client.close, timeout=_CLOSING_S)
 
     def _owner(self) -> dict[str, Any] | None:
-        with as_os_errors(f"{self.where}/{OWNER}"):
-            try:
-                content = self._fs.cat_file(self._inside(OWNER))
-            except FileNotFoundError:
-                return None
+        content = self._read(OWNER)
+        if content is None:
+            return None
         with suppress(ValueError):
             found = json.loads(content)
             if isinstance(found, dict):
@@ -230,6 +233,14 @@ class RemoteStorage:
         return {}
 
     # ------------------------------------------------------------------------------ within
+
+    def _read(self, name: str) -> bytes | None:
+        """A file beside the folders; `None` if it is not there."""
+        with as_os_errors(f"{self.where}/{name}"):
+            try:
+                return bytes(self._fs.cat_file(self._inside(name)))
+            except FileNotFoundError:
+                return None
 
     def _inside(self, *names: str) -> str:
         for name in names:

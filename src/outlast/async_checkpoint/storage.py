@@ -13,7 +13,10 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-__all__ = ["FileReader", "FileWriter", "Storage", "open_storage", "step_of"]
+__all__ = ["IDENTITY", "FileReader", "FileWriter", "Storage", "open_storage", "step_of"]
+
+IDENTITY = ".id"
+"""The file that `Storage.identity` is in."""
 
 _STEP = re.compile(r"step-(\d+)(?:-[0-9a-f]+)?")
 
@@ -117,7 +120,7 @@ class Storage(Protocol):
 
     def identity(self) -> str:
         """What tells this place from another that has the same name later, once that is emptied;
-        made when it is missing, by who has the lock. Empty where there is no such thing.
+        made when it is missing, by who has the lock.
         """
         ...
 
