@@ -22,6 +22,7 @@ from benchmarks.checkpoint_saves import call, disk_folder, in_ranks
 from benchmarks.checkpoint_ways import make
 from benchmarks.crew import Crew
 from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.local_storage import WORKING
 
 __all__ = ["WHAT", "flat", "peaks"]
 
@@ -123,10 +124,18 @@ def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
             job.train()
             handle.wait()
             if number % every == 0:
+                _await_rest(folder / "flat")
                 (writer,) = psutil.Process().children()
                 samples["training"].append([number, *_resources(os.getpid())])
                 samples["writer"].append([number, *_resources(writer.pid)])
     return samples
+
+
+def _await_rest(path: Path) -> None:
+    """Until the writer has removed what is old, which nobody waits for."""
+    shown = ("step-", WORKING)
+    while sum(name.startswith(shown) for name in os.listdir(path)) > 2:
+        time.sleep(0.001)
 
 
 def _resources(pid: int) -> list[float]:

@@ -1,14 +1,20 @@
 """Elastic state: what a position, a save, another size and the same bits at any size cost.
 
 Each figure stands beside that of the usual way in the same run, in turns: see `elastic_data`,
-`elastic_state`, `elastic_resharding` and `elastic_consistent`.
+`elastic_state`, `elastic_registry`, `elastic_resharding` and `elastic_consistent`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import elastic_consistent, elastic_data, elastic_resharding, elastic_state
+from benchmarks import (
+    elastic_consistent,
+    elastic_data,
+    elastic_registry,
+    elastic_resharding,
+    elastic_state,
+)
 from benchmarks.checkpoint_job import QUICK, SHARE
 from benchmarks.elastic_sheets import sheets
 
@@ -22,6 +28,7 @@ def run(quick: bool) -> dict[str, Any]:
             "position": elastic_data.position(10**8, 1),
             "loader": elastic_data.loading(2_000, 64, 1),
             "state": elastic_state.measure(QUICK, 1),
+            "registry": elastic_registry.measure(QUICK, 1),
             "resharding": elastic_resharding.measure(QUICK, ((2, 1), (1, 2)), 1),
             "consistent": elastic_consistent.measure(1, (4,), (1, 2), 2, 1),
         }
@@ -29,6 +36,7 @@ def run(quick: bool) -> dict[str, Any]:
         "position": elastic_data.position(10**8, 200),
         "loader": elastic_data.loading(16_000, 64, 9),
         "state": elastic_state.measure(SHARE, 5),
+        "registry": elastic_registry.measure(SHARE, 5),
         "resharding": elastic_resharding.measure(SHARE, ((4, 2), (2, 4)), 5),
         "consistent": elastic_consistent.measure(4, (4, 8), (1, 2, 4), 5, 5),
     }

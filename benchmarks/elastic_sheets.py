@@ -16,6 +16,8 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
         _position(data["position"]),
         _loader(data["loader"]),
         _state(data["state"]),
+        # Results that are kept from before it was measured have none of it.
+        *([_registry(data["registry"])] if "registry" in data else []),
         _resharding(data["resharding"]),
         _consistent(data["consistent"]),
     ]
@@ -78,8 +80,14 @@ def _loader(found: dict[str, Any]) -> Sheet:
     )
 
 
+def _beside(seconds: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> list[tuple[str, ...]]:
+    return [
+        (name, ms(_of(seconds[name])), _times(_of(seconds[name]) / _of(seconds[base])))
+        for name, base in pairs
+    ]
+
+
 def _state(found: dict[str, Any]) -> Sheet:
-    seconds = found["seconds"]
     pairs = (
         ("torch.save", "torch.save"),
         ("Job.save", "torch.save"),
@@ -89,17 +97,35 @@ def _state(found: dict[str, Any]) -> Sheet:
         ("Job.restore, from disk", "torch.load"),
         ("Job.restore, from memory", "torch.load"),
     )
-    rows = [
-        (name, ms(_of(seconds[name])), _times(_of(seconds[name]) / _of(seconds[base])))
-        for name, base in pairs
-    ]
     return Sheet(
         f"A job's state of {_mib(found['size_bytes'])}",
         ("what", "ms", "x torch's"),
-        rows,
+        _beside(found["seconds"], pairs),
         "The same content, and loaded into the model, the optimizer and the sampler. A save of "
         "`Job` holds the training up for the first time only, and is checksummed and committed in "
         "the second; a restore verifies every byte. Both read what the page cache has.",
+    )
+
+
+def _registry(found: dict[str, Any]) -> Sheet:
+    pairs = (
+        ("torch.save", "torch.save"),
+        ("save_all_states, asynchronous", "torch.save"),
+        ("torch.save, durable", "torch.save, durable"),
+        ("save_all_states", "torch.save, durable"),
+        ("save_all_states, asynchronous, durable", "torch.save, durable"),
+        ("torch.load", "torch.load"),
+        ("load_all_states", "torch.load"),
+        ("load_state of each, the checkpoint chosen before", "torch.load"),
+    )
+    return Sheet(
+        f"The registry of states, {_mib(found['size_bytes'])}",
+        ("what", "ms", "x torch's"),
+        _beside(found["seconds"], pairs),
+        "The same content as states. `save_all_states` returns when the checkpoint is durable, "
+        "read back for its checksums, and committed; the asynchronous one when it is in memory. "
+        "`load_all_states` reads all of the newest checkpoint to choose it, and then, verified "
+        "again, what it loads. Both read what the page cache has.",
     )
 
 

@@ -50,12 +50,20 @@ def test_the_quick_elastic_benchmark_finds_the_same_bits_at_any_size(tmp_path: P
     data = json.loads(out.read_text())["elastic"]["data"]
     assert data["position"]["grown_bytes"] < 1 << 20
     assert data["position"]["stored_bytes"] > 1 << 20
+    registry = data["registry"]["seconds"]
+    (blocked,), (durable,) = (
+        registry[f"save_all_states, asynchronous{until}"] for until in ("", ", durable")
+    )
+    assert 0 < blocked <= durable
+    for way in ("save_all_states", "load_all_states", "torch.save, durable", "torch.load"):
+        assert len(registry[way]) == 1
     for each in data["resharding"]:
         assert all(len(values) == 1 for values in each["seconds"].values())
     runs = data["consistent"]["runs"]
     (weights,) = {tuple(run["weights"]["ConsistentDDP, 4 parts"]) for run in runs}
     assert len(weights) == 1
     assert "x DDP in as many parts" in done.stdout
+    assert "The registry of states" in done.stdout
 
 
 def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) -> None:
