@@ -201,13 +201,41 @@ def test_parameters_that_are_not_trained_or_not_used() -> None:
         with model.part(Part(number, 0.5, number == 1)):
             module[1](module[0](torch.ones(1, 2))).sum().backward()
     assert module[1].weight.grad is None
-    assert module[2].weight.grad is not None
-    assert not module[2].weight.grad.any(), "as DDP has it"
+    assert module[2].weight.grad is None, "as autograd leaves it"
     module[1].requires_grad_(True)
     for number in range(2):
         with model.part(Part(number, 0.5, number == 1)):
             module[1](module[0](torch.ones(1, 2))).sum().backward()
     assert module[1].weight.grad is not None
+
+
+def test_an_optimizer_does_not_move_what_is_not_used_any_more() -> None:
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model = ConsistentDDP(module, 3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step(*using: int) -> None:
+        for number in range(3):
+            with model.part(Part(number, 1 / 3, number == 2)):
+                found = module[0](torch.ones(1, 2))
+                (module[1](found) if number in using else found).sum().backward()
+        optimizer.step()
+
+    step(1)
+    before = [p.detach().clone() for p in module.parameters()]
+    step()
+    assert [p.grad is None for p in module.parameters()] == [False, False, True, True]
+    moved = [not torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True)]
+    assert moved == [True, True, False, False]
+    step(0, 2)
+    assert not torch.equal(module[1].weight, before[2])
+
+
+def test_a_gradient_of_zero_is_one() -> None:
+    module = nn.Linear(2, 1)
+    passed(ConsistentDDP(module, 2), [(torch.zeros(1, 2), 0.5), (torch.zeros(1, 2), 0.5)])
+    assert module.weight.grad is not None
+    assert not module.weight.grad.any()
 
 
 def test_what_cannot_be() -> None:

@@ -13,8 +13,9 @@ Floating-point sums depend on their order, and so does all that follows. Here th
 always cut into `virtual_replicas` parts, each with random numbers and batch-norm statistics of its
 own, and the parts' gradients are added in the order of the parts: ((g0 + g1) + g2) + ..., whoever
 computed them. Replicas have consecutive parts. The sum goes from replica to replica: each adds its
-parts to what the one before sends, and the last tells all. (The idea is known as
-accuracy-consistent elasticity: EasyScale, SC'23.)
+parts to what the one before sends, and the last tells all. A parameter that only some parts use has
+the sum of theirs, and one that no part of any replica uses has no gradient: `grad` is `None`. (The
+idea is known as accuracy-consistent elasticity: EasyScale, SC'23.)
 
 What it costs: nothing of the communication runs beside the backward pass; the sum takes a hop a
 replica, in buckets that follow one another, and a broadcast; the gradients of all parts of a
@@ -27,18 +28,17 @@ GPUs: `torch.use_deterministic_algorithms`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from outlast.elastic.ordered_sum import OrderedSum, global_rank, views_of
 from outlast.elastic.permutation import mixed
 
 __all__ = ["ConsistentDDP"]
-
-_BUCKET_BYTES = 8 << 20
 
 
 class Parts(Protocol):
@@ -82,11 +82,10 @@ class ConsistentDDP(nn.Module):
         if self._replicas > 1:
             with torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor, self._global(0), group=group)
+                    dist.broadcast(tensor, global_rank(group, 0), group=group)
         self._buffers_of = {part: self._copied_buffers() for part in self.parts}
         self._random_of = {part: _seeded(seed, part) for part in self.parts}
-        self._sums: list[_Bucket] = []
-        self._waiting: list[list[torch.Tensor | None]] = []
+        self._sum = OrderedSum(self._rank, self._replicas, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -113,7 +112,7 @@ class ConsistentDDP(nn.Module):
         for parameter in parameters:
             parameter.grad = None
         if part == self.parts.start:
-            self._begin([p for p in parameters if p.requires_grad])
+            self._sum.begin([p for p in parameters if p.requires_grad])
         outside = _random_state()
         self._set_buffers(self._buffers_of[part])
         _set_random_state(self._random_of[part])
@@ -124,11 +123,11 @@ class ConsistentDDP(nn.Module):
             _set_random_state(outside)
         if parts.weight > 0:
             self._buffers_of[part] = self._copied_buffers()
-            self._keep_gradients(parts.weight)
+            self._sum.add(parts.weight)
         for parameter in parameters:
             parameter.grad = None
         if parts.boundary:
-            self._add_up()
+            self._sum.finish()
 
     def average_statistics(self) -> None:
         """Gives the module the mean of the parts' buffers (batch-norm statistics), for evaluation
@@ -150,7 +149,7 @@ class ConsistentDDP(nn.Module):
                     total += other
                 first = torch.where(same, first, (total / self.virtual_replicas).to(dtype))
             with torch.no_grad():
-                for i, mean in zip(alike, _views(first, [own[i] for i in alike]), strict=True):
+                for i, mean in zip(alike, views_of(first, [own[i] for i in alike]), strict=True):
                     own[i].copy_(mean)
 
     def parts_state_dict(self) -> dict[str, Any]:
@@ -175,63 +174,6 @@ class ConsistentDDP(nn.Module):
 
     # ------------------------------------------------------------------------------ within
 
-    def _begin(self, parameters: list[nn.Parameter]) -> None:
-        """Makes room for the sum of the gradients of a global batch, where there is none yet."""
-        if [id(p) for bucket in self._sums for p in bucket.parameters] != [*map(id, parameters)]:
-            self._sums = [_Bucket(each) for each in _alike(parameters)]
-        self._waiting = []
-        if self._rank == 0:
-            for bucket in self._sums:
-                bucket.flat.zero_()  # and 0 + -0 is 0: it does not matter who adds the first
-
-    def _keep_gradients(self, weight: float) -> None:
-        gradients = [p.grad for bucket in self._sums for p in bucket.parameters]
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(weight)
-        if self._rank > 0:
-            self._waiting.append(gradients)  # for the sum of the replicas before
-            return
-        views = [view for bucket in self._sums for view in bucket.views]
-        _add(views, gradients)
-
-    def _add_up(self) -> None:
-        """The sum of all parts' gradients, in the order of the parts, on all replicas."""
-        last = self._replicas - 1
-        before, after = self._rank - 1, self._rank + 1
-        coming: list[Any] = []
-        if self._rank > 0:
-            for bucket in self._sums:
-                coming.append(dist.irecv(bucket.flat, self._global(before), group=self._group))
-        going: list[Any] = []
-        at = 0
-        for i, bucket in enumerate(self._sums):
-            # A bucket goes on to the next replica while this one adds up the one behind it.
-            if self._rank > 0:
-                coming[i].wait()
-                for gradients in self._waiting:
-                    _add(bucket.views, gradients[at : at + len(bucket.views)])
-            at += len(bucket.views)
-            if self._rank < last:
-                going.append(dist.isend(bucket.flat, self._global(after), group=self._group))
-            elif last > 0:
-                going.append(self._told(bucket))
-        self._waiting = []
-        if self._rank < last:
-            for i, bucket in enumerate(self._sums):
-                going[i].wait()
-                going[i] = self._told(bucket)
-        for work in going:
-            work.wait()
-        for bucket in self._sums:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
-
-    def _told(self, bucket: _Bucket) -> Any:
-        """The last replica, which has the sum, tells all."""
-        source = self._global(self._replicas - 1)
-        return dist.broadcast(bucket.flat, source, group=self._group, async_op=True)
-
     def _own(self) -> list[torch.Tensor]:
         return list(self.module.buffers())
 
@@ -253,53 +195,12 @@ class ConsistentDDP(nn.Module):
         else:
             flat = torch.cat([buffers[i].flatten() for i in numbers])
         if self._replicas > 1:
-            dist.broadcast(flat, self._global(self._owner(part)), group=self._group)
+            dist.broadcast(flat, global_rank(self._group, self._owner(part)), group=self._group)
         return flat
 
     def _owner(self, part: int) -> int:
         cuts = [r * self.virtual_replicas // self._replicas for r in range(self._replicas + 1)]
         return next(r for r in range(self._replicas) if cuts[r] <= part < cuts[r + 1])
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
-
-class _Bucket:
-    """Room for the sum of the gradients of some parameters, in one piece."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters),
-            dtype=parameters[0].dtype,
-            device=parameters[0].device,
-        )
-        self.views = _views(self.flat, parameters)
-
-
-def _views(flat: torch.Tensor, shaped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    pieces = flat.split([each.numel() for each in shaped])
-    return [piece.view(each.shape) for piece, each in zip(pieces, shaped, strict=True)]
-
-
-def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            total.add_(gradient)
-
-
-def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype and device that go together."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        alike = buckets and (buckets[-1][0].dtype, buckets[-1][0].device)
-        if alike != (parameter.dtype, parameter.device) or size >= _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.nbytes
-    return buckets
 
 
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
