@@ -6,8 +6,9 @@ package, and most of them have no use for torch, whose import takes seconds.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import exports
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.caller import DistributedAsyncCaller
@@ -41,14 +42,4 @@ _MODULES = {
     "SaveHandle": "handle",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value  # asked for once
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = exports(__name__, _MODULES)
