@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from outlast.async_checkpoint import Checkpointer
     from outlast.elastic import Job
 
+    __version__: str
+
 __all__ = ["Checkpointer", "Job"]
 
 
@@ -29,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from outlast.elastic import Job
 
         return Job
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("outlast")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,11 +12,12 @@ import pytest
 
 from launch.runs import Run
 
+# A line in one piece: the workers of torchrun write into one pipe.
 PRINTS = """
 import json, os, sys
 print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": dict(os.environ),
     "argv": sys.argv[1:], "sid": os.getsid(0), "pgid": os.getpgid(0), "name": __name__,
-    "stdin": sys.stdin.read(), "flags": sys.stdout.write_through}), flush=True)
+    "stdin": sys.stdin.read(), "flags": sys.stdout.write_through}) + "\\n", end="", flush=True)
 """
 # torchrun's messages to its own parts, which inherit to the workers.
 ITS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
@@ -53,7 +54,8 @@ def test_what_outlast_adds(tmp_path: Path) -> None:
         assert run.wait() == 0
     assert ready.env["OUTLAST_AGENT"] == "1"
     assert ready.env["OUTLAST_REPLACEMENT"] == "0"
-    assert ready.env["OUTLAST_EVENTS_DIR"] == str(tmp_path / "e")
+    (events,) = (tmp_path / "e").iterdir()
+    assert ready.env["OUTLAST_EVENTS_DIR"] == str(events)
     assert "OUTLAST_CHAOS" not in ready.env
     assert "OMP_NUM_THREADS" not in set(ready.env) - set(os.environ)
     assert ready.more["argv"] == ["--x_y", "-m", "--", "a b"]

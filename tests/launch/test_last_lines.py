@@ -10,6 +10,7 @@ import pytest
 
 from launch.runs import WORKER, Run
 from outlast.events import WorkerExited, WorkerStarted, event_from_dict
+from outlast.events.runs import runs_in
 
 RAISES = """
 import os, signal, sys, time
@@ -81,14 +82,17 @@ def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
 
 
 def test_the_events_of_a_run(tmp_path: Path) -> None:
-    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--events-dir=events") as run:
+    options = ["--nproc-per-node=2", "--events-dir=events", "--run-id=nightly"]
+    with Run(tmp_path, WORKER, *options) as run:
         first = run.start_job(2)
-        assert first[0].env["OUTLAST_EVENTS_DIR"] == str(tmp_path / "events")
+        (found,) = runs_in(tmp_path / "events")
+        assert found.run_id == "nightly"
+        assert {worker.env["OUTLAST_EVENTS_DIR"] for worker in first} == {str(found.folder)}
         first[1].fail()
         second = run.ready(1)
         assert run.complete(first[0], second) == 0
         pid = run.process.pid
-    path = tmp_path / "events" / f"agent-{pid}.jsonl"
+    path = found.folder / f"agent-{pid}.jsonl"
     events = [event_from_dict(json.loads(line)) for line in path.read_text().splitlines()]
     assert {event.pid for event in events} == {pid}
     started = [(e.rank, e.worker_pid, e.attempt) for e in events if isinstance(e, WorkerStarted)]

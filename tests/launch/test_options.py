@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.run import _with_options_of
 from outlast.launch.job import Job, job_from_options
@@ -108,6 +110,57 @@ def test_addresses(options: dict[str, Any], address: tuple[str, int]) -> None:
 def test_bad_values(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(complaint)):
         job(**options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        ('{"faults": [', "not JSON: "),
+        ("[]", "plan: is "),
+        ('{"faults": [{"rank": 0, "kind": "hang"}, {"rank": 1, "kind": "fire"}]}', "faults[1]"),
+        ('{"faults": [{"rank": 0, "kind": "hang", "stop": 3}]}', "unknown field 'stop'"),
+        ("{}", "no faults"),
+    ],
+)
+def test_a_wrong_fault_plan_is_refused_before_anything_starts(
+    tmp_path: Path, plan: str, complaint: str
+) -> None:
+    path, script = tmp_path / "plan.json", tmp_path / "script.py"
+    path.write_text(plan)
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    with pytest.raises(ValueError, match="^" + re.escape(f"--chaos {path}: ")) as error:
+        job(chaos=path)
+    assert complaint in str(error.value)
+    command = [sys.executable, "-m", "outlast.launch", "run", f"--chaos={path}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "plan.json" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_plan_is_read_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"faults": [{"rank": 0, "kind": "hang"}]}')
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from outlast.launch.job import job_from_options\n"
+        "from outlast.launch.options import RunOptions\n"
+        "job_from_options(RunOptions(script='-', no_python=False, chaos=Path(sys.argv[1])))\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    (tmp_path / "-").touch()
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=tmp_path, check=True)
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"outlast {version('outlast')}\n")
+    assert outlast.__version__ == version("outlast")
+
+
+def test_the_version_costs_an_import_nothing() -> None:
+    code = "import sys, outlast; sys.exit('importlib.metadata' in sys.modules)"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

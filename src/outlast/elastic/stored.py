@@ -27,6 +27,7 @@ from outlast.errors import CheckpointError
 
 __all__ = [
     "Chosen",
+    "FoundStates",
     "choose",
     "choose_one",
     "folder_of",
@@ -36,6 +37,7 @@ __all__ = [
     "open_one",
     "read",
     "replaced",
+    "survey",
     "working_of",
 ]
 
@@ -62,6 +64,23 @@ class Chosen:
     def where(self) -> str:
         """Its path."""
         return f"{self.storage.where}/{self.folder}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundStates:
+    """A folder that is there, and what it is.
+
+    Attributes:
+        folder: its name.
+        number: of the checkpoint; `None` for what a save that was never committed has left.
+        manifest: what it consists of, unless that is damaged.
+        wrong: what is wrong, so far as it can be told without reading the files.
+    """
+
+    folder: str
+    number: int | None
+    manifest: Manifest | None
+    wrong: str
 
 
 def folder_of(number: int) -> str:
@@ -151,6 +170,36 @@ def open_one(storage: LocalStorage, folder: str) -> Chosen:
     if _number(folder) not in (0, manifest.step):
         raise CheckpointError(f"{where} is the manifest of another checkpoint")
     return Chosen(storage, folder, manifest)
+
+
+def survey(storage: LocalStorage) -> list[FoundStates]:
+    """Everything that is there, the oldest first, what was never committed last. Of the files only
+    the sizes are looked at.
+    """
+    found = []
+    for folder in reversed(numbered(storage)):
+        try:
+            chosen = open_one(storage, folder)
+        except FileNotFoundError:
+            continue  # somebody else's
+        except CheckpointError as e:
+            wrong = str(e).removeprefix(f"{storage.where}/{folder}/")
+            found.append(FoundStates(folder, _number(folder), None, wrong))
+            continue
+        wrongs = [_size_wrong(chosen, name) for name in chosen.manifest.files]
+        wrong = "; ".join(text for text in wrongs if text)
+        found.append(FoundStates(folder, _number(folder), chosen.manifest, wrong))
+    return found + [FoundStates(left, None, None, "not committed") for left in leftovers(storage)]
+
+
+def _size_wrong(chosen: Chosen, name: str) -> str:
+    try:
+        _sized(chosen, name)
+    except CheckpointError as e:
+        return str(e).removeprefix(f"{chosen.where}/")
+    except OSError as e:
+        return f"{name}: {e.strerror or e}"
+    return ""
 
 
 def _verify(chosen: Chosen, name: str) -> None:

@@ -1,6 +1,6 @@
 """The story of a run, from its event logs: what failed, what each restart took, what was lost.
 
-    events = load("build/demo")          # a JSONL file a process
+    events = load("build/demo")          # a JSONL file a process; of the newest run there
     report = build(events)               # dataclasses, see `report_model.py`
     print(to_json(report))
     render(Path("build/demo"), Console())
@@ -97,7 +97,7 @@ def to_json(report: Report) -> str:
 
 
 def render(directory: str | os.PathLike[str], console: Console) -> None:
-    """Reads the logs in `directory` and prints their report.
+    """Reads the logs of the newest run in `directory` and prints their report.
 
     Raises:
         EventLogError: see `load`.

@@ -1,4 +1,4 @@
-"""Reads a directory of event logs, strictly: what is not an event is an error with a place.
+"""Reads the event logs of a run, strictly: what is not an event is an error with a place.
 
 One thing is forgiven: the last line of a file may be torn, because its process was killed while
 it wrote. It is passed over, and a `Note` named `TORN_LINE` takes its place, so that the report
@@ -13,9 +13,10 @@ import os
 from pathlib import Path
 
 from outlast.errors import EventLogError
+from outlast.events.runs import Run, choose_run, logs_in, runs_in
 from outlast.events.types import Event, Note, event_from_dict
 
-__all__ = ["TORN_LINE", "load"]
+__all__ = ["TORN_LINE", "load", "load_run"]
 
 TORN_LINE = "outlast.torn_line"
 """Name of the note that stands for a torn last line; `data["file"]` is the file's name."""
@@ -29,20 +30,23 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def load(directory: str | os.PathLike[str]) -> list[Event]:
-    """The events of all `*.jsonl` files in `directory`, file by file, each in its own order.
+def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
+    """The events of a run, from all its `*.jsonl` files, each in its own order.
+
+    Args:
+        directory: of events; or the folder of one run in it.
+        run: its name or id (see `runs.py`); the newest by default.
 
     Raises:
-        EventLogError: if there is no such directory or no log in it, if a file cannot be read,
-            or if a line (other than a torn last one) is not an event; names file and line.
+        EventLogError: if there is no such directory, run or log, if a file cannot be read, or if a
+            line (other than a torn last one) is not an event; names file and line.
     """
-    folder = Path(directory)
-    if not folder.is_dir():
-        raise EventLogError(f"{folder}: no such directory")
-    files = sorted(path for path in folder.iterdir() if path.suffix == ".jsonl" and path.is_file())
-    if not files:
-        raise EventLogError(f"{folder}: no event logs (*.jsonl) here")
-    return [event for path in files for event in _load_file(path)]
+    return load_run(choose_run(runs_in(directory), run))
+
+
+def load_run(run: Run) -> list[Event]:
+    """As `load`."""
+    return [event for path in logs_in(run.folder) for event in _load_file(path)]
 
 
 def _load_file(path: Path) -> list[Event]:

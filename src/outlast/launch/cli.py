@@ -6,8 +6,11 @@ what it needs (torch above all) when it runs.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import outlast
 from outlast.launch.commands import checkpoint, report, run
 
 __all__ = ["app", "main"]
@@ -23,8 +26,24 @@ for command in (run, report, checkpoint):
     command.register(app)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"outlast {outlast.__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def _outlast() -> None:
+def _outlast(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,  # or the missing command would be the first complaint
+            help="Print the version, and end.",
+        ),
+    ] = False,
+) -> None:
     # Without a callback, typer makes the only command the whole program.
     pass
 

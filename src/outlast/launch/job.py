@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import math
 import os
 import uuid
 from pathlib import Path
 
+from outlast.errors import ChaosError
 from outlast.launch.backoff import BackOff
 from outlast.launch.options import RunOptions
 from outlast.launch.streams import Routes, Std, parse_std
@@ -38,7 +40,7 @@ class Program:
         """The command line of a worker. Output is unbuffered, as torchrun has it."""
         if not self.python:
             return [self.name, *self.args]
-        # The launcher never imports the fault injector: workers do, by its name.
+        # The injector is for the workers, by its name: the launcher itself is never hit.
         bootstrap = ["-m", "outlast.chaos.bootstrap"] if chaos else []
         module = ["-m"] if self.module else []
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
@@ -132,6 +134,12 @@ def _chaos(options: RunOptions) -> Path | None:
         raise ValueError(f"--chaos {options.chaos}: no such file")
     if importlib.util.find_spec("outlast.chaos") is None:
         raise ValueError("--chaos: outlast.chaos is not installed")
+    # By its name, as the workers are given it: the launcher itself knows nothing of faults.
+    plans = importlib.import_module("outlast.chaos.plan")
+    try:
+        plans.Plan.load(options.chaos)
+    except ChaosError as e:
+        raise ValueError(f"--chaos {e}") from e
     return plan
 
 

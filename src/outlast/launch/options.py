@@ -145,7 +145,7 @@ class RunOptions:
         typer.Option(
             "--events-dir",
             metavar="DIR",
-            help="Write what happens to DIR; see `outlast report`.",
+            help="Write what happens to a folder of this run in DIR; see `outlast report`.",
             rich_help_panel=_OURS,
         ),
     ] = None

@@ -17,6 +17,7 @@ from types import TracebackType
 from outlast.clock import Clock
 from outlast.errors import LaunchError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
+from outlast.events.runs import new_run
 from outlast.launch import environment
 from outlast.launch.console import Console
 from outlast.launch.crew import Crew
@@ -92,7 +93,10 @@ class Site:
         stack.callback(self.store.close)
         sink: Sink = NullSink()
         if job.events_dir is not None:
-            sink = JsonlSink(job.events_dir / f"agent-{os.getpid()}.jsonl")
+            # A folder of its own: the logs of two runs would be read as those of one.
+            events_dir = new_run(job.events_dir, job.run_id)
+            sink = JsonlSink(events_dir / f"agent-{os.getpid()}.jsonl")
+            job = dataclasses.replace(job, events_dir=events_dir)
         stack.callback(sink.close)
         folder = self._folder(stack)
         if job.chaos is not None and not environment.names_chaos_state():

@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from outlast.async_checkpoint.folder import CheckpointInfo, Found
     from outlast.async_checkpoint.storage import Storage
+    from outlast.elastic.stored import FoundStates
 
 __all__ = ["register"]
+
+_NAMED = 5  # of what a wrong folder holds
 
 Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="What was given to `Checkpointer`: a path or a URL.")
@@ -52,11 +57,19 @@ def ls(
     with _clear_errors(), _open(directory) as storage:
         from outlast.async_checkpoint.folder import survey
 
-        found = survey(storage)
+        states = _states_in(storage)
+        of_states = {one.folder for one in states}
+        found = [one for one in survey(storage) if one.folder not in of_states]
+        if not found and not states:
+            _refuse_another_folder(storage)
         if as_json:
-            typer.echo(json.dumps([_as_json(one) for one in found], indent=2))
-        elif found:
-            _print_table(found)
+            every = [_as_json(one) for one in found] + [_states_as_json(one) for one in states]
+            typer.echo(json.dumps(every, indent=2))
+        elif found or states:
+            if found:
+                _print_table(found)
+            if states:
+                _print_states(states)
         else:
             typer.echo(f"no checkpoints in {storage.where}")
 
@@ -76,7 +89,10 @@ def verify(
 
         # The files of those without a manifest are not known; `verify` says so.
         known = {one.step: one for one in folders.survey(storage) if one.step is not None}
+        if not known and _verify_states(storage, steps or []):
+            return
         if not known and not steps:
+            _refuse_another_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
         wanted = list(dict.fromkeys(steps)) if steps else list(known)
         sizes = {s: one.info.size_bytes for s, one in known.items() if one.info is not None}
@@ -118,6 +134,11 @@ def rm(
         chosen = list(dict.fromkeys(steps))
         found = {one.step: one for one in folders.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
+        if missing and not found and _states_in(storage):
+            raise CheckpointError(
+                f"{storage.where} holds checkpoints of states, and every save_all_states() removes "
+                "those before its own: to begin anew, remove the folder"
+            )
         if missing:
             raise CheckpointError(
                 f"{storage.where} has no checkpoint of {_steps(missing)}; it has {sorted(found)}"
@@ -160,8 +181,76 @@ def _open(directory: str) -> closing[Storage]:
 
     path = directory.removeprefix("file://")
     if "://" not in path and not Path(path).expanduser().is_dir():
-        raise CheckpointError(f"{path} is no folder")
+        why = "" if Path(path).expanduser().exists() else "there is nothing of that name; "
+        raise CheckpointError(f"{path} is no folder: {why}give the folder that the job saves into")
     return closing(open_storage(directory))
+
+
+def _refuse_another_folder(storage: Storage) -> None:
+    """An empty folder may be one of checkpoints; one that holds other things was named by mistake.
+
+    Raises:
+        CheckpointError: saying what it is, and what to give instead.
+    """
+    from outlast.async_checkpoint.local_storage import LocalStorage
+    from outlast.async_checkpoint.manifest import MANIFEST
+    from outlast.errors import CheckpointError
+
+    if not isinstance(storage, LocalStorage):
+        return
+    if (storage.root / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{storage.where} is one checkpoint: give the folder it lies in, {storage.root.parent}"
+        )
+    # What is hidden may be a checkpointer's: its lock, say.
+    held = sorted(path.name for path in storage.root.iterdir() if not path.name.startswith("."))
+    if held:
+        more = f", ... ({len(held)} in all)" if len(held) > _NAMED else ""
+        raise CheckpointError(
+            f"{storage.where} holds no checkpoints, but {', '.join(held[:_NAMED])}{more}: give the "
+            "folder that was given to `Job` or `Checkpointer`, or is OUTLAST_CHECKPOINT_PATH"
+        )
+
+
+def _states_in(storage: Storage) -> list[FoundStates]:
+    from outlast.async_checkpoint.local_storage import LocalStorage
+    from outlast.elastic import stored
+
+    return stored.survey(storage) if isinstance(storage, LocalStorage) else []
+
+
+def _verify_states(storage: Storage, numbers: Sequence[int]) -> bool:
+    """As `verify`; whether there are checkpoints of states.
+
+    Raises:
+        CheckpointError: if a number is asked for that is not there.
+        typer.Exit: with 1, if any is damaged.
+    """
+    from outlast.async_checkpoint.local_storage import LocalStorage
+    from outlast.elastic import stored
+    from outlast.errors import CheckpointError
+
+    known = {one.number: one.folder for one in _states_in(storage) if one.number is not None}
+    if not known or not isinstance(storage, LocalStorage):
+        return False
+    missing = [number for number in numbers if number not in known]
+    if missing:
+        raise CheckpointError(
+            f"{storage.where} has no checkpoint of states {missing[0]}; it has {sorted(known)}"
+        )
+    damaged = False
+    for number in numbers or known:
+        try:
+            chosen = stored.choose_one(storage, known[number])
+        except CheckpointError as e:
+            damaged = True
+            typer.echo(f"outlast: error: states {number}: {e}", err=True)
+        else:
+            size = _decimal(chosen.manifest.size_bytes if chosen is not None else 0)
+            typer.echo(f"states {number}: every byte is as it was written, {size}")
+    if damaged:
+        raise typer.Exit(1)
+    return True
 
 
 def _agrees(question: str) -> bool:
@@ -190,7 +279,6 @@ def _state(found: Found) -> str:
 
 
 def _print_table(found: Sequence[Found]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -212,6 +300,55 @@ def _print_table(found: Sequence[Found]) -> None:
         else:
             text = Text(state, style="green")
         table.add_row("-" if one.step is None else str(one.step), *about, text)
+    _print(table)
+
+
+def _print_states(found: Sequence[FoundStates]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("number", "size", "world size", "states"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("state", overflow="fold")
+    for one in found:
+        manifest = one.manifest
+        about = ["-"] * 3
+        if manifest is not None:
+            size = _decimal(manifest.size_bytes)
+            about = [size, str(manifest.world_size), str(len(manifest.files))]
+        if one.number is None:
+            text = Text(f"{one.wrong}: {one.folder}", style="dim")
+        elif one.wrong:
+            text = Text(f"damaged: {one.wrong}", style="red")
+        else:
+            text = Text("whole", style="green")
+        table.add_row("-" if one.number is None else str(one.number), *about, text)
+    _print(table)
+
+
+def _states_as_json(one: FoundStates) -> dict[str, object]:
+    known: dict[str, object] = {}
+    if one.manifest is not None:
+        known = {
+            "size_bytes": one.manifest.size_bytes,
+            "world_size": one.manifest.world_size,
+            "states": len(one.manifest.files),
+        }
+    state = "damaged" if one.wrong else "whole"
+    return {
+        "step": None,
+        "number": one.number,
+        "folder": one.folder,
+        **known,
+        "state": one.wrong if one.number is None else state,
+        "wrong": one.wrong if one.number is not None else "",
+    }
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
     # In a pipe nothing is cut to the width of a terminal that is not there.
     Console(width=None if sys.stdout.isatty() else 500).print(table)
 
@@ -234,9 +371,13 @@ def _progress(size_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def _size(info: CheckpointInfo) -> str:
+    return _decimal(info.size_bytes)
+
+
+def _decimal(size_bytes: int) -> str:
     from rich.filesize import decimal
 
-    return decimal(info.size_bytes)
+    return decimal(size_bytes)
 
 
 def _steps(steps: Sequence[int | None]) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from outlast.events.runs import Run
+
 __all__ = ["register"]
+
+_NAMED = 5  # other runs, the newest; the rest is counted
 
 
 def register(app: typer.Typer) -> None:
@@ -28,18 +35,87 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as JSON, for programs.")
     ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="ID",
+            help="Which run, by its id or the name of its folder in DIR. Default: the newest.",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every run in DIR, the oldest first.")
+    ] = False,
 ) -> None:
     """Print what happened in a run: each fault, its cause, and what the recovery took."""
-    from rich.console import Console
-
     from outlast.errors import EventLogError
-    from outlast.events.report import build, load, render, to_json
+    from outlast.events.runs import choose_run, runs_in
 
+    if every and run is not None:
+        raise typer.BadParameter("--run and --all do not go together")
     try:
-        if as_json:
-            typer.echo(to_json(build(load(directory))))
+        runs = runs_in(directory)
+        if every:
+            _print_all(runs, as_json)
         else:
-            render(directory, Console())
+            chosen = choose_run(runs, run)
+            _print_one(chosen, as_json)
+            _name_others(chosen, runs, directory, as_json)
     except EventLogError as e:
         typer.echo(f"outlast: error: {e}", err=True)
         raise typer.Exit(1) from e
+
+
+def _print_one(run: Run, as_json: bool) -> None:
+    from rich.console import Console
+
+    from outlast.events.report import build, to_json
+    from outlast.events.report_log import load_run
+    from outlast.events.report_render import render_report
+
+    report = build(load_run(run))
+    if as_json:
+        typer.echo(to_json(report))
+    else:
+        render_report(report, Console())
+
+
+def _print_all(runs: Sequence[Run], as_json: bool) -> None:
+    if as_json:
+        from outlast.events.report import build, to_json
+        from outlast.events.report_log import load_run
+
+        found = [(run.name, json.loads(to_json(build(load_run(run))))) for run in runs]
+        reports = [{"run": name, "report": report} for name, report in found]
+        typer.echo(json.dumps(reports, indent=2))
+        return
+    for number, run in enumerate(runs):
+        if number:
+            typer.echo()
+        typer.echo(_shown(f"{_called(run)}:"))
+        _print_one(run, as_json)
+
+
+def _name_others(chosen: Run, runs: Sequence[Run], directory: Path, as_json: bool) -> None:
+    """Says what else is there: a person may have meant another one."""
+    others = [run for run in runs if run is not chosen]
+    if not others:
+        return
+    count = f"{len(others)} other{'s' if len(others) > 1 else ''}"
+    lines = [f"{_called(chosen)}; {count} in {directory}, shown by --run NAME or --all:"]
+    newest_first = others[: -_NAMED - 1 : -1]
+    lines += [f"  {run.name}" + (" (the logs in it)" if run.own else "") for run in newest_first]
+    if len(others) > _NAMED:
+        lines.append(f"  ... and {len(others) - _NAMED} older")
+    for line in lines:
+        typer.echo(_shown(line), err=as_json)  # what a program reads stays JSON
+
+
+def _called(run: Run) -> str:
+    return f"The logs in {run.folder} itself" if run.own else f"Run {run.name}"
+
+
+def _shown(text: str) -> str:
+    # A run id may be anything that a folder can be called.
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
