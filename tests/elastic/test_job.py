@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from elastic.trainings import (
     Fault,
@@ -22,6 +24,7 @@ from procs import Job
 from zygote import Zygote
 
 Made = Callable[..., Trainings]
+Stage = tuple[int, list[Fault], bool]  # size, faults, whether one of them kills
 SCRIPT = Path(__file__).parent / "scripts" / "trains.py"
 STEPS = 12  # of the two epochs of `trains.py`
 
@@ -47,24 +50,38 @@ def trainings(prepared: Zygote, tmp_path: Path) -> Made:
     return made
 
 
-def sequence(seed: int, sizes: tuple[int, int]) -> list[tuple[int, list[Fault], bool]]:
-    """Sizes and faults of the stages before the last one, which goes to the end."""
-    choose = random.Random(seed)
+@st.composite
+def sequences(draw: st.DrawFn, sizes: tuple[int, int]) -> list[Stage]:
+    """Sizes, save points and faults of the stages before the last one, which goes to the end."""
     stages = []
     step = 0
     for _ in range(2):
-        size = choose.randint(*sizes)
-        step += choose.randint(1, 4)
-        what = choose.choice(["SIGTERM", "SIGUSR1", "SIGKILL", "stop"])
-        victims = choose.sample(range(size), choose.randint(1, size) if what != "SIGKILL" else 1)
-        when = choose.choice(["before", "after"])
-        stages.append((size, fault(what, step, *victims, when=when), what == "SIGKILL"))
-        if what == "SIGKILL":
-            step = max(0, step - 4)
-    return [*stages, (choose.randint(*sizes), [], False)]
+        size = draw(st.integers(*sizes))
+        step += draw(st.integers(1, 4))
+        what = draw(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGKILL", "stop"]))
+        most = 1 if what == "SIGKILL" else size
+        ranks = st.lists(st.integers(0, size - 1), min_size=1, max_size=most, unique=True)
+        when = draw(st.sampled_from(["before", "after"]))
+        stages.append((size, fault(what, step, *draw(ranks), when=when), what == "SIGKILL"))
+    return [*stages, (draw(st.integers(*sizes)), [], False)]
 
 
-def run(training: Trainings, stages: list[tuple[int, list[Fault], bool]]) -> None:
+def for_sequences(seed: int, sizes: tuple[int, int], check: Callable[..., None]) -> None:
+    """Calls `check` with the simplest sequence and with one that the seed chooses, each with a
+    name of its own and how many steps there are between saves. Nothing is shrunk: it takes long.
+    """
+    names = (f"faulty{number}" for number in itertools.count())
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=2, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(sequences(sizes), st.integers(1, 4))
+    def checked(stages: list[Stage], every: int) -> None:
+        check(next(names), stages, every=every)
+
+    checked()
+
+
+def run(training: Trainings, stages: list[Stage]) -> None:
     for size, faults, killed in stages:
         stage = training.run(size, faults, killed=killed)
         if killed:
@@ -89,41 +106,56 @@ def test_the_same_bits_at_any_sizes_with_any_faults(trainings: Made, seed: int) 
     """Under `ConsistentDDP`."""
     whole = trainings("whole", virtual=6)
     whole.run(1 + seed)
-    faulty = trainings("faulty", virtual=6, every=1 + seed)
-    run(faulty, sequence(seed, (1, 6)))
-    one, other = whole.lineage(), faulty.lineage()
-    check_exactly_once(other, 90, 16)
-    for step in range(1, STEPS + 1):
-        assert samples(one[step]) == samples(other[step])
-        assert parts(one[step]) == parts(other[step])
-    for what in ("steps", "samples", "weights", "moments"):
-        assert ended(whole)[what] == ended(faulty)[what]
+    one = whole.lineage()
+
+    def check(name: str, stages: list[Stage], every: int) -> None:
+        faulty = trainings(name, virtual=6, every=every)
+        run(faulty, stages)
+        other = faulty.lineage()
+        check_exactly_once(other, 90, 16)
+        for step in range(1, STEPS + 1):
+            assert samples(one[step]) == samples(other[step])
+            assert parts(one[step]) == parts(other[step])
+        for what in ("steps", "samples", "weights", "moments"):
+            assert ended(whole)[what] == ended(faulty)[what]
+
+    for_sequences(seed, (1, 6), check)
 
 
 @pytest.mark.parametrize(("seed", "size"), [(4, 2), (5, 3)])
 def test_the_same_bits_at_a_constant_size(trainings: Made, seed: int, size: int) -> None:
     """Under plain DDP, with dropout and gradients that are accumulated."""
-    whole = trainings("whole", max_batch=5, unused=size > 2)
+    plan = {"max_batch": 5, "unused": size > 2}
+    whole = trainings("whole", **plan)
     whole.run(size)
-    faulty = trainings("faulty", max_batch=5, every=3, unused=size > 2)
-    run(faulty, sequence(seed, (size, size)))
-    check_exactly_once(faulty.lineage(), 90, 16)
-    assert faulty.lineage() == whole.lineage(), "samples and losses, rank by rank"
-    for what in ("steps", "samples", "weights", "moments"):
-        assert ended(whole)[what] == ended(faulty)[what]
+
+    def check(name: str, stages: list[Stage], every: int) -> None:
+        faulty = trainings(name, every=every, **plan)
+        run(faulty, stages)
+        check_exactly_once(faulty.lineage(), 90, 16)
+        assert faulty.lineage() == whole.lineage(), "samples and losses, rank by rank"
+        for what in ("steps", "samples", "weights", "moments"):
+            assert ended(whole)[what] == ended(faulty)[what]
+
+    for_sequences(seed, (size, size), check)
 
 
 def test_the_same_losses_under_plain_ddp_at_other_sizes(trainings: Made) -> None:
     whole = trainings("whole", dropout=0.0)
     whole.run(1)
-    faulty = trainings("faulty", dropout=0.0)
-    run(faulty, sequence(6, (1, 6)))
-    one, other = whole.lineage(), faulty.lineage()
-    check_exactly_once(other, 90, 16)
-    assert {step: samples(said) for step, said in one.items()} == {
-        step: samples(said) for step, said in other.items()
-    }
-    check_same_losses(one, other, averaged=True)
+    one = whole.lineage()
+
+    def check(name: str, stages: list[Stage], every: int) -> None:
+        faulty = trainings(name, dropout=0.0, every=every)
+        run(faulty, stages)
+        other = faulty.lineage()
+        check_exactly_once(other, 90, 16)
+        assert {step: samples(said) for step, said in one.items()} == {
+            step: samples(said) for step, said in other.items()
+        }
+        check_same_losses(one, other, averaged=True)
+
+    for_sequences(6, (1, 6), check)
 
 
 def test_workers_that_fetch_ahead_and_batch_norm_of_virtual_replicas(trainings: Made) -> None:

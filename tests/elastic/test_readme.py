@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "readme.py"
 STEPS = 40  # ten epochs of 300 samples, 96 a step
 
 
-def run(results: Path, fault: str, every: int = 100) -> None:
+def run(results: Path, fault: str, every: int = 100) -> str:
+    """What it has printed."""
     results.mkdir()
     command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -25,6 +26,7 @@ def run(results: Path, fault: str, every: int = 100) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def trained_on(results: Path) -> dict[int, list[list[int]]]:
@@ -62,7 +64,9 @@ def test_a_fault_in_the_middle_of_an_epoch_changes_nothing(
     tmp_path: Path, whole: Path, fault: str, every: int
 ) -> None:
     results = tmp_path / "results"
-    run(results, fault, every)
+    printed = run(results, fault, every)
+    for rank in range(2):
+        assert f"[{rank}] rank {rank}: {STEPS} steps, 3000 samples\n" in printed
     assert (results / "fault").exists()
     steps = trained_on(results)
     assert sorted(steps) == list(range(1, STEPS + 1))

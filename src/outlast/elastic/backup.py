@@ -16,9 +16,11 @@ class Backup:
 
     Args:
         state: dicts, lists and tuples of tensors and values.
+        unchanged: a part of it that nothing is loaded into: it is kept, and not copied.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, unchanged: Any = None) -> None:
+        self._unchanged = unchanged
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state = self._noted(state)
 
@@ -30,6 +32,8 @@ class Backup:
         return self._state
 
     def _noted(self, value: Any) -> Any:
+        if value is self._unchanged:
+            return value
         if isinstance(value, torch.Tensor):
             local = value.detach()
             if isinstance(local, DTensor):
@@ -37,7 +41,10 @@ class Backup:
             self._tensors.append((local, local.to("cpu", copy=True)))
             return value
         if isinstance(value, dict):
-            return {key: self._noted(each) for key, each in value.items()}
+            noted = copy.copy(value)  # of its own kind
+            for key, each in value.items():
+                noted[key] = self._noted(each)
+            return noted
         if isinstance(value, list):
             return [self._noted(each) for each in value]
         if type(value) is tuple:

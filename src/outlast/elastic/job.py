@@ -17,27 +17,23 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import random
 import signal
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.async_checkpoint.ledger import connect_ledger
 from outlast.async_checkpoint.step import least
-from outlast.elastic.backup import Backup
+from outlast.elastic import due
 from outlast.elastic.consistent import ConsistentDDP
+from outlast.elastic.due import Due
 from outlast.elastic.preemption import Signals, StopAgreement
+from outlast.elastic.training import Training
 from outlast.errors import CheckpointError
 
 __all__ = ["Job"]
@@ -45,7 +41,6 @@ __all__ = ["Job"]
 log = logging.getLogger("outlast.elastic")
 
 TOLD_TO_STOP = 143  # 128 + SIGTERM: schedulers take it for "ended because it was told to"
-_OPTIONAL = ("random.", "states.", "parts.")
 _told: list[str] = []  # why this process is to end, once that is decided
 
 
@@ -92,26 +87,11 @@ class Job:
         exit_code: int = TOLD_TO_STOP,
         **options: Any,
     ) -> None:
-        if isinstance(every, int) and every < 1:
-            raise ValueError(f"every={every} must be at least 1")
-        if isinstance(every, datetime.timedelta) and every <= datetime.timedelta():
-            raise ValueError(f"every={every} must be longer than nothing")
-        self.states = dict(states or {})
-        for name, state in {"loader": loader, **self.states}.items():
-            lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(state, m)]
-            if state is not None and lacks:
-                raise ValueError(
-                    f"{name!r} ({type(state).__name__}) has no {' and no '.join(lacks)}"
-                )
-        self.model = model
-        self.module = _inner(model)
-        self.optimizer = optimizer
-        self.loader = loader
+        due.check(every)
+        self._training = Training(model, optimizer, loader, states or {})
         self.steps = 0
         self.samples = 0
         self.seconds = 0.0
-        self._every = every
-        self._random = random
         self._numbers = tuple(signals)
         self._grace = grace
         self._exit_code = exit_code
@@ -122,19 +102,45 @@ class Job:
             overlap=optimizer if overlap else (),
             **options,
         )
+        self._training.rank = self.checkpointer.rank
+        self._training.world_size = self.checkpointer.world_size
+        self._training.random = random
         self._ledger = connect_ledger("job", self._group)
         self._stop: StopAgreement | None = None
         self._signals: Signals | None = None
+        self._due = Due(every, self._ledger)
         self._began = time.monotonic()
-        self._due: int | None = None
-        self._due_from = 0
-        self._due_since = self._began
         self._last_saved = -1
 
     @property
     def rank(self) -> int:
         """Of this replica."""
         return self.checkpointer.rank
+
+    @property
+    def model(self) -> nn.Module:
+        """As it was given."""
+        return self._training.model
+
+    @property
+    def module(self) -> nn.Module:
+        """What is saved of it: that inside DDP."""
+        return self._training.module
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its optimizer."""
+        return self._training.optimizer
+
+    @property
+    def loader(self) -> Any:
+        """The data."""
+        return self._training.loader
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """What else is saved, by name."""
+        return self._training.states
 
     def restore(self, step: int | None = None) -> int:
         """Loads the newest valid checkpoint, or that of `step`. Called on all ranks, before the
@@ -151,24 +157,23 @@ class Job:
                 not be loaded: names it. Everything is then as it was before.
             ValueError: if the data would come in another order; likewise.
         """
-        before = Backup(self._state())
-        self._prepare_optimizer()
-        state = self._state()
+        before, counters = self._training.backup(), self._counters()
         try:
-            # The checkpoint of the beginning has none of what a survivor has (`_apply`).
-            optional = (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
+            state, optional = self._training.room()
+            state["counters"] = dict(counters)
             found = self.checkpointer.restore(state, step=step, optional=optional)
             if found is not None:
                 self._apply_together(state)
         except Exception:
-            self._put_back(before)
+            self._training.put_back(before)
+            self._set_counters(counters)
             raise
         if found is None:
-            self._put_back(before)
+            self._training.put_back(before)
             self.save().wait()
         self.module.zero_grad()  # a pass that a fault has ended may have left some
         self._last_saved = self.steps
-        self._due, self._due_from, self._due_since = None, self.steps, time.monotonic()
+        self._due.begin(self.steps)
         self._listen()
         if _told:  # decided before a restart in place: the other ranks have left
             raise SystemExit(self._exit_code)
@@ -194,7 +199,7 @@ class Job:
         assert self._stop is not None
         if self._stop.ends_after(self.steps, self._grace.total_seconds()):
             self._end()
-        elif self._is_due():
+        elif self._due.comes(self.steps):
             self.save()
 
     def save(self, metric: float | None = None) -> SaveHandle:
@@ -203,7 +208,8 @@ class Job:
             self.checkpointer.wait()  # `step` has just done so: this one replaces it
         if isinstance(self.model, ConsistentDDP):
             self.model.average_statistics()
-        handle = self.checkpointer.save(self.steps, self._state(), metric=metric)
+        state = {**self._training.state(), "counters": self._counters()}
+        handle = self.checkpointer.save(self.steps, state, metric=metric)
         self._last_saved = self.steps
         return handle
 
@@ -266,67 +272,13 @@ class Job:
             self._stop.close()
             self._stop = None
 
-    def _is_due(self) -> bool:
-        if self._every is None:
-            return False
-        if isinstance(self._every, int):
-            return self.steps % self._every == 0
-        if self._due is None or self.steps >= self._due:
-            self._due = self._agreed_step()
-        if self.steps < self._due:
-            return False
-        self._due = None
-        self._due_from, self._due_since = self.steps, time.monotonic()
-        return True
-
-    def _agreed_step(self) -> int:
-        """This step, if the time is over; else that at which it will be, as far as one can tell
-        from the steps so far, or to look again: a few slow steps say little about many. The first
-        rank that gets here says it, and all go by that.
-        """
-        assert isinstance(self._every, datetime.timedelta)
-        done = self.steps - self._due_from
-        spent = max(time.monotonic() - self._due_since, 1e-6)
-        left = max(self._every.total_seconds() - spent, 0.0)
-        ahead = min(round(left * done / spent), 3 * done)
-        name = f"due/{self._due_from}/{self.steps}"
-        return int(self._ledger.agree(name, str(self.steps + ahead)))
-
-    def _prepare_optimizer(self) -> None:
-        """Sharded state cannot be filled in where there is none: torch makes it, by a step of no
-        length, which counts as one.
-        """
-        if not self.optimizer.state and any(
-            isinstance(p, DTensor) for p in self.module.parameters()
-        ):
-            get_optimizer_state_dict(self.module, self.optimizer)
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "counters": {
-                "steps": self.steps,
-                "samples": self.samples,
-                "seconds": self.seconds + time.monotonic() - self._began,
-            },
-        }
-        if self.loader is not None:
-            state["loader"] = self.loader.state_dict()
-        if self.states:
-            state["states"] = {name: each.state_dict() for name, each in self.states.items()}
-        if self._random:
-            state["random"] = {str(self.rank): _random_states()}
-        if isinstance(self.model, ConsistentDDP):
-            state["parts"] = self.model.parts_state_dict()
-        return state
-
     def _apply_together(self, state: dict[str, Any]) -> None:
         """Raises on all ranks, if one cannot: the others would wait for it in a collective."""
         nobody = 1 << 62
         error: Exception | None = None
         try:
-            self._apply(state)
+            self._training.apply(state, begun=int(state["counters"]["steps"]) > 0)
+            self._set_counters(state["counters"])
         except Exception as e:  # noqa: BLE001 - raised below, when the others know
             error = e
         first = least(nobody if error is None else self.rank, self._group)
@@ -335,82 +287,14 @@ class Job:
         if first != nobody:
             raise CheckpointError(f"rank {first} could not load its state: its own error says why")
 
-    def _apply(self, state: dict[str, Any]) -> None:
-        if self.loader is not None:
-            self.loader.load_state_dict(state["loader"])
-        for name, each in self.states.items():
-            try:
-                each.load_state_dict(state["states"][name])
-            except Exception as e:
-                raise CheckpointError(f"the state {name!r} could not be loaded: {e}") from e
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if state["counters"]["steps"] == 0:
-            self.optimizer.state.clear()
-        if self._random:
-            _set_random_states(state["random"][str(self.rank)])
-        if isinstance(self.model, ConsistentDDP):
-            self.model.load_parts_state_dict(state["parts"])
-        self._set_counters(state["counters"])
-
-    def _put_back(self, before: Backup) -> None:
-        state = before.put_back()
-        named = [(name, each, state["states"][name]) for name, each in self.states.items()]
-        for name in ("loader", "module", "optimizer"):
-            each = getattr(self, name)
-            if each is not None:
-                named.append((name, each, state["model" if name == "module" else name]))
-        for name, each, content in named:
-            try:
-                each.load_state_dict(content)
-            except Exception:
-                log.exception("the state %r could not be put back", name)
-        if isinstance(self.model, ConsistentDDP):
-            self.model.load_parts_state_dict(state["parts"])
-        if self._random:
-            _set_random_states(state["random"][str(self.rank)])
-        self._set_counters(state["counters"])
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "seconds": self.seconds + time.monotonic() - self._began,
+        }
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
         self.steps, self.samples = int(counters["steps"]), int(counters["samples"])
         self.seconds = float(counters["seconds"])
         self._began = time.monotonic()
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    if isinstance(model, DistributedDataParallel | ConsistentDDP):
-        inner: nn.Module = model.module
-        return inner
-    return model
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    """All generators as tensors: nothing of them is pickled."""
-    version, numbers, gauss = random.getstate()
-    states = {
-        "python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss]).double(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, position, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        states["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
-    return states
-
-
-def _set_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    version, *numbers = states["python"].tolist()
-    gauss = float(states["python_gauss"])
-    random.setstate((version, tuple(numbers), None if gauss != gauss else gauss))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"].cpu())
-    numpy = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        *keys, position, has_gauss = states["numpy"].tolist()
-        cached = float(states["numpy_gauss"])
-        numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))

@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas import Replicas
-from outlast.errors import TimeoutError
 
 __all__ = ["PendingSave", "drain", "ended", "start"]
 
@@ -21,29 +21,14 @@ STALE_S = 10.0
 log = logging.getLogger("outlast.elastic")
 
 
-class PendingSave:
+class PendingSave(Handle):
     """A save of all states that is under way. Any thread may use it."""
 
     def __init__(self, replicas: Replicas | None = None) -> None:
+        super().__init__()
         self._replicas = replicas
-        self._ended = threading.Event()
         self._directory: str | None = None
-        self._error: Exception | None = None
-        self._seen = False
         self._thread: threading.Thread | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended: committed, or failed, on all replicas."""
-        return self._ended.is_set()
-
-    @property
-    def exception(self) -> Exception | None:
-        """Why it failed; `None` while it is under way, and if it did not. An error that was looked
-        at is not raised again by the next save.
-        """
-        self._seen = self._seen or self.done
-        return self._error
 
     @property
     def directory(self) -> str | None:
@@ -57,14 +42,17 @@ class PendingSave:
             TimeoutError: when that takes longer than `timeout`.
             CheckpointError: when the save has failed; naming rank, host and cause.
         """
-        self._await(timeout)
-        self._seen = True
-        if self._error is not None:
-            raise self._error
+        try:
+            self._outcome(timeout, "the states are")
+        finally:
+            if self.done:
+                self._join()
 
-    def _await(self, timeout: datetime.timedelta | None = None) -> None:
-        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"the states are not committed after {timeout}")
+    def _await(self) -> None:
+        self._await_end(None)
+        self._join()
+
+    def _join(self) -> None:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -74,22 +62,22 @@ class PendingSave:
         replicas = self._replicas
         if replicas is None or replicas.current:
             return False
-        if not self._ended.wait(STALE_S):
+        if not self._await_end(STALE_S):
             replicas.give_up()
             self._await()
         return True
 
     def _run(self, work: Callable[[], str | None]) -> None:
+        error: Exception | None = None
         try:
             self._directory = work()
         except Exception as e:  # noqa: BLE001 - for whoever asks the handle
             log.error("a save in the background failed: %s", e)
-            self._error = e
-        self._ended.set()
+            error = e
+        self._end(error)
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done else "failed" if self._error else "committed"
-        return f"<PendingSave {state}>"
+        return f"<PendingSave {self._state}>"
 
 
 _last: PendingSave | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import io
 import logging
 import os
 import tempfile
@@ -21,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, overload
 
-from outlast.async_checkpoint.failure import describe
 from outlast.elastic import environment, pending, ray
+from outlast.elastic.copies import Copy, close_all
 from outlast.elastic.draft import Draft, write_state
 from outlast.elastic.pending import PendingSave
 from outlast.elastic.replicas import TIMEOUT, Replicas, current
@@ -94,17 +93,26 @@ def save_all_states(
     assert path is not None
     if not asynchronous:
         return _committed(replicas, path, lambda: _write(path, writes, replicas.world_size))
-    copied: Writes = {}
+    copies: dict[str, Copy] = {}
 
     def copy(parts: list[Any]) -> None:
-        if replicas.writes:
-            copied.update({name: _copy_of(name, write) for name, write in writes.items()})
+        for name, write in writes.items() if replicas.writes else ():
+            copies[name] = Copy()
+            copies[name].fill(name, write)
 
-    replicas.gather("the copy of states into memory", None, copy)
-    return pending.start(
-        replicas,
-        lambda: _committed(replicas, path, lambda: _write(path, copied, replicas.world_size)),
-    )
+    def commit() -> str | None:
+        copied: Writes = {name: each.write for name, each in copies.items()}
+        try:
+            return _committed(replicas, path, lambda: _write(path, copied, replicas.world_size))
+        finally:
+            close_all(copies.values())
+
+    try:
+        replicas.gather("the copy of states into memory", None, copy)
+    except BaseException:
+        close_all(copies.values())
+        raise
+    return pending.start(replicas, commit)
 
 
 def save_state(
@@ -174,31 +182,6 @@ def _differences(names: list[list[str]]) -> str:
         if more:
             differences.append(f"rank {rank} has {', '.join(map(repr, more))}, rank 0 has not")
     return "; ".join(differences)
-
-
-def _copy_of(name: str, write: Callable[[BinaryIO], object]) -> Callable[[BinaryIO], object]:
-    """Saves a state into memory; returns what writes it from there."""
-    memory = _Memory()
-    try:
-        write(memory)
-    except Exception as e:
-        raise CheckpointError(f"the state {name!r} could not be saved: {describe(e)}") from e
-    content = memory.content()
-    return lambda file: file.write(content)
-
-
-class _Memory(io.BytesIO):
-    """A file in memory that keeps its content when it is closed."""
-
-    _kept: bytes | None = None
-
-    def close(self) -> None:
-        if not self.closed:
-            self._kept = self.getvalue()
-        super().close()
-
-    def content(self) -> bytes | memoryview:
-        return self._kept if self._kept is not None else self.getbuffer()
 
 
 def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:

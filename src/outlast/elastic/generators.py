@@ -1,0 +1,115 @@
+"""The global random generators of a process, as tensors: nothing of them is pickled.
+
+Those of Python, of NumPy (if it is imported), of torch on the CPU and on the GPUs that this process
+uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Generators", "capture", "setter"]
+
+log = logging.getLogger("outlast.elastic")
+
+Generators = dict[str, torch.Tensor]
+
+
+def capture() -> Generators:
+    """Where all of them stand, by name."""
+    version, numbers, gauss = random.getstate()
+    states = {
+        "python": _integers([version, *numbers, *_float(gauss)]),
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        if kind == "MT19937":
+            values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
+            states["numpy"] = _integers(values)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        current = torch.cuda.current_device()
+        for device in range(torch.cuda.device_count()):
+            name = "cuda" if device == current else f"cuda:{device}"
+            states[name] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
+    """What sets a generator.
+
+    Args:
+        name: of the generator.
+        value: where it is to stand, or a number to seed it with. It is checked here.
+
+    Raises:
+        Exception: the generator's own, for a value that is none of its.
+    """
+    if name == "python":
+        if isinstance(value, int):
+            return lambda: random.seed(value)
+        version, *numbers, has_gauss, gauss = value.tolist()
+        state = (version, tuple(numbers), _gauss(has_gauss, gauss))
+        random.Random().setstate(state)
+        return lambda: random.setstate(state)
+    if name == "numpy":
+        return _numpy_setter(value)
+    if name == "torch":
+        if isinstance(value, int):
+            return lambda: torch.default_generator.manual_seed(value % (1 << 63))
+        torch.Generator().set_state(value)
+        return lambda: torch.set_rng_state(value)
+    return _cuda_setter(name, value)
+
+
+def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return lambda: None
+    if isinstance(value, int):
+        return lambda: numpy.random.seed(value % (1 << 32))
+    *keys, position, has_gauss, gauss = value.tolist()
+    cached = _gauss(has_gauss, gauss)
+    state = ("MT19937", keys, position, int(cached is not None), cached or 0.0)
+    numpy.random.RandomState().set_state(state)
+    return lambda: numpy.random.set_state(state)
+
+
+def _cuda_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
+    """`cuda` is the device that the process uses most; others go by their number."""
+    if not torch.cuda.is_available():
+        log.info("the generator %s is left out: there is no GPU here", name)
+        return lambda: None
+
+    def apply() -> None:
+        current = torch.cuda.current_device()
+        device = int(name.partition(":")[2] or current)
+        if device >= torch.cuda.device_count() or (name != "cuda" and device == current):
+            return
+        if isinstance(value, int):
+            torch.cuda.default_generators[device].manual_seed(value % (1 << 63))
+        else:
+            torch.cuda.set_rng_state(value, device)
+
+    return apply
+
+
+def _integers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _float(value: float | None) -> list[int]:
+    """A number that may not be there, as two integers."""
+    if value is None:
+        return [0, 0]
+    return [1, int(torch.tensor(value, dtype=torch.float64).view(torch.int64))]
+
+
+def _gauss(has: int, bits: int) -> float | None:
+    return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64)) if has else None
