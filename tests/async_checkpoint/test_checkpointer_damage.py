@@ -119,7 +119,7 @@ def test_what_is_damaged_is_passed_over(
 
 
 def check_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, reading._read_chunk, "checksum(chunk) != expected", "False")
+    mutate(monkeypatch, reading._read_chunk, "found != expected", "False")
 
 
 def check_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,8 @@ def check_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, folders._bytes_wrong, "or checksum(piece) != expected", "")
+    read = "read_hashed(reader, at, piece) != (size, expected)"
+    mutate(monkeypatch, folders._bytes_wrong, read, "reader.read_into(at, piece) != size")
 
 
 @pytest.mark.parametrize(

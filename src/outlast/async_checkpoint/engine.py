@@ -19,6 +19,7 @@ import torch
 
 from outlast.async_checkpoint.arena import Arena, populate
 from outlast.async_checkpoint.copying import Guard
+from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.legacy import claim
 from outlast.async_checkpoint.manifest import checksum
@@ -78,6 +79,7 @@ class Engine:
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
+        self.described = Described()
         self.slots: list[Slot] = []
         self.inherited: list[Slot] = []
         self._sink: Sink | None = None

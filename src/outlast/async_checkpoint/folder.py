@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from outlast.async_checkpoint.arena import pieces
-from outlast.async_checkpoint.manifest import MANIFEST, FileEntry, Manifest, checksum, decode
+from outlast.async_checkpoint.manifest import MANIFEST, FileEntry, Manifest, decode
+from outlast.async_checkpoint.reading import read_hashed
 from outlast.async_checkpoint.storage import Storage, step_of
 from outlast.errors import CheckpointError
 
@@ -217,7 +218,7 @@ def _bytes_wrong(
         for at, size in pieces(file.size_bytes, chunk_bytes):
             number, piece = at // chunk_bytes, buffer[:size]
             expected = file.checksums[number] if number < len(file.checksums) else ""
-            if reader.read_into(at, piece) != size or checksum(piece) != expected:
+            if read_hashed(reader, at, piece) != (size, expected):
                 return f"{file.name}: damaged between bytes {at} and {at + size}"
             progress(size)
     except OSError as e:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from outlast.async_checkpoint.loading import (
     fill_empty,
 )
 from outlast.async_checkpoint.manifest import FileEntry, Shard, TensorEntry, ValueEntry, checksum
-from outlast.async_checkpoint.plan import describe
+from outlast.async_checkpoint.plan import Item
 from outlast.async_checkpoint.reading import MemorySource, Piece, Source, read_verified
 
 __all__ = ["InMemory"]
@@ -46,6 +47,7 @@ class InMemory:
         self._view = view
         self._values = values
 
+    @functools.cached_property
     def told(self) -> dict[str, Any]:
         """What the other ranks need to know of this rank's part."""
         snapshot = self._snapshot
@@ -58,15 +60,19 @@ class InMemory:
         }
 
     def index_for(
-        self, state_dict: dict[str, Any], told: Sequence[Mapping[str, Any]], rank: int
+        self,
+        state_dict: dict[str, Any],
+        items_of: Callable[[dict[str, Any]], list[Item]],
+        told: Sequence[Mapping[str, Any]],
+        rank: int,
     ) -> tuple[Index, list[str]]:
         """What all ranks' parts hold together, and the names of what this rank is to load and does
         not have in its own part. Empty dicts are filled.
         """
-        indexes = [_index_of(each) for each in told]
-        whole = _merged(indexes)
+        others = [_index_of(each) for owner, each in enumerate(told) if owner != rank]
+        own = self._index
+        whole = _merged([own, *others]) if others else own
         fill_empty(state_dict, whole)
-        own = indexes[rank]
         parts = {
             (name, tuple(shard.offsets), tuple(shard.sizes))
             for name, entry in own.tensors.items()
@@ -74,7 +80,7 @@ class InMemory:
         }
         lacking = {
             item.name
-            for item in describe(state_dict)
+            for item in items_of(state_dict)
             if ((item.name, item.offsets, item.sizes) not in parts)
             and item.name not in own.values
             and (item.name in whole.tensors or item.name in whole.values)
@@ -83,7 +89,7 @@ class InMemory:
 
     def own(self) -> tuple[Source, Index]:
         """This rank's part."""
-        told = self.told()
+        told = self.told
         views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
         if told["values"]:
             views[told["values"]] = memoryview(bytearray(self._values))
@@ -91,7 +97,7 @@ class InMemory:
             name: FileEntry(name, entry["size_bytes"], entry["checksums"])
             for name, entry in told["files"].items()
         }
-        return MemorySource(self._where, views, files, CHUNK_BYTES), _index_of(told)
+        return MemorySource(self._where, views, files, CHUNK_BYTES), self._index
 
     def pack(self, names: Collection[str]) -> tuple[memoryview, dict[str, Any]]:
         """What this rank has under these names, verified, one thing after another; and what the
@@ -173,6 +179,10 @@ class InMemory:
             values = {n: ValueEntry(**v) for n, v in each["values"].items() if n in lacking}
             found.append((source, Index(tensors, values)))
         return found
+
+    @functools.cached_property
+    def _index(self) -> Index:
+        return _index_of(self.told)
 
     @property
     def _where(self) -> str:

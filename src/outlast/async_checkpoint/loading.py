@@ -18,7 +18,7 @@ import torch
 
 from outlast.async_checkpoint.arena import memory_at
 from outlast.async_checkpoint.manifest import Shard, TensorEntry, ValueEntry
-from outlast.async_checkpoint.plan import Item, describe, look_up
+from outlast.async_checkpoint.plan import Item, look_up
 from outlast.async_checkpoint.reading import Piece, Source, read_verified
 from outlast.async_checkpoint.snapshot import local_part
 from outlast.errors import CheckpointError
@@ -107,17 +107,17 @@ def _place(root: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def fit(
-    state_dict: Mapping[str, Any],
+    items: Sequence[Item],
     index: Index,
     where: str,
     strict: bool,
     optional: tuple[str, ...] = (),
 ) -> tuple[list[Item], list[str]]:
-    """The parts of `state_dict` that are to be loaded, and the names that only the checkpoint has:
+    """Those of `items` that are to be loaded, and the names that only the checkpoint has:
     another rank may have a place for them.
 
     Args:
-        state_dict: what is loaded into.
+        items: the parts of the state dict that is loaded into.
         index: what the checkpoint holds.
         where: what to call it.
         strict: whether names that only one side has are an error.
@@ -126,7 +126,6 @@ def fit(
     Raises:
         Misfit: naming the keys, shapes and dtypes that differ.
     """
-    items = describe(state_dict)
     names = {item.name for item in items}
     saved = {*index.tensors, *index.values}
     differences: list[str] = []

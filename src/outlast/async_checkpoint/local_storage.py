@@ -243,6 +243,10 @@ class _Writer:
 class _Reader:
     """A file that several threads read."""
 
+    # Measured on a virtual disk: with 4 MiB a read with its hash takes 1.2 times as long, from the
+    # disk as from the page cache.
+    at_once = 512 << 10
+
     def __init__(self, path: Path) -> None:
         # Not blocking: the open of a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -155,7 +155,7 @@ def walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
         leaves.append(value)
         spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
         if spec is not None:
-            signature.append((value.shape, value.dtype, spec.placements, id(spec.mesh)))
+            signature.append((value.shape, value.dtype, spec.placements, spec.mesh))
         elif hasattr(value, "local_shards"):
             shards = [shard.metadata for shard in value.local_shards()]
             places = [(m.shard_offsets, m.shard_sizes) for m in shards]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,17 +20,17 @@ import xxhash
 
 from outlast.async_checkpoint.arena import memory_at
 from outlast.async_checkpoint.environment import local_ranks
-from outlast.async_checkpoint.manifest import FileEntry, checksum
+from outlast.async_checkpoint.manifest import FileEntry
 from outlast.async_checkpoint.storage import FileReader, Storage
 from outlast.errors import CheckpointError
 
-__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
+__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_hashed", "read_verified"]
 
 _memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 # What a core's own cache holds beside other things: copied, it is still there to be hashed.
-_CACHED_BYTES = 256 << 10
+_CACHED_BYTES = 384 << 10
 
 
 def _threads() -> int:
@@ -102,7 +103,20 @@ class MemorySource:
         return _MemoryReader(self._views[name])
 
 
+class _Scratch:
+    """A buffer, made when it is needed."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size = size_bytes
+
+    @functools.cached_property
+    def view(self) -> memoryview:
+        return memoryview(bytearray(self._size))
+
+
 class _MemoryReader:
+    at_once = _CACHED_BYTES
+
     def __init__(self, view: memoryview) -> None:
         self.view = view
 
@@ -136,7 +150,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     failed = threading.Event()
 
     def work() -> None:
-        scratch = memoryview(bytearray(source.chunk_bytes))
+        scratch = _Scratch(source.chunk_bytes)
         while True:
             with lock:
                 job = next(jobs, None)
@@ -171,7 +185,7 @@ def _read_chunk(
     name: str,
     number: int,
     pieces: Sequence[Piece],
-    scratch: memoryview,
+    scratch: _Scratch,
 ) -> None:
     entry = source.files[name]
     begin = number * source.chunk_bytes
@@ -183,19 +197,33 @@ def _read_chunk(
         return
     only = pieces[0]
     direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
-    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch[:size]
+    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch.view[:size]
     try:
-        got = reader.read_into(begin, chunk)
+        got, found = read_hashed(reader, begin, chunk)
     except OSError as e:
         raise CheckpointError(f"{where} cannot be read: {e}") from e
     if got != size:
         raise CheckpointError(
             f"{where} is cut short: {begin + got} bytes, {entry.size_bytes} were written"
         )
-    if checksum(chunk) != expected:
+    if found != expected:
         raise _damaged(where, begin, size)
     if not direct:
         _deal(_address(chunk), begin, begin + size, pieces)
+
+
+def read_hashed(reader: FileReader, offset: int, buffer: memoryview) -> tuple[int, str]:
+    """Fills `buffer` from `offset` on; returns how much there was, and the checksum of that."""
+    digest = xxhash.xxh3_128()
+    got = 0
+    while got < len(buffer):
+        stretch = buffer[got : got + reader.at_once]
+        count = reader.read_into(offset + got, stretch)
+        digest.update(stretch[:count])
+        got += count
+        if count < len(stretch):
+            break
+    return got, digest.hexdigest()
 
 
 def _copy_chunk(

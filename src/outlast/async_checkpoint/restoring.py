@@ -28,7 +28,7 @@ from outlast.async_checkpoint.loading import (
     set_values,
 )
 from outlast.async_checkpoint.manifest import Manifest
-from outlast.async_checkpoint.plan import Item, describe
+from outlast.async_checkpoint.plan import Item
 from outlast.async_checkpoint.reading import Source, StorageSource
 from outlast.async_checkpoint.writer import WriterFailed
 from outlast.coordination import KeyTimeout
@@ -61,6 +61,7 @@ class Restorer:
         self._group = group
         self._timeout = timeout_s
         self._emitter = emitter
+        self._items = engine.described.items
         self._calls = 0
 
     def open(self, owner: str) -> None:
@@ -200,8 +201,9 @@ class Restorer:
         extra: list[str] = []
 
         def compare() -> None:
-            fitting, unexpected = fit(state_dict, index, where, strict, optional)
-            lost = self._touched & {i.name for i in describe(state_dict)}
+            present = self._items(state_dict)
+            fitting, unexpected = fit(present, index, where, strict, optional)
+            lost = self._touched & {i.name for i in present}
             lost -= {i.name for i in fitting}
             if lost:
                 raise Misfit(
@@ -255,10 +257,12 @@ class Restorer:
         memory = InMemory(snapshot, slot.arena.view, slot.values)
         # What the ranks have to tell one another comes first: one that finds a damaged byte later
         # must not leave the others waiting.
-        told = self._from_rank_0(_as_told, memory.told())
+        told = self._from_rank_0(_as_told, memory.told)
         rank = self._ledger.rank
         indexes: list[tuple[Index, list[str]]] = []
-        failure = self._attempt(lambda: indexes.append(memory.index_for(state_dict, told, rank)))
+        failure = self._attempt(
+            lambda: indexes.append(memory.index_for(state_dict, self._items, told, rank))
+        )
         if failure is not None:
             return failure
         index, lacking = indexes[0]
@@ -303,6 +307,11 @@ class Restorer:
     def _from_rank_0(self, work: Callable[..., Any], part: Any = None) -> Any:
         """What `work` returns on rank 0, on every rank; it is given what all ranks say."""
         ledger, index = self._ledger, self._next()
+        if ledger.world_size == 1:
+            try:
+                return work() if part is None else work([part])
+            except OSError as e:
+                raise CheckpointError(f"rank 0: {e}") from e
         if part is not None:
             ledger.finish(index, json.dumps(part).encode())
         if ledger.rank == 0:

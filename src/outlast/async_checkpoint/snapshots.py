@@ -17,7 +17,7 @@ from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
 from outlast.async_checkpoint.engine import Engine, Slot
 from outlast.async_checkpoint.exchange import Catalog, Exchange
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.plan import describe, walk
+from outlast.async_checkpoint.plan import walk
 from outlast.async_checkpoint.saving import Save
 from outlast.async_checkpoint.snapshot import Structure, values_file
 from outlast.errors import CheckpointError, StoreError
@@ -99,7 +99,9 @@ class Snapshots:
     ) -> tuple[Structure, Catalog | None, bool]:
         if self._structure is not None and found == self._signature:
             return self._structure, self._exchange.alone, False
-        self._structure, catalog = self._exchange.changed(index, describe(state_dict))
+        self._structure, catalog = self._exchange.changed(
+            index, self._engine.described.items(state_dict)
+        )
         self._structure.number(state_dict)
         self._signature = found
         return self._structure, catalog, True

@@ -42,7 +42,14 @@ class FileWriter(Protocol):
 
 
 class FileReader(Protocol):
-    """A file that is being read, from several threads at once."""
+    """A file that is being read, from several threads at once.
+
+    Attributes:
+        at_once: bytes that are worth asking for at once: few, where they come from this machine's
+            memory or its disk, so that they are still in the cache when they are hashed.
+    """
+
+    at_once: int
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` from `offset` on; returns how much there was."""
