@@ -37,7 +37,7 @@ __all__ = ["Catalog", "Exchange"]
 
 
 class Catalog:
-    """What a checkpoint of the whole job holds, and where. Never changed once it is made.
+    """What a checkpoint of the whole job holds, and where. What it says never changes.
 
     Args:
         structures: of each rank.
@@ -49,6 +49,7 @@ class Catalog:
         self._described: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
+        self._last: tuple[dict[str, ValueEntry], bytes] | None = None
         for structure in self.structures.values():
             self._add(structure)
 
@@ -61,16 +62,22 @@ class Catalog:
         return found
 
     def metadata(self, values: Mapping[str, ValueEntry]) -> bytes:
-        """The `.metadata` file of torch.distributed.checkpoint, for those who load with that."""
+        """The `.metadata` file of torch.distributed.checkpoint, for those who load with that. It is
+        the same as before while values are as long as before.
+        """
+        if self._last is not None and self._last[0] == values:
+            return self._last[1]
         described = dict(self._described)
         stored = dict(self._stored)
         for name, entry in values.items():
             described[name] = BytesStorageMetadata()
             stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
         paths = {name: _torch_path(path) for name, path in self._paths.items()}
-        return pickle.dumps(
+        content = pickle.dumps(
             Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
         )
+        self._last = (dict(values), content)
+        return content
 
     def _add(self, structure: Structure) -> None:
         for item in (*structure.tensors, *structure.values):

@@ -117,7 +117,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as the content of its file."""
-    body = json.dumps(dataclasses.asdict(manifest), separators=(",", ":")).encode()
+    body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
     head = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
