@@ -1,6 +1,7 @@
 # Everything a contributor runs. Each target makes the environment that it needs, from nothing.
 #   make demo    a training run that goes through planned faults, and the report of it
 #   make test    the tests
+#   make test-ray  those that need Ray, in an environment of their own: it is large
 #   make check   format, lint, types, import order
 #   make bench   the benchmarks, beside another library that restarts in place
 #   make docs    the documentation, into build/site
@@ -16,9 +17,11 @@ STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
+RAY_VENV := .venv-ray
+RAY_STAMP := $(RAY_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench docs clean
+.PHONY: help venv demo test test-ray check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +43,9 @@ $(STAMP): pyproject.toml
 $(BENCH_STAMP): pyproject.toml
 	$(call environment,$(BENCH_VENV),bench$(,)demo)
 
+$(RAY_STAMP): pyproject.toml
+	$(call environment,$(RAY_VENV),dev$(,)demo$(,)ray)
+
 # A comma that `call` does not take for the end of an argument.
 , := ,
 
@@ -57,6 +63,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-ray: $(RAY_STAMP)
+	$(RAY_VENV)/bin/python -m pytest tests/elastic/test_ray.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
@@ -79,7 +88,7 @@ docs: $(VENV)/.docs-installed
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,16 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from async_checkpoint.checkpoints import NET, copy_of, restored, same, state_of, valid_steps
+from async_checkpoint.checkpoints import (
+    NET,
+    copy_of,
+    left_over,
+    restored,
+    same,
+    state_of,
+    valid_steps,
+)
+from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint import copying as copies
@@ -171,6 +182,133 @@ def test_it_is_noticed_when_writes_are_not_looked_for(
     mutate(monkeypatch, copies.Guard._found, "source._version != version", "False")
     with pytest.raises(AssertionError):
         check_torn(tmp_path, held, sealed_by="step")
+
+
+LARGE = 6_000_000  # elements: more than is written, and told of, at once
+
+
+class HalfCopied:
+    """Has the copy beside the training wait after the first tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self._first = True
+        real = copies.Guard._move
+
+        def move(guard: Any, *arguments: Any) -> None:
+            if not self._first:
+                assert self.go.wait(60)
+            self._first = False
+            real(guard, *arguments)
+
+        monkeypatch.setattr(copies.Guard, "_move", move)
+
+
+def two_tensors() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
+    parameters = [torch.nn.Parameter(torch.randn(LARGE)) for _ in range(2)]
+    state = {name: p.detach() for name, p in zip("ab", parameters, strict=True)}
+    for parameter in parameters:
+        parameter.grad = torch.ones(LARGE)
+    return state, torch.optim.SGD(parameters, 0.1)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    return Plan(tmp_path / "plan").use(monkeypatch)
+
+
+def test_what_has_been_copied_is_written_beside_the_copy(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = HalfCopied(monkeypatch)
+    state, optimizer = two_tensors()
+    expected = copy_of(state)
+    plan.set({"op": "write_at", "do": "wait"})
+    with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
+        handle = checkpointer.save(1, state)
+        plan.gate().arrived()  # with the second tensor not yet begun
+        plan.set()
+        plan.gate().open()
+        half.go.set()
+        optimizer.step()
+        handle.wait(NET)
+    check_on_disk(tmp_path / "c", expected)
+
+
+def check_on_disk(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(path) as checkpointer:
+        found = {name: torch.zeros(LARGE) for name in expected}
+        assert checkpointer.restore(found) == 1
+        assert same(found, expected)
+
+
+def test_it_is_noticed_when_the_writer_does_not_wait_for_the_copy(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = "outlast.async_checkpoint.writing"
+    plan.mutate((writing, "write_files", "filled(part.begin + at + size)", "True"))
+    half = HalfCopied(monkeypatch)
+    state, optimizer = two_tensors()
+    expected = copy_of(state)
+    plan.set({"op": "finish", "do": "wait"})
+    with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
+        handle = checkpointer.save(1, state)
+        plan.gate().arrived()  # everything is written, half of it was copied
+        plan.set()
+        plan.gate().open()
+        half.go.set()
+        optimizer.step()
+        handle.wait(NET)
+    with pytest.raises(AssertionError):
+        check_on_disk(tmp_path / "c", expected)
+
+
+@pytest.mark.parametrize("how", ["torn", "aborted"])
+def test_a_save_that_is_given_up_while_it_is_written_leaves_nothing(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    half = HalfCopied(monkeypatch)
+    state, optimizer = two_tensors()
+    plan.set({"op": "write_at", "do": "wait"})
+    checkpointer = Checkpointer(tmp_path / "c", overlap=optimizer)
+    handle = checkpointer.save(1, state)
+    plan.gate().arrived()
+    plan.set()
+    plan.gate().open()
+    if how == "torn":
+        state["b"].add_(1.0)
+        half.go.set()
+        optimizer.step()
+    else:
+        threading.Timer(0.2, half.go.set).start()  # the copy ends when it may
+        checkpointer.abort()
+    with pytest.raises(CheckpointError, match="written to" if how == "torn" else "dropped"):
+        handle.wait(NET)
+    checkpointer.close()
+    assert hooks() == 0
+    with Checkpointer(tmp_path / "c"):
+        pass
+    assert valid_steps(tmp_path / "c") == []
+    assert left_over(tmp_path / "c") == []
+
+
+def test_a_writer_that_is_lost_beside_the_copy_fails_the_save(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = HalfCopied(monkeypatch)
+    state, optimizer = two_tensors()
+    plan.set({"op": "write_at", "do": "wait"})
+    with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
+        handle = checkpointer.save(1, state)
+        os.kill(plan.gate().arrived(), signal.SIGKILL)
+        plan.set()
+        half.go.set()
+        optimizer.step()
+        with pytest.raises(CheckpointError, match="killed by signal 9"):
+            handle.wait(NET)
+        expected = copy_of(state)
+        checkpointer.save(1, state).wait(NET)
+    check_on_disk(tmp_path / "c", expected)
 
 
 def test_the_step_of_another_optimizer_does_not_wait(tmp_path: Path, held: HeldCopy) -> None:

@@ -110,6 +110,13 @@ def test_a_writer_that_does_not_answer_leaves_nobody_waiting(ranks: Ranks, tmp_p
         assert len([line for line in job.lines(rank) if line["event"] == "restored"]) == 1
 
 
+def test_ranks_with_all_they_need_in_memory_ask_nobody(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "each_has_its_own", tmp_path)
+    for rank in range(2):
+        (message,) = said(job, rank, "raised", "message")
+        assert "only in the state dict: more" in message
+
+
 def test_close_in_time_drops_for_all(ranks: Ranks, tmp_path: Path) -> None:
     plan = Plan(tmp_path / "plan")
     plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "wait", "gate": "never"})

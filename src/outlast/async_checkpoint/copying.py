@@ -9,14 +9,16 @@ What is copied must be the state of the moment of the save (C2), so a write to a
 still being copied has to be noticed. torch counts the writes to a tensor (`_version`); a write
 counts when it ends. A `Guard` therefore compares the counts not when the copy ends, but later, on
 the thread that trains: there no write of that thread is under way, and every write that began
-before has counted. Only then is the snapshot sealed, and only a sealed one is ever written. A
-write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs
-to an optimizer, between `save` and `step`, cannot be seen: such code needs an eager save.
+before has counted. Only then is the snapshot sealed. What has been copied is written to files
+before that, but never committed: no rank says that it has finished before its seal. A write that
+torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs to an
+optimizer, between `save` and `step`, cannot be seen: such code needs an eager save.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -114,10 +116,13 @@ class Guard:
     """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
 
     Args:
-        copies: from contiguous tensors in the CPU's memory, to others of the same kind.
+        copies: from contiguous tensors in the CPU's memory, to others of the same kind, in the
+            order of their addresses.
         optimizers: whose steps change what is copied.
         sealed: called once, on the thread that trains or on one that asks for the snapshot:
             with nothing, when the snapshot is what it should be; else with what went wrong.
+        reached: called in the thread that copies, now and then, and when all is copied: everything
+            before this address is.
     """
 
     def __init__(
@@ -125,11 +130,14 @@ class Guard:
         copies: Sequence[Copy],
         optimizers: Sequence[Optimizer],
         sealed: Callable[[CheckpointError | None], None],
+        reached: Callable[[int], None] = lambda address: None,
     ) -> None:
         self._copies = copies
         self._versions = [source._version for source, _ in copies]
         self._optimizers = optimizers
         self._sealed = sealed
+        self._reached = reached
+        self._told = copies[0][1].data_ptr() if copies else 0
         self._called_off = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -194,6 +202,8 @@ class Guard:
         try:
             for source, to in self._copies:
                 self._move(to.data_ptr(), source.data_ptr(), source.nbytes)
+            if not self._called_off:
+                self._reached(sys.maxsize)
             self._copied = True
         except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
             self._error = e
@@ -202,4 +212,8 @@ class Guard:
         for at in range(0, size_bytes, _PIECE_BYTES):
             if self._called_off:
                 return
-            _memmove(to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
+            size = min(_PIECE_BYTES, size_bytes - at)
+            _memmove(to + at, source + at, size)
+            if to + at + size - self._told >= _PIECE_BYTES:
+                self._told = to + at + size
+                self._reached(self._told)

@@ -19,10 +19,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
-from outlast.async_checkpoint.loading import (
-    Index,
-    fill_empty,
-)
+from outlast.async_checkpoint.loading import Index, empty_dicts, fill_empty
 from outlast.async_checkpoint.manifest import FileEntry, Shard, TensorEntry, ValueEntry, checksum
 from outlast.async_checkpoint.plan import Item
 from outlast.async_checkpoint.reading import MemorySource, Piece, Source, read_verified
@@ -59,6 +56,22 @@ class InMemory:
             "values": snapshot["values"],
         }
 
+    def suffices(
+        self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
+    ) -> bool:
+        """Whether this rank's part is what its state dict has room for, no more and no less: then
+        it needs to know nothing of the others'. So it is with shards.
+        """
+        if empty_dicts(state_dict):
+            return False
+        parts = _parts(self._index)
+        own = {*self._index.tensors, *self._index.values}
+        items = items_of(state_dict)
+        return {item.name for item in items} == own and all(
+            item.name in self._index.values or (item.name, item.offsets, item.sizes) in parts
+            for item in items
+        )
+
     def index_for(
         self,
         state_dict: dict[str, Any],
@@ -73,11 +86,7 @@ class InMemory:
         own = self._index
         whole = _merged([own, *others]) if others else own
         fill_empty(state_dict, whole)
-        parts = {
-            (name, tuple(shard.offsets), tuple(shard.sizes))
-            for name, entry in own.tensors.items()
-            for shard in entry.shards
-        }
+        parts = _parts(own)
         lacking = {
             item.name
             for item in items_of(state_dict)
@@ -199,6 +208,14 @@ def _send(content: torch.Tensor, owner: int, group: Any) -> None:
             piece.copy_(moved)
         else:
             dist.broadcast(piece, source, group=group)
+
+
+def _parts(index: Index) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return {
+        (name, tuple(shard.offsets), tuple(shard.sizes))
+        for name, entry in index.tensors.items()
+        for shard in entry.shards
+    }
 
 
 def _index_of(told: Mapping[str, Any]) -> Index:

@@ -257,6 +257,13 @@ class Restorer:
         memory = InMemory(snapshot, slot.arena.view, slot.values)
         # What the ranks have to tell one another comes first: one that finds a damaged byte later
         # must not leave the others waiting.
+        suffices: list[bool] = []
+        failure = self._attempt(lambda: suffices.append(memory.suffices(state_dict, self._items)))
+        if failure is not None:
+            return failure
+        if self._from_rank_0(all, suffices[0]):
+            source, index = memory.own()
+            return index, [(source, index)]
         told = self._from_rank_0(_as_told, memory.told)
         rank = self._ledger.rank
         indexes: list[tuple[Index, list[str]]] = []

@@ -3,8 +3,9 @@
 One thread of each rank walks the saves through it, one after another:
 
     agree       who saves what (`exchange`); that all ranks are at the same save
+    write       the writer process has this rank's bytes durable, with their checksums; it writes
+                beside the copy, what has been copied
     sealed      the snapshot is whole: the state of the moment of the save
-    write       the writer process has this rank's bytes durable, with their checksums
     verdict     all ranks have, or one has failed: the ledger says the same to every rank
     commit      rank 0: the manifest, then the rename
     conclusion  rank 0 says what came of it
@@ -239,24 +240,26 @@ class Saver:
             return self._ledger.await_verdict(save.index, None)  # there is one now
 
     def _write(self, save: Save) -> dict[str, Any]:
-        save.sealed.wait()
-        if save.torn is not None:
-            raise save.torn
-        self._engine.writer.request({"op": "begin"})
-        if self._aborted:
-            raise Dropped
         snapshot = save.snapshot
-        answer = self._engine.writer.request(
-            {
-                "op": "write",
-                "arena": save.slot.number,
-                "save_id": snapshot["save_id"],
-                "folder": snapshot["working"],
-                "files": snapshot["layout"],
-                "values": snapshot["values"],
-            },
-            save.values,
-        )
+        header = {
+            "op": "write",
+            "arena": save.slot.number,
+            "save_id": snapshot["save_id"],
+            "folder": snapshot["working"],
+            "files": snapshot["layout"],
+            "values": snapshot["values"],
+        }
+        try:
+            self._engine.writer.request({"op": "begin"})
+            if self._aborted:
+                raise Dropped
+            answer = self._engine.writer.request(header, save.values)
+        finally:
+            # Also where it has failed: only then is nothing copied any more, and no hook left. And
+            # a torn snapshot is the first cause of its save's being dropped.
+            save.sealed.wait()
+            if save.torn is not None:
+                raise save.torn
         return {"files": answer["files"], "places": save.places, "id": snapshot["save_id"]}
 
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:

@@ -141,22 +141,28 @@ class Snapshots:
         slot = save.slot
         later, now = self._split(list(zip(structure.sources(leaves), slot.targets, strict=True)))
 
+        writer = self._engine.writer
+        said = {"arena": slot.number, "save_id": save.snapshot["save_id"]}
+
         def sealed(error: CheckpointError | None) -> None:
             save.torn = error
             if error is None:
                 slot.snapshot, slot.values = save.snapshot, save.values
-                self._engine.writer.tell(
-                    {"op": "sealed", "arena": slot.number, "snapshot": save.snapshot}, save.values
-                )
+                writer.tell({"op": "sealed", "snapshot": save.snapshot, **said}, save.values)
+            else:
+                writer.tell({"op": "torn", **said})
             save.sealed.set()
 
-        self._engine.writer.start()
+        def reached(address: int) -> None:
+            assert slot.arena is not None
+            writer.tell({"op": "copied", "upto": address - slot.arena.address, **said})
+
+        writer.start()
+        copy_now(now)
         if later:
-            save.guard = slot.guard = Guard(later, self._optimizers, sealed)
+            save.guard = slot.guard = Guard(later, self._optimizers, sealed, reached)
             save.guard.start()
-            copy_now(now)
         else:
-            copy_now(now)
             sealed(None)
         self._engine.forget_inherited()
 

@@ -48,7 +48,8 @@ class WriterClient:
         self._arenas: dict[int, tuple[Arena, bytes]] = {}
         self._starting = threading.Lock()
         self._closed = False
-        self._sealed: dict[int, tuple[dict[str, Any], bytes]] = {}
+        # How the snapshot in each arena has ended, for a writer that takes the place of another.
+        self._ends: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._half_read = False
         self._requests = 0
         self._asking = threading.Lock()
@@ -79,7 +80,7 @@ class WriterClient:
             )
             for number, (arena, index) in self._arenas.items():
                 self._hand(process, number, arena, index)
-            for header, blob in list(self._sealed.values()):
+            for header, blob in list(self._ends.values()):
                 process.channel.send(pack(header, blob))
             self._process = process
 
@@ -93,7 +94,7 @@ class WriterClient:
         """
         with self._starting:
             self._arenas[number] = (arena, index)
-            self._sealed.pop(number, None)
+            self._ends.pop(number, None)
             if self._process is not None:
                 with contextlib.suppress(OSError):  # lost: the next one gets it
                     self._hand(self._process, number, arena, index)
@@ -105,10 +106,10 @@ class WriterClient:
 
     def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Says something that is not answered. A writer that is lost needs not to know."""
-        if header["op"] == "sealed":
-            self._sealed[header["arena"]] = (header, blob)
+        if header["op"] in ("sealed", "torn"):
+            self._ends[header["arena"]] = (header, blob)
         elif header["op"] in ("reuse", "release"):
-            self._sealed.pop(header["arena"], None)
+            self._ends.pop(header["arena"], None)
         process = self._process
         if process is not None:
             with contextlib.suppress(OSError):

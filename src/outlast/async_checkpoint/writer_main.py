@@ -24,6 +24,7 @@ from typing import Any
 from outlast.async_checkpoint.arena import Arena
 from outlast.async_checkpoint.background_process import settle
 from outlast.async_checkpoint.channel import Channel
+from outlast.async_checkpoint.filling import Filling
 from outlast.async_checkpoint.legacy import Bequest, hand_over, open_pidfd
 from outlast.async_checkpoint.messages import pack, unpack
 from outlast.async_checkpoint.storage import open_storage
@@ -46,6 +47,9 @@ class Writer:
         self.values: dict[int, bytes] = {}
         self.indexes: dict[int, bytes] = {}
         self.dropped = threading.Event()
+        # Of snapshots that are written, or will be: by the arena and the save.
+        self.fillings: dict[tuple[int, str], Filling] = {}
+        self.written: dict[int, tuple[str, dict[str, Any]]] = {}
         self._work: queue.SimpleQueue[tuple[dict[str, Any], bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write_all, name="outlast-writer", daemon=True).start()
 
@@ -57,7 +61,7 @@ class Writer:
                 payload, descriptors = self.channel.receive()
             except EOFError:
                 # Nobody can commit what is being written now: the main process would have to.
-                self.dropped.set()
+                self._drop()
                 return False
             request, blob = unpack(payload)
             if request["op"] == "bye":
@@ -80,7 +84,7 @@ class Writer:
         op = request["op"]
         if op == "arena":
             old = self.arenas.pop(request["arena"], None)
-            self.snapshots.pop(request["arena"], None)
+            self._reuse(request["arena"])
             if old is not None:
                 old.close()
             self.arenas[request["arena"]] = Arena(request["size_bytes"], descriptors[0])
@@ -88,23 +92,52 @@ class Writer:
         elif op == "reuse":
             # From here on the main process writes into the arena: what lay there is no more. It
             # was told before the first byte is written, so this holds also if it dies next.
-            self.snapshots.pop(request["arena"], None)
+            self._reuse(request["arena"])
+        elif op == "copied":
+            self._filling(request["arena"], request["save_id"]).reached(request["upto"])
+        elif op == "torn":
+            self._filling(request["arena"], request["save_id"]).tear()
         elif op == "sealed":
-            self.snapshots[request["arena"]] = request["snapshot"]
+            snapshot = request["snapshot"]
             self.values[request["arena"]] = blob
+            self.snapshots[request["arena"]] = snapshot
+            # `_do` looks the other way round: one of the two finds both.
+            self._take_checksums(request["arena"])
+            self._filling(request["arena"], snapshot["save_id"]).reached(sys.maxsize)
         elif op == "committed":
             snapshot = self.snapshots.get(request["arena"])
             if snapshot is not None and snapshot["save_id"] == request["save_id"]:
                 snapshot["committed"] = True
         elif op == "release":
-            self.snapshots.pop(request["arena"], None)
+            self._reuse(request["arena"])
             self.values.pop(request["arena"], None)
             if (arena := self.arenas.pop(request["arena"], None)) is not None:
                 arena.close()
         elif op == "drop":
-            self.dropped.set()
+            self._drop()
         else:
             self._work.put((request, blob))
+
+    def _reuse(self, arena: int) -> None:
+        """What lay in the arena is no more, and nobody waits for more of it."""
+        self.snapshots.pop(arena, None)
+        self.written.pop(arena, None)
+        for key in [key for key in list(self.fillings) if key[0] == arena]:
+            self.fillings.pop(key).tear()
+
+    def _drop(self) -> None:
+        self.dropped.set()
+        for filling in list(self.fillings.values()):
+            filling.wake()
+
+    def _filling(self, arena: int, save_id: str) -> Filling:
+        return self.fillings.setdefault((arena, save_id), Filling())
+
+    def _take_checksums(self, arena: int) -> None:
+        """Gives a snapshot the checksums that it was written with."""
+        snapshot, written = self.snapshots.get(arena), self.written.get(arena)
+        if snapshot is not None and written is not None and snapshot["save_id"] == written[0]:
+            snapshot["files"] = written[1]
 
     def _write_all(self) -> None:
         while (work := self._work.get()) is not None:
@@ -128,19 +161,20 @@ class Writer:
             self.dropped.clear()
             return {}
         if op == "write":
-            arena = self.arenas[request["arena"]]
+            number, save_id = request["arena"], request["save_id"]
+            filling = self._filling(number, save_id)
             written = write_files(
                 self.storage,
                 request["folder"],
-                arena.view,
+                self.arenas[number].view,
                 request["files"],
                 {request["values"]: blob} if blob else {},
                 threads=self.config["threads"],
                 dropped=self.dropped,
+                filled=lambda upto: filling.wait_for(upto, self.dropped),
             )
-            snapshot = self.snapshots.get(request["arena"])
-            if snapshot is not None and snapshot["save_id"] == request["save_id"]:
-                snapshot["files"] = written
+            self.written[number] = (save_id, written)
+            self._take_checksums(number)
             return {"files": written}
         if op == "commit":
             at = 0

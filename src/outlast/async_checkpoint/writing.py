@@ -1,14 +1,15 @@
 """Writes an arena to files, checksummed on the way, by several threads.
 
-Each thread takes the next piece, of any file, hashes its chunks while they are in the cache, and
-writes it. The disk is busy with one thread's piece while another's is hashed; hashing and writing
-both leave Python's lock. Files are made durable as soon as their last piece is written.
+Each thread takes the next piece, of any file, waits for it to be there, hashes its chunks while
+they are in the cache, and writes it. The disk is busy with one thread's piece while another's is
+hashed; hashing and writing both leave Python's lock. Files are made durable as soon as their last
+piece is written.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +31,10 @@ class Dropped(Exception):
 
 
 class _File:
-    def __init__(self, name: str, view: memoryview) -> None:
+    def __init__(self, name: str, view: memoryview, begin: int = 0) -> None:
         self.name = name
         self.view = view
+        self.begin = begin  # in the arena
         self.checksums = [""] * len(pieces(len(view)))
         self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
         self.writer: FileWriter | None = None
@@ -47,6 +49,7 @@ def write_files(
     *,
     threads: int,
     dropped: threading.Event,
+    filled: Callable[[int], bool] = lambda upto: True,
 ) -> dict[str, dict[str, Any]]:
     """Writes files into `folder`, and returns when they are durable.
 
@@ -56,6 +59,7 @@ def write_files(
         small: content of others, by name.
         threads: how many pieces are under way at once.
         dropped: set when the result is not wanted any more.
+        filled: waits until the arena is filled up to there; `False` if it never will be.
 
     Returns:
         For each name `size_bytes` and `checksums`, as the manifest takes them.
@@ -65,8 +69,9 @@ def write_files(
         OSError: of the first piece that failed.
     """
     storage.make(folder)
-    parts = [_File(name, arena[at : at + size]) for name, at, size in files]
+    parts = [_File(name, arena[at : at + size], at) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
+    in_arena = {name for name, _, _ in files}
     lock = threading.Lock()
     failed = threading.Event()
     jobs = _jobs(parts)
@@ -79,7 +84,8 @@ def write_files(
                     return
                 part, at, size = job
             try:
-                if dropped.is_set():
+                whole = part.name not in in_arena or filled(part.begin + at + size)
+                if dropped.is_set() or not whole:
                     raise Dropped
                 with lock:
                     if part.writer is None:

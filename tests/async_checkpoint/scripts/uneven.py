@@ -153,6 +153,27 @@ def one_has_no_room(path: str, plan: str) -> None:
     leave_group()
 
 
+@scenario
+def each_has_its_own(path: str, plan: str) -> None:
+    """Then a restore from memory asks nobody for what they have, until one lacks something."""
+    join_group()
+    state = {f"own{RANK}": torch.full((1000,), float(RANK)), f"word{RANK}": f"of {RANK}"}
+    blank = {f"own{RANK}": torch.zeros(1000), f"word{RANK}": ""}
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InMemory, "index_for", _no_memory)
+            found: dict[str, Any] = copy_of(blank)
+            assert checkpointer.restore(found) == 1
+            assert same(found, state)
+        found = copy_of(blank) | ({"word0": ""} if RANK == 1 else {})
+        assert checkpointer.restore(found) == 1
+        assert same(found, state | ({"word0": "of 0"} if RANK == 1 else {}))
+        found = copy_of(blank) | ({"more": 1} if RANK == 1 else {})
+        raising(lambda: checkpointer.restore(found))
+    leave_group()
+
+
 def _no_memory(*_: object) -> None:
     raise MemoryError("no memory for what is sent")
 
