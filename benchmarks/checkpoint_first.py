@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_job import Job, Size
