@@ -35,20 +35,19 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
         self.go = threading.Event()
-        real, join = copies.Guard._move, threading.Thread.join
+        real, await_copy = copies.Guard._move, copies.Guard._await_copy
 
         def move(guard: Any, *arguments: Any) -> None:
             self.begun.set()
             assert self.go.wait(60)
             real(guard, *arguments)
 
-        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
-            if thread.name == "outlast-snapshot":
-                self.go.set()
-            join(thread, timeout)
+        def awaited(guard: Any) -> None:
+            self.go.set()
+            await_copy(guard)
 
         monkeypatch.setattr(copies.Guard, "_move", move)
-        monkeypatch.setattr(threading.Thread, "join", joined)
+        monkeypatch.setattr(copies.Guard, "_await_copy", awaited)
 
     def again(self) -> None:
         self.begun.clear()
@@ -309,6 +308,108 @@ def test_a_writer_that_is_lost_beside_the_copy_fails_the_save(
         expected = copy_of(state)
         checkpointer.save(1, state).wait(NET)
     check_on_disk(tmp_path / "c", expected)
+
+
+def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, optimizer = two_tensors()
+    with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
+        client = checkpointer._engine.writer
+        checkpointer.save(1, state).wait(NET)
+        optimizer.step()
+        ask = client.request
+        replaying, sealed = threading.Event(), threading.Event()
+
+        def killed_before(header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
+            if header["op"] == "begin":
+                monkeypatch.setattr(client, "request", ask)
+                assert client._process is not None
+                client._process.kill()
+                client._process.wait()
+            return ask(header, blob)
+
+        class Ends(dict[int, Any]):
+            """What is said again to the new writer: it is read, and the seal comes then."""
+
+            def values(self) -> Any:
+                found = list(super().values())
+                replaying.set()
+                sealed.wait(0.5)  # in vain, where the seal has to wait for this
+                return found
+
+        monkeypatch.setattr(client, "request", killed_before)
+        client._ends = Ends(client._ends)
+        handle = checkpointer.save(2, state)
+        expected = copy_of(state)
+        assert replaying.wait(60)
+        optimizer.step()
+        sealed.set()
+        handle.wait(NET)
+        found = {name: torch.zeros(LARGE) for name in expected}
+        assert checkpointer.restore(found, step=2) == 2
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize("then", ["save", "close"])
+def test_an_interrupt_in_the_seal_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    state, optimizer = two_tensors()
+    with Checkpointer(tmp_path, overlap=optimizer) as checkpointer:
+        handle = checkpointer.save(1, state)
+        expected = copy_of(state)
+        client = checkpointer._engine.writer
+        tell = client.tell
+
+        def interrupted(header: dict[str, Any], blob: bytes = b"") -> None:
+            if header["op"] == "sealed":
+                monkeypatch.setattr(client, "tell", tell)
+                raise KeyboardInterrupt
+            tell(header, blob)
+
+        monkeypatch.setattr(client, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        if then == "save":
+            checkpointer.save(2, state).wait(NET)
+            handle.wait(NET)
+    with Checkpointer(tmp_path) as checkpointer:
+        found = {name: torch.zeros(LARGE) for name in expected}
+        assert checkpointer.restore(found, step=1) == 1
+        assert same(found, expected)
+
+
+def test_a_copy_is_waited_for_also_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted `Thread.join` would say that it has ended."""
+    half = HalfCopied(monkeypatch)
+    state, optimizer = two_tensors()
+    checkpointer = Checkpointer(tmp_path, overlap=optimizer)
+    checkpointer.save(1, state)
+    (save,) = checkpointer._saver.pending
+    assert save.guard is not None
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    over = threading.Event()
+
+    def call_off() -> None:
+        assert save.guard is not None
+        save.guard.call_off()
+        over.set()
+
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert not over.wait(0.2)
+    half.go.set()
+    assert over.wait(60)
+    calling.join()
+    assert save.guard.copied
+    checkpointer.abort()
+    with Checkpointer(tmp_path):
+        pass
 
 
 def test_the_step_of_another_optimizer_does_not_wait(tmp_path: Path, held: HeldCopy) -> None:

@@ -30,3 +30,7 @@ def test_saved_on_one_loaded_on_four(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_shardedtensors(ranks: Ranks, tmp_path: Path) -> None:
     runs(ranks, "sharded_tensor", tmp_path, 2)
+
+
+def test_ranks_that_change_places_in_their_processes(ranks: Ranks, tmp_path: Path) -> None:
+    runs(ranks, "ranks_change_places", tmp_path, 3)

@@ -37,6 +37,12 @@ def test_a_new_run_has_a_folder_of_its_own_although_its_id_comes_again(tmp_path:
     assert reasons(folders[2]) == ["2"]  # the folder of one run is a directory as any other
 
 
+def test_an_id_may_be_no_name_of_a_folder(tmp_path: Path) -> None:
+    folder = written(new_run(tmp_path, "team/nightly"), "1")
+    assert folder.parent == tmp_path
+    assert reasons(tmp_path) == ["1"]
+
+
 def test_the_names_tell_the_order_not_the_times_of_a_copy(tmp_path: Path) -> None:
     for day, run_id in ((2, "b"), (3, "a-b"), (1, "20260101-000000.000-c")):
         written(tmp_path / f"2026010{day}-120000.000-{run_id}", str(day))

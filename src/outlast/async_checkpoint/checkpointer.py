@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.after_save import AfterSave
+from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.engine import engine_for
 from outlast.async_checkpoint.environment import ranks
 from outlast.async_checkpoint.exchange import Exchange
@@ -123,11 +124,19 @@ class Checkpointer:
         )
         if taken_over:
             self._take_over()
+        if self.rank != 0:
+            self._engine.unlock()  # this process may have been rank 0 before
         self._engine.resize(max_in_flight)
         self._emitter = Emitter(events if events is not None else self._engine.sink(self.rank))
         self._emitter.place(rank=self.rank)
+        described = Described()
         self._restorer = Restorer(
-            self._engine, connect_ledger("restore", group), group, self._timeout, self._emitter
+            self._engine,
+            described,
+            connect_ledger("restore", group),
+            group,
+            self._timeout,
+            self._emitter,
         )
         try:
             self._restorer.open(self._owner_name())
@@ -137,7 +146,13 @@ class Checkpointer:
             raise
         self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
         self._snapshots = Snapshots(
-            self._engine, self._exchange, optimizers, self.rank, self.world_size, self._job
+            self._engine,
+            self._exchange,
+            described,
+            optimizers,
+            self.rank,
+            self.world_size,
+            self._job,
         )
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
         self._after = AfterSave(self._engine, keep or Retention(), policy, self._emitter)
@@ -189,10 +204,15 @@ class Checkpointer:
         except Exception as e:
             self._refuse(index, step, e)
             raise
-        save.began = began
-        save.blocked_s = self._emitter.clock.now() - began
-        self._after.watch(save.handle)
-        self._saver.add(save)
+        try:
+            save.began = began
+            save.blocked_s = self._emitter.clock.now() - began
+            self._after.watch(save.handle)
+            self._saver.add(save)
+        except BaseException:  # an interrupt: a slot that nobody gives back would be waited for
+            if save not in self._saver.pending:
+                self._engine.give_back(save.slot)
+            raise
         # Last: other ranks may hear of it later, and the saves of all ranks stay in step.
         self._after.raise_unseen()
         return save.handle

@@ -142,6 +142,8 @@ class Guard:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._is_sealed = False
+        self._outcome: tuple[CheckpointError | None] | None = None
+        self._ended = threading.Event()
         self._copied = False
         self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -153,26 +155,34 @@ class Guard:
     @property
     def copied(self) -> bool:
         """Whether the copy has ended."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def seal(self) -> None:
         """Waits for the copy to end, and says whether it is good. To be called by a thread of
         which no write to the tensors is under way; a second call does nothing.
         """
         if self._thread.ident is not None:  # else it sees that it was called off, or never starts
-            self._thread.join()
+            self._await_copy()
         self._hook.remove()  # first, and again at each call: an interrupt may come at any point
         with self._lock:
             if self._is_sealed:
                 return
+            if self._outcome is None:
+                self._outcome = (self._found(),)
+            # Said again, and the same, where an interrupt has come before the end of it.
+            self._sealed(self._outcome[0])
             self._is_sealed = True
-        self._sealed(self._found())
         self._copies = []
 
     def call_off(self) -> None:
         """Ends the copy; the snapshot is no good."""
         self._called_off = True
         self.seal()
+
+    def _await_copy(self) -> None:
+        # Not `join`: an interrupted one has the thread count as dead while it still copies
+        # (Python 3.11, bpo-45274).
+        self._ended.wait()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if any(optimizer is each for each in self._optimizers):
@@ -207,6 +217,8 @@ class Guard:
             self._copied = True
         except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
             self._error = e
+        finally:
+            self._ended.set()
 
     def _move(self, to: int, source: int, size_bytes: int) -> None:
         for at in range(0, size_bytes, _PIECE_BYTES):

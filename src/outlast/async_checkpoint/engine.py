@@ -19,7 +19,6 @@ import torch
 
 from outlast.async_checkpoint.arena import Arena, populate
 from outlast.async_checkpoint.copying import Guard
-from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.legacy import claim
 from outlast.async_checkpoint.manifest import checksum
@@ -79,7 +78,6 @@ class Engine:
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
-        self.described = Described()
         self.slots: list[Slot] = []
         self.inherited: list[Slot] = []
         self._sink: Sink | None = None
@@ -119,6 +117,12 @@ class Engine:
             self.writer.tell(
                 {"op": "sealed", "arena": number, "snapshot": bequest.snapshot}, bequest.values
             )
+
+    def unlock(self) -> None:
+        """Lets another process have the folder's lock, if this one holds it."""
+        if self.locked:
+            self.storage.unlock()
+            self.locked = False
 
     def resize(self, count: int) -> None:
         """Has `count` slots."""

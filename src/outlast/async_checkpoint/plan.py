@@ -159,11 +159,12 @@ def walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
         elif hasattr(value, "local_shards"):
             shards = [shard.metadata for shard in value.local_shards()]
             places = [(m.shard_offsets, m.shard_sizes) for m in shards]
-            signature.append((value.metadata().size, places))  # type: ignore[attr-defined]
+            whole = value.metadata()  # type: ignore[attr-defined]
+            signature.append((whole.size, whole.tensor_properties.dtype, places))
         else:
             signature.append((value.shape, value.dtype, value.layout))
     elif isinstance(value, Mapping):
-        signature.append(tuple(value))
+        signature.append((tuple(value), tuple(map(type, value))))  # True == 1
         for inner in value.values():
             walk(inner, signature, leaves)
     elif isinstance(value, list):

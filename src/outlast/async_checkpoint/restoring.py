@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outlast.async_checkpoint import folder as folders
+from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.engine import Engine
 from outlast.async_checkpoint.failure import CallFailure, Verdict
 from outlast.async_checkpoint.in_memory import InMemory
@@ -47,6 +48,7 @@ class Restorer:
 
     Args:
         engine: of the folder.
+        described: of the checkpointer: what it remembers is of this rank.
         ledger: of its own.
         group: for sending snapshots between ranks.
         timeout_s: how long a rank waits for the others.
@@ -54,14 +56,20 @@ class Restorer:
     """
 
     def __init__(
-        self, engine: Engine, ledger: CallLedger, group: Any, timeout_s: float, emitter: Emitter
+        self,
+        engine: Engine,
+        described: Described,
+        ledger: CallLedger,
+        group: Any,
+        timeout_s: float,
+        emitter: Emitter,
     ) -> None:
         self._engine = engine
         self._ledger = ledger
         self._group = group
         self._timeout = timeout_s
         self._emitter = emitter
-        self._items = engine.described.items
+        self._items = described.items
         self._calls = 0
 
     def open(self, owner: str) -> None:
@@ -71,7 +79,8 @@ class Restorer:
             CheckpointError: on every rank, if rank 0 cannot.
         """
 
-        def prepare() -> dict[str, Any]:
+        def prepare(_: list[Any]) -> dict[str, Any]:
+            # All ranks are here: one that was rank 0 before has let go of the lock.
             storage = self._engine.storage
             if not self._engine.locked:
                 storage.prepare()
@@ -86,7 +95,7 @@ class Restorer:
                     log.warning("%s, which a save has left, cannot be removed: %s", name, e)
             return {"left": left, "identity": storage.identity()}
 
-        found = self._from_rank_0(prepare)
+        found = self._from_rank_0(prepare, "here")
         self._engine.identity = found["identity"]
         for name in found["left"]:
             log.info("removed %s, which a save that did not end has left", name)

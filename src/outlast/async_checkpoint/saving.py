@@ -250,10 +250,11 @@ class Saver:
             "values": snapshot["values"],
         }
         try:
-            self._engine.writer.request({"op": "begin"})
-            if self._aborted:
-                raise Dropped
-            answer = self._engine.writer.request(header, save.values)
+            with self._engine.writer.one_at_a_time:  # no other saver's "begin" comes between
+                self._engine.writer.request({"op": "begin"})
+                if self._aborted:
+                    raise Dropped
+                answer = self._engine.writer.request(header, save.values)
         finally:
             # Also where it has failed: only then is nothing copied any more, and no hook left. And
             # a torn snapshot is the first cause of its save's being dropped.

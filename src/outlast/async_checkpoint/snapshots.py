@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
+from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.engine import Engine, Slot
 from outlast.async_checkpoint.exchange import Catalog, Exchange
 from outlast.async_checkpoint.handle import SaveHandle
@@ -33,6 +34,7 @@ class Snapshots:
     Args:
         engine: has the memory for them.
         exchange: agrees on structures with the other ranks.
+        described: of the checkpointer: what it remembers is of this rank.
         optimizers: what only they change is copied beside the training.
         rank, world_size: of the checkpointer.
         job: begins the names of its saves.
@@ -42,6 +44,7 @@ class Snapshots:
         self,
         engine: Engine,
         exchange: Exchange,
+        described: Described,
         optimizers: Sequence[Optimizer],
         rank: int,
         world_size: int,
@@ -49,6 +52,7 @@ class Snapshots:
     ) -> None:
         self._engine = engine
         self._exchange = exchange
+        self._described = described
         self._optimizers = optimizers
         self._rank = rank
         self._world_size = world_size
@@ -99,9 +103,7 @@ class Snapshots:
     ) -> tuple[Structure, Catalog | None, bool]:
         if self._structure is not None and found == self._signature:
             return self._structure, self._exchange.alone, False
-        self._structure, catalog = self._exchange.changed(
-            index, self._engine.described.items(state_dict)
-        )
+        self._structure, catalog = self._exchange.changed(index, self._described.items(state_dict))
         self._structure.number(state_dict)
         self._signature = found
         return self._structure, catalog, True

@@ -15,6 +15,7 @@ import contextlib
 import os
 import select
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 from outlast.async_checkpoint.arena import Arena
@@ -52,7 +53,8 @@ class WriterClient:
         self._ends: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._half_read = False
         self._requests = 0
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()
+        self._telling = threading.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -80,9 +82,11 @@ class WriterClient:
             )
             for number, (arena, index) in self._arenas.items():
                 self._hand(process, number, arena, index)
-            for header, blob in list(self._ends.values()):
-                process.channel.send(pack(header, blob))
-            self._process = process
+            # What is told meanwhile comes after it, to the new process.
+            with self._telling:
+                for header, blob in self._ends.values():
+                    process.channel.send(pack(header, blob))
+                self._process = process
 
     def give(self, number: int, arena: Arena, index: bytes) -> None:
         """Gives the writer an arena, instead of the one of that number.
@@ -94,7 +98,8 @@ class WriterClient:
         """
         with self._starting:
             self._arenas[number] = (arena, index)
-            self._ends.pop(number, None)
+            with self._telling:
+                self._ends.pop(number, None)
             if self._process is not None:
                 with contextlib.suppress(OSError):  # lost: the next one gets it
                     self._hand(self._process, number, arena, index)
@@ -106,11 +111,12 @@ class WriterClient:
 
     def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Says something that is not answered. A writer that is lost needs not to know."""
-        if header["op"] in ("sealed", "torn"):
-            self._ends[header["arena"]] = (header, blob)
-        elif header["op"] in ("reuse", "release"):
-            self._ends.pop(header["arena"], None)
-        process = self._process
+        with self._telling:  # either this process is told, or the one that takes its place
+            if header["op"] in ("sealed", "torn"):
+                self._ends[header["arena"]] = (header, blob)
+            elif header["op"] in ("reuse", "release"):
+                self._ends.pop(header["arena"], None)
+            process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
                 process.channel.send(pack(header, blob))
@@ -128,6 +134,11 @@ class WriterClient:
         process = self._process
         if process is not None:
             process.kill()  # whoever waits for its answer is told by the end of the channel
+
+    @property
+    def one_at_a_time(self) -> AbstractContextManager[Any]:
+        """Keeps the requests of other threads out between several of this one."""
+        return self._asking
 
     def request(self, header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
         """Asks for something, and waits for the answer.

@@ -2,9 +2,9 @@
 
 Their states are theirs: they may hold other keys in the middle of an epoch than at its beginning,
 and differ from rank to rank. So each rank's is saved whole, as one value, and every rank gets its
-own back. At another size nobody but the loader could say what they mean. If they were the same on
-all ranks, that is a place in the whole, and every rank is given it; if not, they are refused:
-samples would be repeated and left out.
+own back. At another size nobody but the loader could say what they mean (torchdata's count what
+their own rank has had), so they are refused: samples would be repeated and left out. A loader whose
+state is a place in the whole says so, by an attribute `resizable` that is true.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from outlast.elastic.loader import ElasticLoader
@@ -58,23 +57,11 @@ def load(
     if not isinstance(mine, tuple):
         raise ValueError(f"the checkpoint has no state of a {kind}")
     resized = len(states) != world_size
-    if resized and begun and not all(_same(each, mine) for each in states.values()):
+    if resized and begun and not getattr(source, "resizable", False):
         raise CheckpointError(
             f"the {kind} was saved by {len(states)} ranks, each with a place of its own, and there "
             f"are {world_size} now: it would repeat some samples and leave out others. Go on with "
             f"{len(states)} ranks, or use outlast.elastic.ElasticLoader or ShardedStream, which "
-            "take any number"
+            f"take any number (or set {kind}.resizable, if it does)"
         )
     source.load_state_dict(mine[0])
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

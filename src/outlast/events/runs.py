@@ -62,7 +62,8 @@ def new_run(directory: str | os.PathLike[str], run_id: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     while True:
         now = datetime.datetime.now(datetime.timezone.utc)
-        folder = root / f"{now.strftime(_STAMP)}.{now.microsecond // 1000:03d}-{run_id}"
+        stamp = f"{now.strftime(_STAMP)}.{now.microsecond // 1000:03d}"
+        folder = root / f"{stamp}-{run_id.replace(os.sep, '_')}"
         # Another one of this id and this millisecond: the next is not far.
         with contextlib.suppress(FileExistsError):
             folder.mkdir()

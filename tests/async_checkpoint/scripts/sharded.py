@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, scenario
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from async_checkpoint.checkpoints import NET
 from outlast.async_checkpoint import Checkpointer
+from outlast.errors import CheckpointError
 
 
 def whole(state: Any) -> Any:
@@ -124,8 +126,41 @@ def sharded_tensor(path: str) -> None:
     found = sharded_tensor.zeros(spec, 5, 4)
     with Checkpointer(path) as checkpointer:
         assert checkpointer.restore({"x": found}) == 1
-    assert torch.equal(found.local_shards()[0].tensor, wanted)
+        assert torch.equal(found.local_shards()[0].tensor, wanted)
+        half = sharded_tensor.zeros(spec, 5, 4, dtype=torch.float16)
+        with pytest.raises(CheckpointError, match="'x' is float16, float32 was saved"):
+            checkpointer.restore({"x": half})
+        # What is saved is what it is, too, and not what it was the time before.
+        half = sharded_tensor.full(spec, (5, 4), 2.5, dtype=torch.float16)
+        checkpointer.save(2, {"x": half}).wait(NET)
+        found = sharded_tensor.zeros(spec, 5, 4, dtype=torch.float16)
+        assert checkpointer.restore({"x": found}) == 2
+        assert bool((found.local_shards()[0].tensor == 2.5).all())
     leave_group()
+
+
+@scenario
+def ranks_change_places(path: str) -> None:
+    """In the same processes, as after a restart in place that assigns ranks anew."""
+    whole = torch.arange(12.0)
+    for life in range(3):
+        rank = (RANK + life) % WORLD_SIZE
+        store: Any = dist.FileStore(f"{path}-store{life}", WORLD_SIZE)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        checkpointer = Checkpointer(path)
+        if life:
+            found = distribute_tensor(torch.zeros(12), mesh, [Shard(0)])
+            assert checkpointer.restore({"w": found}) == life
+            assert torch.equal(found.full_tensor(), whole * life)
+        saved = distribute_tensor(whole * (life + 1), mesh, [Shard(0)])
+        checkpointer.save(life + 1, {"w": saved}).wait(NET)
+        dist.barrier()
+        if life < 2:
+            checkpointer.abort()
+        else:
+            checkpointer.close()
+        leave_group()
 
 
 if __name__ == "__main__":
