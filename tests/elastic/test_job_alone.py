@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.elastic import Job
+from outlast.elastic import Job, whole
 from outlast.errors import CheckpointError
 
 Made = Callable[..., Job]
@@ -228,7 +228,9 @@ SMALL: list[dict[str, Any]] = [
 ]
 WITH_TENSORS: list[dict[str, Any]] = [
     {"shadow": torch.ones(3), "count": 2},
-    {"shadow": torch.zeros(3), "count": 3},
+    {"shadow": torch.zeros(3), "count": 3, "more": torch.ones(2), "extra": {}},
+    {"history": [torch.ones(1), torch.ones(2)], "best": None, "inner": OrderedDict(b=1, a={})},
+    {"history": [torch.ones(1)] * 3, "best": torch.ones(1), "pair": (torch.ones(1), 2)},
 ]
 
 
@@ -259,16 +261,29 @@ def test_a_state_without_tensors_comes_back_whole(
         assert str(told.state) == str(saved)
 
 
-@pytest.mark.parametrize("now", [*SMALL, WITH_TENSORS[1]], ids=str)
-def test_a_state_with_tensors_comes_back(tmp_path: Path, now: dict[str, Any]) -> None:
-    told = Told(copy.deepcopy(WITH_TENSORS[0]))
+@pytest.mark.parametrize("now", [*SMALL, *WITH_TENSORS], ids=range(8))
+@pytest.mark.parametrize("saved", WITH_TENSORS, ids=range(4))
+def test_a_state_with_tensors_comes_back_and_no_mixture(
+    tmp_path: Path, saved: dict[str, Any], now: dict[str, Any]
+) -> None:
+    told = Told(copy.deepcopy(saved))
     with job_with(tmp_path, told) as job:
         job.restore()
         job.step()
         job.save().wait()
         told.state = copy.deepcopy(now)
         assert job.restore() == 1
-        assert str(told.state) == str(WITH_TENSORS[0])
+        assert str(told.state) == str(saved)
+
+
+def test_a_state_that_is_loaded_in_place_is_no_mixture_either() -> None:
+    """One on a GPU, or sharded: what is there now, and was not saved, goes."""
+    saved = whole.packed({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    room = {"a": torch.ones(1), "h": [torch.ones(1), torch.ones(2)], "n": 2, "new": torch.ones(1)}
+    found = whole.opened({**room, "(skeleton)": saved["(skeleton)"]})
+    assert str(found) == str({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    with pytest.raises(CheckpointError, match=r"'h\.0' was saved, and has no place here"):
+        whole.opened({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
 
 
 @pytest.mark.parametrize("now", SMALL[1:], ids=str)
