@@ -279,7 +279,13 @@ def test_a_save_that_is_given_up_while_it_is_written_leaves_nothing(
         half.go.set()
         optimizer.step()
     else:
-        threading.Timer(0.2, half.go.set).start()  # the copy ends when it may
+        await_copy = copies.Guard._await_copy
+
+        def awaited(guard: Any) -> None:
+            half.go.set()  # the copy ends when it is waited for
+            await_copy(guard)
+
+        monkeypatch.setattr(copies.Guard, "_await_copy", awaited)
         checkpointer.abort()
     with pytest.raises(CheckpointError, match="written to" if how == "torn" else "dropped"):
         handle.wait(NET)
