@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.engine import Engine
+from outlast.async_checkpoint.ledger import CallLedger
 from outlast.async_checkpoint.local_storage import LocalStorage
 from outlast.async_checkpoint.saving import Saver
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, StoreError
+from outlast.events import CheckpointCommitted, CheckpointFailed, MemorySink
 
 NET = datetime.timedelta(seconds=60)
 LARGE = 3 << 20  # elements: several chunks
@@ -245,3 +247,26 @@ def test_checkpointers_that_follow_each_other_hold_one_event_log(
     checkpointer.close()
     (log,) = (tmp_path / "events").iterdir()
     assert log.read_text().count('"checkpoint_committed"') == 5
+
+
+def test_what_is_committed_when_the_store_goes_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise StoreError("the store at localhost:29500 cannot be reached: Broken pipe")
+
+    sink = MemorySink()
+    keep = Retention(last=1)
+    with Checkpointer(tmp_path, keep=keep, events=sink) as checkpointer:
+        checkpointer.save(1, {"w": full(1.0)}).wait(NET)
+        with monkeypatch.context() as patch:
+            patch.setattr(CallLedger, "conclude", gone)
+            checkpointer.save(2, {"w": full(2.0)}).wait(NET)
+        committed = [event.step for event in sink.events if isinstance(event, CheckpointCommitted)]
+        assert committed == [1, 2]
+        assert not any(isinstance(event, CheckpointFailed) for event in sink.events)
+        # Another checkpointer may have the folder by now: nothing is removed beside it.
+        assert [info.step for info in checkpointer.list()] == [1, 2]
+        checkpointer.save(3, {"w": full(3.0)}).wait(NET)
+    with Checkpointer(tmp_path, keep=keep) as checkpointer:
+        assert [info.step for info in checkpointer.list()] == [3]

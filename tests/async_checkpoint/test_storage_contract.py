@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -146,6 +148,23 @@ def test_a_save_that_is_dropped_can_be_removed(storage: Storage) -> None:
     arena.close()
     storage.remove("a")
     assert storage.folders() == []
+
+
+def test_a_save_that_is_dropped_keeps_no_memory(storage: Storage) -> None:
+    arena = Arena(3 * PIECE_BYTES)
+    dropped = threading.Event()
+    dropped.set()
+    gc.collect()
+    gc.disable()  # what is only in a circle stays
+    try:
+        with contextlib.suppress(Dropped):
+            write_files(
+                storage, "a", arena.view, [("x", 0, PIECE_BYTES)], {}, threads=2, dropped=dropped
+            )
+        arena.view.release()  # an error if somebody still looks into it
+    finally:
+        gc.enable()
+        arena.close()
 
 
 def test_an_abandoned_file_can_be_removed(storage: Storage) -> None:

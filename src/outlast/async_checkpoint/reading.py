@@ -13,7 +13,6 @@ import functools
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import xxhash
@@ -21,6 +20,7 @@ import xxhash
 from outlast.async_checkpoint.arena import memory_at
 from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.manifest import FileEntry
+from outlast.async_checkpoint.parallel import in_threads
 from outlast.async_checkpoint.storage import FileReader, Storage
 from outlast.errors import CheckpointError
 
@@ -171,9 +171,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
                 readers[name] = source.open(name)
             except OSError as e:
                 raise CheckpointError(f"{source.where}/{name}: {e.strerror or e}") from e
-        with ThreadPoolExecutor(threads, "outlast-read") as pool:
-            for running in [pool.submit(work) for _ in range(threads)]:
-                running.result()
+        in_threads(work, threads, "outlast-read")
     finally:
         for reader in readers.values():
             reader.close()

@@ -190,7 +190,7 @@ class Saver:
             self._engine.give_back(save.slot, save.turn)
             save.handle._end(error)
             self._ended(save, size_bytes, error, queued)
-            if manifest is not None:
+            if manifest is not None and not self._aborted:
                 self._committed(manifest)
 
     def _walk(self, save: Save) -> tuple[int, Manifest | None]:
@@ -218,13 +218,24 @@ class Saver:
         manifest: Manifest | None = None
         if ledger.rank == 0:
             manifest, result = self._commit(save)
-            ledger.conclude(index, json.dumps(result).encode())
+            try:
+                ledger.conclude(index, json.dumps(result).encode())
+            except StoreError:
+                # The store has gone, with the job's iteration; what is committed is, all the same.
+                # The next checkpointer may be at work already: nothing old is removed beside it.
+                if manifest is None:
+                    raise
+                return manifest.size_bytes, None
         else:
             try:
                 result = json.loads(ledger.await_conclusion(index, self._timeout))
             except KeyTimeout:
                 result = {"error": f"rank 0 did not say within {self._timeout:g} s whether it was"}
-        ledger.forget(index)
+            except StoreError as e:
+                text = f"step {save.step}: rank 0 could not say whether it is committed: {e}"
+                raise CheckpointError(text) from e
+        with contextlib.suppress(StoreError):  # gone meanwhile, and its keys with it
+            ledger.forget(index)
         if "error" in result:
             raise CheckpointError(
                 f"the save of step {save.step} was not committed: {result['error']}"

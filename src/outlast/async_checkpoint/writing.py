@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.manifest import checksum
+from outlast.async_checkpoint.parallel import in_threads
 from outlast.async_checkpoint.storage import FileWriter, Storage
 
 __all__ = ["PIECE_BYTES", "Dropped", "checksums_of", "write_files"]
@@ -107,10 +107,7 @@ def write_files(
                 raise
 
     try:
-        with ThreadPoolExecutor(max(1, threads), "outlast-write") as pool:
-            running = [pool.submit(work) for _ in range(max(1, threads))]
-        for each in running:
-            each.result()
+        in_threads(work, max(1, threads), "outlast-write")
     except BaseException:
         for part in parts:
             if part.writer is not None and part.left:

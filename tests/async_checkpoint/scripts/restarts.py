@@ -14,6 +14,7 @@ from ranks import main, say, scenario
 
 from async_checkpoint.checkpoints import NET, blank, same, state_of
 from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.writer import WriterClient
 from outlast.inprocess import CallWrapper, Wrapper
 
 ELEMENTS = 300_000
@@ -30,14 +31,15 @@ def empty() -> dict[str, Any]:
     return state
 
 
-def held(pid: int | None) -> dict[str, int]:
-    """What this process and its writer hold."""
+def held(writing: WriterClient) -> dict[str, int]:
+    """What this process and its writer hold, when both have done what they were asked for."""
     for thread in threading.enumerate():
         if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
-    writer = psutil.Process(pid)
+    writing.request({"op": "begin"})  # done in its turn: what was dropped before is at an end
+    writer = psutil.Process(writing.pid)
     return {
         "threads": len(threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -78,7 +80,7 @@ def restarts(path: str, count: str) -> None:
                 step=step,
                 writer=engine.writer.pid,
                 arenas=[id(slot.arena) for slot in engine.slots],
-                held=held(engine.writer.pid) if looks else None,
+                held=held(engine.writer) if looks else None,
             )
             step = -1 if step is None else step
             dist.barrier()

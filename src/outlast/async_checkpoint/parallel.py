@@ -1,0 +1,32 @@
+"""One piece of work by several threads at once, whose errors keep nothing alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["in_threads"]
+
+
+def in_threads(work: Callable[[], None], threads: int, name: str) -> None:
+    """Runs `work` in each of `threads` threads, and returns when all of them have ended.
+
+    Args:
+        work: takes what is next to do until nothing is left.
+        threads: how many.
+        name: of the threads.
+
+    Raises:
+        BaseException: the one that the first of the threads ended with.
+    """
+    with ThreadPoolExecutor(threads, name) as pool:
+        running = [pool.submit(work) for _ in range(threads)]
+    ended = [each.exception() for each in running]
+    # Nothing here may hold the error that is raised: its traceback holds this frame, and all that
+    # it reaches (memory of the size of the training's state) would stay until the garbage collector
+    # finds the circle, in a process that collects seldom or not at all.
+    running.clear()
+    errors = [error for error in ended if error is not None]
+    ended.clear()
+    if errors:
+        raise errors.pop(0)
