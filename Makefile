@@ -19,6 +19,7 @@ BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
+BUILT_FROM := pyproject.toml hatch_build.py src/outlast/async_checkpoint/stream_copy.c
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-ray check format bench docs clean
@@ -34,16 +35,16 @@ $(1)/bin/python -m pip install --quiet --editable '.[$(2)]'
 touch $@
 endef
 
-$(STAMP): pyproject.toml
+$(STAMP): $(BUILT_FROM)
 	$(call environment,$(VENV),dev$(,)demo)
 
 # Apart from .venv, so that the library compared with never stands beside the tests. Its
 # requirements are torch, psutil, and small pure-Python packages: as torch is there already, it
 # brings no CUDA package along.
-$(BENCH_STAMP): pyproject.toml
+$(BENCH_STAMP): $(BUILT_FROM)
 	$(call environment,$(BENCH_VENV),bench$(,)demo)
 
-$(RAY_STAMP): pyproject.toml
+$(RAY_STAMP): $(BUILT_FROM)
 	$(call environment,$(RAY_VENV),dev$(,)demo$(,)ray)
 
 # A comma that `call` does not take for the end of an argument.

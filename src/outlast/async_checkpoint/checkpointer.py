@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.after_save import AfterSave
-from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.engine import engine_for
 from outlast.async_checkpoint.environment import ranks
 from outlast.async_checkpoint.exchange import Exchange
@@ -129,7 +128,9 @@ class Checkpointer:
         self._engine.resize(max_in_flight)
         self._emitter = Emitter(events if events is not None else self._engine.sink(self.rank))
         self._emitter.place(rank=self.rank)
-        described = Described()
+        described = self._engine.described
+        everywhere = dist.is_available() and dist.is_initialized()
+        described.move(dist.get_rank() if everywhere else 0, self.rank, self.world_size)
         self._restorer = Restorer(
             self._engine,
             described,
@@ -144,7 +145,9 @@ class Checkpointer:
             if not taken_over:  # nobody else knows of it
                 self._engine.close(0.0)
             raise
-        self._exchange = Exchange(connect_ledger("structure", group), self._timeout)
+        self._exchange = Exchange(
+            connect_ledger("structure", group), self._timeout, self._engine.agreed
+        )
         self._snapshots = Snapshots(
             self._engine,
             self._exchange,

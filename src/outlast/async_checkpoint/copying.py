@@ -17,7 +17,6 @@ optimizer, between `save` and `step`, cannot be seen: such code needs an eager s
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -27,23 +26,20 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from outlast.async_checkpoint.streaming import move
 from outlast.errors import CheckpointError
 
 __all__ = ["Copy", "Guard", "copy_now", "owned_by"]
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
 
-# One call of memmove: long enough that taking Python's lock in between costs nothing, short enough
+# One call: long enough that taking Python's lock in between costs nothing, short enough
 # to end soon when the copy is called off.
 _PIECE_BYTES = 16 << 20
 # The same where several threads share the work: the last piece is what they may wait for.
 _SHARE_BYTES = 8 << 20
-_WORTH_A_CALL = 64 << 10  # below that, a call of memmove costs more than the copy
+_WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 _MOST_THREADS = 8  # the memory of one host is busy with fewer
-
-_memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
 
 
 def copy_now(copies: Sequence[Copy]) -> None:
@@ -78,17 +74,17 @@ def copy_now(copies: Sequence[Copy]) -> None:
 def _move_all(pieces: Sequence[tuple[int, int, int]], threads: int) -> None:
     left = iter(pieces)  # the next of a list's iterator is one step: no two threads get the same
 
-    def move() -> None:
+    def take() -> None:
         for to, source, size_bytes in left:
-            _memmove(to, source, size_bytes)
+            move(to, source, size_bytes)
 
     helpers = [
-        threading.Thread(target=move, name="outlast-copy", daemon=True)
+        threading.Thread(target=take, name="outlast-copy", daemon=True)
         for _ in range(min(threads, len(pieces)) - 1)
     ]
     for helper in helpers:
         helper.start()
-    move()
+    take()
     for helper in helpers:
         helper.join()
 
@@ -225,7 +221,7 @@ class Guard:
             if self._called_off:
                 return
             size = min(_PIECE_BYTES, size_bytes - at)
-            _memmove(to + at, source + at, size)
+            move(to + at, source + at, size)
             if to + at + size - self._told >= _PIECE_BYTES:
                 self._told = to + at + size
                 self._reached(self._told)

@@ -1,7 +1,9 @@
 """Remembers the parts of the last state dict: torch takes ten milliseconds to tell those of 400.
 
-What it remembers is of one rank: the shard of a DTensor that this process has depends on its place
-in the mesh, which a mesh that is equal to it need not share. So it lives as long as a checkpointer.
+It lives as long as the process works in one folder: a training that is restarted in place has the
+same parts again. But it may have come back as another rank, and the shard of a DTensor that a
+process has depends on its place in the mesh, which a mesh that is equal to the last one need not
+share. So what is remembered is of one place.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ class Described:
     """Calls `describe` only for a state dict that looks otherwise than the last one."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Any], list[Item]] | None = None
+        self._place: tuple[int, ...] = ()
+        self._last: tuple[tuple[int, ...], list[Any], list[Item]] | None = None
+
+    def move(self, *place: int) -> None:
+        """This process is there now: the ranks that tell its place among the others."""
+        self._place = place
 
     def items(self, state_dict: Mapping[str, Any]) -> list[Item]:
         """The parts of `state_dict` that this rank has. See `describe`."""
         signature: list[Any] = []
         walk(state_dict, signature, [])
-        last = self._last
-        if last is None or last[0] != signature:
-            # At once, so that no other thread sees the one without the other.
-            self._last = last = (signature, describe(state_dict))
-        return list(last[1])
+        last, place = self._last, self._place
+        known = last is not None and last[0] == place and last[1] == signature
+        items = last[2] if last is not None and known else describe(state_dict)
+        # At once, so that no other thread sees the one without the other; and also what is known:
+        # a mesh that is equal and of the past must not be kept.
+        self._last = (place, signature, items)
+        return list(items)

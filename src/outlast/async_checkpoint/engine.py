@@ -19,7 +19,9 @@ import torch
 
 from outlast.async_checkpoint.arena import Arena, populate
 from outlast.async_checkpoint.copying import Guard
+from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
+from outlast.async_checkpoint.exchange import Agreed
 from outlast.async_checkpoint.legacy import claim
 from outlast.async_checkpoint.manifest import checksum
 from outlast.async_checkpoint.snapshot import Structure
@@ -78,6 +80,8 @@ class Engine:
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
+        self.described = Described()
+        self.agreed = Agreed()
         self.slots: list[Slot] = []
         self.inherited: list[Slot] = []
         self._sink: Sink | None = None

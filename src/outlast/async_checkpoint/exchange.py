@@ -8,98 +8,60 @@ changed keep what they had: they are saving it already.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import pickle
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
+from outlast.async_checkpoint.catalog import Catalog
 from outlast.async_checkpoint.failure import CallFailure
 from outlast.async_checkpoint.ledger import CallLedger
-from outlast.async_checkpoint.manifest import Shard, TensorEntry, ValueEntry
 from outlast.async_checkpoint.plan import Item, Key, decode_items, encode_items, share_out
-from outlast.async_checkpoint.snapshot import Structure, values_file
+from outlast.async_checkpoint.snapshot import Structure
 from outlast.coordination import KeyTimeout
 from outlast.errors import CheckpointError
 
-__all__ = ["Catalog", "Exchange"]
+__all__ = ["Agreed", "Exchange"]
 
 
-class Catalog:
-    """What a checkpoint of the whole job holds, and where. What it says never changes.
+@dataclasses.dataclass
+class Agreed:
+    """What the last exchange of this process has come to. A training that is restarted in place
+    asks for the same again, and gets it at once: the same plans are shared out in the same way.
 
-    Args:
-        structures: of each rank.
+    Attributes:
+        structure: what this rank saves.
+        told: what each rank has told, as it was told and decoded.
+        shared: the plans of all ranks, and on rank 0 what each saves of its own; the catalog.
     """
 
-    def __init__(self, structures: Mapping[int, Structure]) -> None:
-        self.structures = dict(structures)
-        self.tensors: dict[str, TensorEntry] = {}
-        self._described: dict[str, Any] = {}
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        self._last: tuple[dict[str, ValueEntry], bytes] | None = None
-        for structure in self.structures.values():
-            self._add(structure)
+    structure: Structure | None = None
+    told: tuple[list[bytes], dict[int, list[Item]]] | None = None
+    shared: tuple[Mapping[int, Sequence[Item]], dict[int, list[Key]], Catalog] | None = None
 
-    def values(self, places: Mapping[int, Sequence[Sequence[int]]]) -> dict[str, ValueEntry]:
-        """Where the values lie, from what each rank says of its own."""
-        found = {}
-        for rank, structure in self.structures.items():
-            for item, (at, size_bytes) in zip(structure.values, places[rank], strict=True):
-                found[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size_bytes)
-        return found
+    def structure_of(self, items: Sequence[Item], keys: Sequence[Key], rank: int) -> Structure:
+        """The structure of a rank that has `items` and saves those of `keys`."""
+        known = self.structure
+        if known is None or not known.is_of(items, keys, rank):
+            self.structure = known = Structure(items, keys, rank)
+        return known
 
-    def metadata(self, values: Mapping[str, ValueEntry]) -> bytes:
-        """The `.metadata` file of torch.distributed.checkpoint, for those who load with that. It is
-        the same as before while values are as long as before.
-        """
-        if self._last is not None and self._last[0] == values:
-            return self._last[1]
-        described = dict(self._described)
-        stored = dict(self._stored)
-        for name, entry in values.items():
-            described[name] = BytesStorageMetadata()
-            stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
-        paths = {name: _torch_path(path) for name, path in self._paths.items()}
-        content = pickle.dumps(
-            Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
-        )
-        self._last = (dict(values), content)
-        return content
+    def decoded(self, told: list[bytes]) -> dict[int, list[Item]]:
+        """The plans of the ranks that have told one."""
+        known = self.told
+        if known is None or known[0] != told:
+            plans = {rank: decode_items(part) for rank, part in enumerate(told) if part}
+            self.told = known = (told, plans)
+        return known[1]
 
-    def _add(self, structure: Structure) -> None:
-        for item in (*structure.tensors, *structure.values):
-            self._paths[item.name] = item.path
-        for item, place in zip(structure.tensors, structure.layout.places, strict=True):
-            entry = self.tensors.setdefault(
-                item.name, TensorEntry(_listed(item.path), item.dtype, list(item.shape), [])
-            )
-            entry.shards.append(
-                Shard(list(item.offsets), list(item.sizes), place.file, place.data_at)
-            )
-            described = self._described.setdefault(
-                item.name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, item.dtype)), torch.Size(item.shape), []
-                ),
-            )
-            index = MetadataIndex(item.name, item.offsets, len(described.chunks))
-            described.chunks.append(
-                ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
-            )
-            self._stored[index] = _StorageInfo(place.file, place.stream_at, place.stream_bytes)
+    def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
+        """Shares plans out among ranks of which none has had one before. See `share_out`."""
+        known = self.shared
+        if known is None or known[0] != plans:
+            keys = share_out(plans)
+            structures = {rank: Structure(plans[rank], keys[rank], rank) for rank in plans}
+            self.shared = known = (plans, keys, Catalog(structures))
+        return known[1], known[2]
 
 
 class Exchange:
@@ -108,10 +70,12 @@ class Exchange:
     Args:
         ledger: of its own; call i of it is the exchange of save i.
         timeout_s: how long a rank waits for the others.
+        agreed: what this process remembers; nothing at first.
     """
 
-    def __init__(self, ledger: CallLedger, timeout_s: float) -> None:
+    def __init__(self, ledger: CallLedger, timeout_s: float, agreed: Agreed) -> None:
         self._ledger = ledger
+        self._agreed = agreed
         self._timeout = timeout_s
         self._catalog = Catalog({})
         self._told = -1  # the last exchange in which the main thread has said its part
@@ -129,10 +93,8 @@ class Exchange:
         """
         ledger = self._ledger
         if ledger.world_size == 1:
-            keys = share_out({0: items})[0]
-            structure = Structure(items, keys, 0)
-            self._catalog = Catalog({0: structure})
-            return structure, self._catalog
+            self._catalog = self._agreed.share({0: items})[1]
+            return self._catalog.structures[0], self._catalog
         self._told = index
         try:
             ledger.finish(index, encode_items(items))
@@ -149,7 +111,7 @@ class Exchange:
         sign, numbers = answer[str(ledger.rank)]
         chosen = set(numbers)
         keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
-        return Structure(items, keys, ledger.rank), catalog
+        return self._agreed.structure_of(items, keys, ledger.rank), catalog
 
     @property
     def alone(self) -> Catalog | None:
@@ -206,9 +168,7 @@ class Exchange:
                 cause = f"rank {failure.rank} on {failure.host}: {failure.cause}"
                 ledger.conclude(index, json.dumps({"error": cause}).encode())
                 return self._catalog
-            new = {
-                rank: decode_items(part) for rank, part in enumerate(ledger.parts(index)) if part
-            }
+            new = self._agreed.decoded(ledger.parts(index))
             if new:
                 self._renew(index, new)
             return self._catalog
@@ -220,18 +180,21 @@ class Exchange:
     def _renew(self, index: int, new: dict[int, list[Item]]) -> None:
         old = self._catalog.structures
         kept = {rank: s for rank, s in old.items() if rank not in new}
-        plans = {**{rank: s.items for rank, s in kept.items()}, **new}
-        fixed = {rank: [i.key for i in (*s.tensors, *s.values)] for rank, s in kept.items()}
+        plans = dict(sorted({**{rank: s.items for rank, s in kept.items()}, **new}.items()))
         try:
-            keys = share_out(dict(sorted(plans.items())), fixed)
+            if kept:
+                fixed = {rank: [i.key for i in (*s.tensors, *s.values)] for rank, s in kept.items()}
+                keys = share_out(plans, fixed)
+                structures = {
+                    rank: kept[rank] if rank in kept else Structure(plans[rank], keys[rank], rank)
+                    for rank in plans
+                }
+                self._catalog = Catalog(structures)
+            else:
+                keys, self._catalog = self._agreed.share(plans)
         except CheckpointError as e:
             self._ledger.conclude(index, json.dumps({"error": str(e)}).encode())
             return
-        structures = {
-            rank: kept[rank] if rank in kept else Structure(plans[rank], keys[rank], rank)
-            for rank in sorted(plans)
-        }
-        self._catalog = Catalog(structures)
         answer = {str(rank): _shortest(items, keys[rank]) for rank, items in new.items()}
         self._ledger.conclude(index, json.dumps(answer, separators=(",", ":")).encode())
 
@@ -242,11 +205,3 @@ def _shortest(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int
     taken = [i for i, item in enumerate(items) if item.key in mine]
     left = [i for i, item in enumerate(items) if item.key not in mine]
     return ("+", taken) if len(taken) <= len(left) else ("-", left)
-
-
-def _listed(path: tuple[Any, ...]) -> list[Any]:
-    return [list(key) if isinstance(key, tuple) else key for key in path]
-
-
-def _torch_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)

@@ -22,13 +22,11 @@ from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.manifest import FileEntry
 from outlast.async_checkpoint.parallel import in_threads
 from outlast.async_checkpoint.storage import FileReader, Storage
+from outlast.async_checkpoint.streaming import move
 from outlast.errors import CheckpointError
 
 __all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_hashed", "read_verified"]
 
-_memmove = ctypes.CDLL(None).memmove  # a call through CDLL leaves Python's lock
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
 # What a core's own cache holds beside other things: copied, it is still there to be hashed.
 _CACHED_BYTES = 384 << 10
 
@@ -247,7 +245,7 @@ def _deal(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         low, high = max(begin, piece.at), min(end, piece.at + piece.size_bytes)
         if low < high:
-            _memmove(piece.address + low - piece.at, address + low - begin, high - low)
+            move(piece.address + low - piece.at, address + low - begin, high - low)
 
 
 def _damaged(where: str, begin: int, size: int) -> CheckpointError:

@@ -48,7 +48,7 @@ class Restorer:
 
     Args:
         engine: of the folder.
-        described: of the checkpointer: what it remembers is of this rank.
+        described: what this process remembers of state dicts.
         ledger: of its own.
         group: for sending snapshots between ranks.
         timeout_s: how long a rank waits for the others.

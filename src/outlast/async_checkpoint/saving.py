@@ -27,9 +27,10 @@ from collections.abc import Callable
 from typing import Any
 
 from outlast.async_checkpoint.arena import CHUNK_BYTES, pieces
+from outlast.async_checkpoint.catalog import Catalog
 from outlast.async_checkpoint.copying import Guard
 from outlast.async_checkpoint.engine import Engine, Slot
-from outlast.async_checkpoint.exchange import Catalog, Exchange
+from outlast.async_checkpoint.exchange import Exchange
 from outlast.async_checkpoint.failure import CallFailure, Verdict
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.ledger import CallLedger

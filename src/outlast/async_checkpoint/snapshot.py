@@ -46,6 +46,7 @@ class Structure:
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
         mine = set(keys)
+        self._rank, self._mine = rank, mine
         self.items = list(items)
         self.tensors = [i for i in items if i.kind == "tensor" and i.key in mine]
         self.values = [i for i in items if i.kind == "value" and i.key in mine]
@@ -53,6 +54,10 @@ class Structure:
         self.index = self._describe()
         self._leaves: list[int] = []
         self._pickled: dict[str, tuple[Any, bytes]] = {}
+
+    def is_of(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> bool:
+        """Whether it is what these would make."""
+        return self._rank == rank and self.items == list(items) and self._mine == set(keys)
 
     def targets(self, arena: Arena) -> list[torch.Tensor]:
         """Tensors that look into the arena, one for each of `tensors`."""

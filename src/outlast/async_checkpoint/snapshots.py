@@ -13,10 +13,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from outlast.async_checkpoint.catalog import Catalog
 from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
 from outlast.async_checkpoint.described import Described
 from outlast.async_checkpoint.engine import Engine, Slot
-from outlast.async_checkpoint.exchange import Catalog, Exchange
+from outlast.async_checkpoint.exchange import Exchange
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.plan import walk
 from outlast.async_checkpoint.saving import Save
@@ -34,7 +35,7 @@ class Snapshots:
     Args:
         engine: has the memory for them.
         exchange: agrees on structures with the other ranks.
-        described: of the checkpointer: what it remembers is of this rank.
+        described: what this process remembers of state dicts.
         optimizers: what only they change is copied beside the training.
         rank, world_size: of the checkpointer.
         job: begins the names of its saves.

@@ -1,0 +1,57 @@
+"""Compiles what the package has in C, when it is built or installed for editing.
+
+The package works without: so where there is no compiler, or another processor, nothing is compiled
+and the wheel is one for all machines. `OUTLAST_NO_COMPILER=1` asks for that.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = "src/outlast/async_checkpoint/stream_copy.c"
+LIBRARY = "src/outlast/async_checkpoint/_stream_copy.so"
+
+
+class StreamCopy(BuildHookInterface[Any]):
+    """The build hook that pyproject.toml names."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles, and has the wheel take it along."""
+        root = Path(self.root)
+        library = root / LIBRARY
+        library.unlink(missing_ok=True)
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        if (
+            os.environ.get("OUTLAST_NO_COMPILER")
+            or not sys.platform.startswith("linux")
+            or platform.machine() != "x86_64"
+            or shutil.which(compiler[0]) is None
+        ):
+            self.app.display_info("outlast: nothing is compiled; copies of memory are slower")
+            return
+        # Whole or not at all: a process may be loading the one that is there.
+        partial = library.with_suffix(".partial")
+        command = [*compiler, "-O2", "-fPIC", "-shared", "-o", str(partial), str(root / SOURCE)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            self.app.display_warning(f"outlast: {shlex.join(command)} failed:\n{made.stderr}")
+            partial.unlink(missing_ok=True)
+            return
+        partial.replace(library)
+        build_data["pure_python"] = False
+        build_data["tag"] = (
+            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        )
+        build_data["artifacts"].append(LIBRARY)
