@@ -35,18 +35,18 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
         self.go = threading.Event()
-        real, await_copy = copies.Guard._move, copies.Guard._await_copy
+        real, await_copy = copies.Guard._fill, copies.Guard._await_copy
 
-        def move(guard: Any, *arguments: Any) -> None:
+        def fill(guard: Any, *arguments: Any) -> int:
             self.begun.set()
             assert self.go.wait(60)
-            real(guard, *arguments)
+            return real(guard, *arguments)
 
         def awaited(guard: Any) -> None:
             self.go.set()
             await_copy(guard)
 
-        monkeypatch.setattr(copies.Guard, "_move", move)
+        monkeypatch.setattr(copies.Guard, "_fill", fill)
         monkeypatch.setattr(copies.Guard, "_await_copy", awaited)
 
     def again(self) -> None:
@@ -178,7 +178,7 @@ def test_a_torn_snapshot_is_never_saved(tmp_path: Path, held: HeldCopy, sealed_b
 def test_it_is_noticed_when_writes_are_not_looked_for(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, copies.Guard._found, "source._version != version", "False")
+    mutate(monkeypatch, copies.Writes.found, "source._version != version", "False")
     with pytest.raises(AssertionError):
         check_torn(tmp_path, held, sealed_by="step")
 
@@ -187,20 +187,18 @@ LARGE = 6_000_000  # elements: more than is written, and told of, at once
 
 
 class HalfCopied:
-    """Has the copy beside the training wait after the first tensor."""
+    """Has the copy beside the training wait when half of it is done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        self._first = True
-        real = copies.Guard._move
+        real = copies.Guard._fill
 
-        def move(guard: Any, *arguments: Any) -> None:
-            if not self._first:
+        def fill(guard: Any, chunks: Any, number: int) -> int:
+            if number >= len(chunks) / 2:
                 assert self.go.wait(60)
-            self._first = False
-            real(guard, *arguments)
+            return real(guard, chunks, number)
 
-        monkeypatch.setattr(copies.Guard, "_move", move)
+        monkeypatch.setattr(copies.Guard, "_fill", fill)
 
 
 def two_tensors() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
@@ -225,7 +223,7 @@ def test_what_has_been_copied_is_written_beside_the_copy(
     plan.set({"op": "write_at", "do": "wait"})
     with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
         handle = checkpointer.save(1, state)
-        plan.gate().arrived()  # with the second tensor not yet begun
+        plan.gate().arrived()  # with half of it not yet copied
         plan.set()
         plan.gate().open()
         half.go.set()
@@ -258,7 +256,7 @@ def test_it_is_noticed_when_the_writer_does_not_wait_for_the_copy(
         half.go.set()
         optimizer.step()
         handle.wait(NET)
-    with pytest.raises(AssertionError):
+    with pytest.raises(CheckpointError, match="damaged"):
         check_on_disk(tmp_path / "c", expected)
 
 

@@ -12,7 +12,8 @@ the thread that trains: there no write of that thread is under way, and every wr
 before has counted. Only then is the snapshot sealed. What has been copied is written to files
 before that, but never committed: no rank says that it has finished before its seal. A write that
 torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs to an
-optimizer, between `save` and `step`, cannot be seen: such code needs an eager save.
+optimizer, between `save` and `step`, is not seen then: such code needs an eager save. If it comes
+between a byte's copy and its checksum, the checkpoint does not pass for a good one (`chunks.py`).
 """
 
 from __future__ import annotations
@@ -26,67 +27,73 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from outlast.async_checkpoint.streaming import move
+from outlast.async_checkpoint.chunks import Chunks, Move
 from outlast.errors import CheckpointError
 
-__all__ = ["Copy", "Guard", "copy_now", "owned_by"]
+__all__ = [
+    "Copy",
+    "Guard",
+    "Writes",
+    "copy_by_torch",
+    "in_a_row",
+    "moves_of",
+    "owned_by",
+]
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
 
-# One call: long enough that taking Python's lock in between costs nothing, short enough
-# to end soon when the copy is called off.
-_PIECE_BYTES = 16 << 20
-# The same where several threads share the work: the last piece is what they may wait for.
-_SHARE_BYTES = 8 << 20
+# How much is copied before the writer is told, which writes pieces of that size.
+_TOLD_BYTES = 16 << 20
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
-_MOST_THREADS = 8  # the memory of one host is busy with fewer
 
 
-def copy_now(copies: Sequence[Copy]) -> None:
-    """Copies everything, and returns when that is done.
-
-    What is bytes in a row is copied by as many threads as torch uses, each of which takes the next
-    piece when it is done with one. torch's own copy cuts every tensor in equal parts and waits for
-    the slowest at each: where anything else runs on one of the processors, the writer of the save
-    before say, that takes many times as long.
+def in_a_row(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is bytes in a row in the processor's memory, and enough of them to be
+    copied by themselves.
     """
-    plain: list[tuple[int, int, int]] = []
-    others: list[Copy] = []
-    for source, to in copies:
-        size = source.nbytes
-        if size >= _WORTH_A_CALL and source.is_contiguous() and source.device.type == "cpu":
-            start, end = source.data_ptr(), to.data_ptr()
-            plain += [
-                (end + at, start + at, min(_SHARE_BYTES, size - at))
-                for at in range(0, size, _SHARE_BYTES)
-            ]
-        else:
-            others.append((source, to))
-    if plain:
-        _move_all(plain, min(torch.get_num_threads(), _MOST_THREADS))
-    if others:
-        with torch.no_grad():
-            torch._foreach_copy_([to for _, to in others], [source for source, _ in others])
-        if any(source.is_cuda for source, _ in others):
-            torch.cuda.synchronize()
+    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_contiguous() and tensor.is_cpu
 
 
-def _move_all(pieces: Sequence[tuple[int, int, int]], threads: int) -> None:
-    left = iter(pieces)  # the next of a list's iterator is one step: no two threads get the same
+def moves_of(copies: Sequence[Copy]) -> list[Move]:
+    """What there is to move, of tensors in a row."""
+    return [(to.data_ptr(), source.data_ptr(), source.nbytes) for source, to in copies]
 
-    def take() -> None:
-        for to, source, size_bytes in left:
-            move(to, source, size_bytes)
 
-    helpers = [
-        threading.Thread(target=take, name="outlast-copy", daemon=True)
-        for _ in range(min(threads, len(pieces)) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    take()
-    for helper in helpers:
-        helper.join()
+def copy_by_torch(copies: Sequence[Copy]) -> None:
+    """Copies tensors of any kind, and returns when that is done."""
+    if not copies:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_([to for _, to in copies], [source for source, _ in copies])
+    if any(source.is_cuda for source, _ in copies):
+        torch.cuda.synchronize()
+
+
+class Writes:
+    """The writes to tensors that torch counts, from now on.
+
+    Args:
+        sources: the tensors.
+    """
+
+    def __init__(self, sources: Iterable[torch.Tensor]) -> None:
+        # What was made in inference mode has no count, and cannot be written to outside of it.
+        self._sources = [source for source in sources if not source.is_inference()]
+        self._versions = [source._version for source in self._sources]
+
+    def found(self, hint: str) -> CheckpointError | None:
+        """What is wrong if there were any; `hint` says more of when, and what to do."""
+        changed = [
+            tuple(source.shape)
+            for source, version in zip(self._sources, self._versions, strict=True)
+            if source._version != version
+        ]
+        if not changed:
+            return None
+        return CheckpointError(
+            f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
+            f"they were copied, {hint}: the snapshot is torn"
+        )
 
 
 def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -112,8 +119,8 @@ class Guard:
     """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
 
     Args:
-        copies: from contiguous tensors in the CPU's memory, to others of the same kind, in the
-            order of their addresses.
+        copies: from contiguous tensors in the CPU's memory, to others of the same kind.
+        chunks: of the snapshot; they do it.
         optimizers: whose steps change what is copied.
         sealed: called once, on the thread that trains or on one that asks for the snapshot:
             with nothing, when the snapshot is what it should be; else with what went wrong.
@@ -124,16 +131,17 @@ class Guard:
     def __init__(
         self,
         copies: Sequence[Copy],
+        chunks: Chunks,
         optimizers: Sequence[Optimizer],
         sealed: Callable[[CheckpointError | None], None],
         reached: Callable[[int], None] = lambda address: None,
     ) -> None:
-        self._copies = copies
-        self._versions = [source._version for source, _ in copies]
+        self._copies = copies  # they keep the memory, on both sides
+        self._writes: Writes | None = Writes(source for source, _ in copies)
+        self._chunks: Chunks | None = chunks
         self._optimizers = optimizers
         self._sealed = sealed
         self._reached = reached
-        self._told = copies[0][1].data_ptr() if copies else 0
         self._called_off = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -168,7 +176,8 @@ class Guard:
             # Said again, and the same, where an interrupt has come before the end of it.
             self._sealed(self._outcome[0])
             self._is_sealed = True
-        self._copies = []
+        self._copies = ()
+        self._writes = self._chunks = None
 
     def call_off(self) -> None:
         """Ends the copy; the snapshot is no good."""
@@ -191,23 +200,25 @@ class Guard:
             return CheckpointError("the snapshot was never copied")
         if self._error is not None:
             return CheckpointError(f"the copy of a tensor failed: {self._error}")
-        changed = [
-            tuple(source.shape)
-            for (source, _), version in zip(self._copies, self._versions, strict=True)
-            if source._version != version
-        ]
-        if changed:
-            return CheckpointError(
-                f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
-                "they were copied, before the optimizer's step: the snapshot is torn. Save such "
-                "tensors eagerly: leave their optimizer out of `overlap`"
-            )
-        return None
+        assert self._writes is not None
+        return self._writes.found(
+            "before the optimizer's step (save such tensors eagerly: leave their optimizer out of "
+            "`overlap`)"
+        )
 
     def _copy(self) -> None:
         try:
-            for source, to in self._copies:
-                self._move(to.data_ptr(), source.data_ptr(), source.nbytes)
+            chunks = self._chunks
+            assert chunks is not None
+            told = 0
+            for number in range(len(chunks)):
+                if self._called_off:
+                    break
+                upto = self._fill(chunks, number)
+                told = told or upto
+                if upto - told >= _TOLD_BYTES:
+                    told = upto
+                    self._reached(upto)
             if not self._called_off:
                 self._reached(sys.maxsize)
             self._copied = True
@@ -216,12 +227,5 @@ class Guard:
         finally:
             self._ended.set()
 
-    def _move(self, to: int, source: int, size_bytes: int) -> None:
-        for at in range(0, size_bytes, _PIECE_BYTES):
-            if self._called_off:
-                return
-            size = min(_PIECE_BYTES, size_bytes - at)
-            move(to + at, source + at, size)
-            if to + at + size - self._told >= _PIECE_BYTES:
-                self._told = to + at + size
-                self._reached(self._told)
+    def _fill(self, chunks: Chunks, number: int) -> int:
+        return chunks.fill(number, lambda: self._called_off)

@@ -20,6 +20,7 @@ import torch
 from outlast.async_checkpoint.arena import Arena, populate
 from outlast.async_checkpoint.copying import Guard
 from outlast.async_checkpoint.described import Described
+from outlast.async_checkpoint.eager import EagerCopy
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.exchange import Agreed
 from outlast.async_checkpoint.legacy import claim
@@ -47,7 +48,7 @@ class Slot:
         busy: whether a save is using it.
         snapshot: what lies in it, once it is sealed.
         values: and what belongs to it that is no tensor.
-        guard: copies into it, where that goes on beside the training.
+        guard: copies into it.
         turn: counts its users; one of the past cannot give it back.
     """
 
@@ -58,7 +59,7 @@ class Slot:
     busy: bool = False
     snapshot: dict[str, Any] | None = None
     values: bytes = b""
-    guard: Guard | None = None
+    guard: Guard | EagerCopy | None = None
     turn: int = 0
 
 

@@ -70,6 +70,7 @@ class Save:
     catalog: Catalog | None
     guard: Guard | None = None
     turn: int = 0
+    hashed: bool = False
     sealed: threading.Event = dataclasses.field(default_factory=threading.Event)
     torn: CheckpointError | None = None
     blocked_s: float = 0.0
@@ -260,6 +261,7 @@ class Saver:
             "folder": snapshot["working"],
             "files": snapshot["layout"],
             "values": snapshot["values"],
+            "hashed": save.hashed,
         }
         try:
             with self._engine.writer.one_at_a_time:  # no other saver's "begin" comes between
@@ -273,7 +275,9 @@ class Saver:
             save.sealed.wait()
             if save.torn is not None:
                 raise save.torn
-        return {"files": answer["files"], "places": save.places, "id": snapshot["save_id"]}
+        # Who has copied the snapshot has its checksums, or the writer has taken them.
+        files = snapshot["files"] if save.hashed else answer["files"]
+        return {"files": files, "places": save.places, "id": snapshot["save_id"]}
 
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
         """The manifest, if it is committed, and what rank 0 says of it: `size_bytes` or `error`."""

@@ -11,11 +11,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.catalog import Catalog
-from outlast.async_checkpoint.copying import Copy, Guard, copy_now, owned_by
+from outlast.async_checkpoint.chunks import Chunks, are_private, told_of
+from outlast.async_checkpoint.copying import (
+    Copy,
+    Guard,
+    Writes,
+    copy_by_torch,
+    in_a_row,
+    moves_of,
+    owned_by,
+)
 from outlast.async_checkpoint.described import Described
+from outlast.async_checkpoint.eager import EagerCopy
 from outlast.async_checkpoint.engine import Engine, Slot
 from outlast.async_checkpoint.exchange import Exchange
 from outlast.async_checkpoint.handle import SaveHandle
@@ -60,6 +71,7 @@ class Snapshots:
         self._job = job
         self._signature: list[Any] = []
         self._structure: Structure | None = None
+        self._private: tuple[list[int], bool] | None = None
 
     def take(
         self, index: int, step: int, metric: float | None, state_dict: Mapping[str, Any]
@@ -142,7 +154,10 @@ class Snapshots:
 
     def _copy(self, save: Save, leaves: list[Any], structure: Structure) -> None:
         slot = save.slot
-        later, now = self._split(list(zip(structure.sources(leaves), slot.targets, strict=True)))
+        assert slot.arena is not None
+        arena = slot.arena
+        sources = structure.sources(leaves)
+        later, now = self._split(list(zip(sources, slot.targets, strict=True)))
 
         writer = self._engine.writer
         said = {"arena": slot.number, "save_id": save.snapshot["save_id"]}
@@ -150,6 +165,10 @@ class Snapshots:
         def sealed(error: CheckpointError | None) -> None:
             save.torn = error
             if error is None:
+                if chunks.hashed:
+                    values = save.snapshot["values"]
+                    small = told_of(values, save.values) if values else {}
+                    save.snapshot["files"] = {**chunks.told(), **small}
                 slot.snapshot, slot.values = save.snapshot, save.values
                 writer.tell({"op": "sealed", "snapshot": save.snapshot, **said}, save.values)
             else:
@@ -157,17 +176,36 @@ class Snapshots:
             save.sealed.set()
 
         def reached(address: int) -> None:
-            assert slot.arena is not None
-            writer.tell({"op": "copied", "upto": address - slot.arena.address, **said})
+            writer.tell({"op": "copied", "upto": address - arena.address, **said})
 
         writer.start()
-        copy_now(now)
-        if later:
-            save.guard = slot.guard = Guard(later, self._optimizers, sealed, reached)
-            save.guard.start()
+        in_rows = [each for each in now if in_a_row(each[0])]
+        others = [each for each in now if not in_a_row(each[0])]
+        files = structure.layout.files
+        # What is not in the processor's memory comes without it, and would have to be fetched anew.
+        elsewhere = sum(source.nbytes for source, _ in others)
+        hashed = 8 * elsewhere <= structure.layout.size_bytes and self._are_private(sources)
+        save.hashed = hashed
+        writes = Writes(source for source, _ in now)
+        copy_by_torch(others)
+        chunks = Chunks(arena, files, moves_of(in_rows), hashed=hashed and not later)
+        slot.guard = eager = EagerCopy(chunks)
+        eager.run()
+        error = writes.found("by another thread")
+        if error is not None or not later:
+            sealed(error)
         else:
-            sealed(None)
+            chunks = Chunks(arena, files, moves_of(later), hashed=hashed)
+            save.guard = slot.guard = Guard(later, chunks, self._optimizers, sealed, reached)
+            save.guard.start()
         self._engine.forget_inherited()
+
+    def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
+        addresses = [source.data_ptr() for source in sources]
+        if self._private is None or self._private[0] != addresses:
+            # Whoever has a tensor shared moves it to other memory.
+            self._private = (addresses, are_private(sources))
+        return self._private[1]
 
     def _split(self, copies: list[Copy]) -> tuple[list[Copy], list[Copy]]:
         if not self._optimizers:

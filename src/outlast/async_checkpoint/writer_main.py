@@ -172,7 +172,10 @@ class Writer:
                 threads=self.config["threads"],
                 dropped=self.dropped,
                 filled=lambda upto: filling.wait_for(upto, self.dropped),
+                hashes=not request["hashed"],
             )
+            if request["hashed"]:  # on the way here: the snapshot comes with its checksums
+                return {}
             self.written[number] = (save_id, written)
             self._take_checksums(number)
             return {"files": written}
@@ -198,7 +201,7 @@ class Writer:
         """The snapshots that are whole, with their checksums."""
         found = []
         for number, snapshot in list(self.snapshots.items()):
-            if snapshot.get("files") is None:  # sealed, but not written yet
+            if snapshot.get("files") is None:  # sealed, but not yet written and hashed
                 snapshot["files"] = checksums_of(
                     self.arenas[number].view,
                     snapshot["layout"],

@@ -1,9 +1,9 @@
-"""Writes an arena to files, checksummed on the way, by several threads.
+"""Writes an arena to files, by several threads, and takes their checksums.
 
-Each thread takes the next piece, of any file, waits for it to be there, hashes its chunks while
-they are in the cache, and writes it. The disk is busy with one thread's piece while another's is
-hashed; hashing and writing both leave Python's lock. Files are made durable as soon as their last
-piece is written.
+Each thread takes the next piece, of any file, waits for it to be there, and writes it. Unless
+whoever has copied it has its checksums, it hashes the chunks too: the disk is busy with one
+thread's piece while another's is hashed; hashing and writing both leave Python's lock. Files are
+made durable as soon as their last piece is written.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def write_files(
     threads: int,
     dropped: threading.Event,
     filled: Callable[[int], bool] = lambda upto: True,
+    hashes: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Writes files into `folder`, and returns when they are durable.
 
@@ -60,6 +61,7 @@ def write_files(
         threads: how many pieces are under way at once.
         dropped: set when the result is not wanted any more.
         filled: waits until the arena is filled up to there; `False` if it never will be.
+        hashes: whether to take checksums; without, those that are returned are empty.
 
     Returns:
         For each name `size_bytes` and `checksums`, as the manifest takes them.
@@ -91,7 +93,7 @@ def write_files(
                     if part.writer is None:
                         part.writer = storage.create(folder, part.name, len(part.view))
                 piece = part.view[at : at + size]
-                for begin, length in pieces(size):
+                for begin, length in pieces(size) if hashes else ():
                     part.checksums[(at + begin) // CHUNK_BYTES] = checksum(
                         piece[begin : begin + length]
                     )

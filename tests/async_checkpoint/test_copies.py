@@ -1,0 +1,238 @@
+"""How a snapshot is copied: past the caches, with its checksums, by threads that can be stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import NET, same
+from outlast.async_checkpoint import Checkpointer, chunks, streaming
+from outlast.async_checkpoint.arena import CHUNK_BYTES, Arena
+from outlast.async_checkpoint.chunks import Chunks
+from outlast.async_checkpoint.eager import EagerCopy
+from outlast.async_checkpoint.saving import Saver
+from outlast.async_checkpoint.writing import checksums_of
+from outlast.errors import CheckpointError
+
+LARGE = 3 << 20  # elements: several chunks
+
+
+def address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+@pytest.fixture(params=["streams", "does without"])
+def move(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The copy that was compiled, where there is one; and what takes its place."""
+    if request.param == "does without":
+        function, own = streaming.load(tmp_path / "missing.so")
+        assert not own
+        return function
+    if not streaming.streams:
+        pytest.skip("nothing was compiled here")
+    return streaming.move
+
+
+def test_a_copy_is_exact_and_touches_nothing_else(move: Any) -> None:
+    chance = random.Random(0)
+    page = 16384  # of the copy: four pages at a time
+    sizes = [0, 1, 63, 64, (128 << 10) - 1, 128 << 10, (128 << 10) + 1, 10 * page, 10 * page + 63]
+    sizes += [chance.randrange(128 << 10, 1 << 20) for _ in range(40)]
+    for size in sizes:
+        to_at, from_at = chance.randrange(1, 128), chance.randrange(128)
+        source = bytearray(chance.randbytes(from_at + size))
+        to = bytearray(b"\xa5" * (to_at + size + 200))
+        move(address(to) + to_at, address(source) + from_at, size)
+        assert to[to_at : to_at + size] == source[from_at:]
+        assert to[:to_at] == b"\xa5" * to_at
+        assert to[to_at + size :] == b"\xa5" * 200
+
+
+def test_a_library_that_cannot_be_used_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = tmp_path / "wrong.so"
+    wrong.write_bytes(b"of another machine")
+    function, own = streaming.load(wrong)
+    assert not own
+    assert str(wrong) in caplog.text
+    to, source = bytearray(10), bytearray(b"0123456789")
+    function(address(to), address(source), 10)
+    assert to == source
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(3 * CHUNK_BYTES + 8192)
+    arena.view[:] = random.Random(1).randbytes(len(arena.view))
+    yield arena
+    arena.close()
+
+
+def laid_out(arena: Arena, seed: int) -> tuple[Any, Any, list[torch.Tensor], bytes]:
+    """Two files, tensors at random places in them, and what must come out."""
+    chance = random.Random(seed)
+    cut = 2 * CHUNK_BYTES + 4096
+    files = [("one", 0, cut), ("two", cut, len(arena.view) - cut)]
+    expected = bytearray(arena.view)
+    sources, moves = [], []
+    at = chance.randrange(300)
+    while True:
+        size = chance.choice([1, 7, 64, 5000, 300_000, 900_000, CHUNK_BYTES + 1])
+        if at + size > len(arena.view):
+            return files, moves, sources, bytes(expected)
+        if not at < cut < at + size:  # a tensor is never cut
+            source = torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8)
+            sources.append(source)
+            moves.append((arena.address + at, source.data_ptr(), size))
+            expected[at : at + size] = source.numpy().tobytes()
+        at += size + chance.choice([0, 0, 1, 200])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_are_copied_and_their_checksums_taken(arena: Arena, seed: int) -> None:
+    files, moves, sources, expected = laid_out(arena, seed)
+    filled = Chunks(arena, files, moves, hashed=True)
+    EagerCopy(filled).run()
+    assert bytes(arena.view) == expected
+    assert filled.told() == checksums_of(arena.view, files, {})
+    del sources
+
+
+def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    files, moves, _sources, _ = laid_out(arena, 0)
+    helped = threading.Event()
+
+    class Failing(Chunks):
+        def fill(self, number: int, *args: Any) -> int:
+            if threading.current_thread().name == "outlast-copy":
+                helped.set()
+                raise MemoryError("no room")
+            assert helped.wait(60)
+            return super().fill(number, *args)
+
+    with pytest.raises(MemoryError, match="no room"):
+        EagerCopy(Failing(arena, files, moves, hashed=True)).run()
+
+
+def test_an_interrupted_copy_is_called_off_with_its_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that copied on would write into the memory of the save after."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    helping, go = threading.Event(), threading.Event()
+    ended: list[bool] = []
+    real = Chunks.fill
+
+    def fill(self: Chunks, number: int, called_off: Any = lambda: False) -> int:
+        if threading.current_thread().name == "outlast-copy":
+            helping.set()
+            assert go.wait(60)
+            assert called_off()
+            ended.append(True)
+            return real(self, number, called_off)
+        assert helping.wait(60)
+        raise KeyboardInterrupt
+
+    call_off = EagerCopy.call_off
+
+    def calling_off(copy: EagerCopy) -> None:
+        copy._called_off = True
+        go.set()
+        call_off(copy)
+
+    state = {"w": torch.ones(LARGE)}
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Chunks, "fill", fill)
+            patch.setattr(EagerCopy, "call_off", calling_off)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state)
+            assert ended == [True]
+        checkpointer.save(2, state).wait(NET)
+        assert checkpointer.restore({"w": torch.zeros(LARGE)}) == 2
+
+
+def test_a_tensor_that_another_thread_writes_to_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(LARGE)}
+    real = Chunks.fill
+
+    def fill(self: Chunks, number: int, *args: Any) -> int:
+        upto = real(self, number, *args)
+        if number == 1:
+            writing = threading.Thread(target=lambda: state["w"].add_(1))
+            writing.start()
+            writing.join()
+        return upto
+
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Chunks, "fill", fill)
+            handle = checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match="by another thread"):
+            handle.wait(NET)
+        assert checkpointer.list() == []
+
+
+def test_a_write_that_torch_does_not_count_is_never_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the copy of a byte and its checksum."""
+    state = {"w": torch.ones(LARGE)}
+    raw = state["w"].numpy()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+        with monkeypatch.context() as patch:
+
+            def moved(to: int, source: int, size_bytes: int) -> None:
+                streaming.move(to, source, size_bytes)
+                raw[0] = 7.0
+
+            patch.setattr(chunks, "move", moved)
+            checkpointer.save(2, state).wait(NET)
+        for _ in range(2):  # from memory, and what is then left: from disk
+            found = {"w": torch.zeros(LARGE)}
+            assert checkpointer.restore(found) == 1
+            assert torch.equal(found["w"], torch.ones(LARGE))
+
+
+@pytest.mark.parametrize("what", ["shared", "mostly strided"])
+def test_what_is_not_hashed_on_the_way_is_hashed_by_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    hashed = []
+    add = Saver.add
+
+    def noted(saver: Saver, save: Any) -> None:
+        hashed.append(save.hashed)
+        add(saver, save)
+
+    monkeypatch.setattr(Saver, "add", noted)
+    state = {"w": torch.randn(LARGE // 1024, 1024)}
+    if what == "shared":
+        state["w"].share_memory_()
+    else:
+        state["w"] = state["w"].t()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"fine": torch.ones(LARGE)}).wait(NET)
+        checkpointer.save(2, state)
+        checkpointer.wait(NET)
+        assert hashed == [True, False]
+        found = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)
+        assert checkpointer.verify(2).step == 2
+    with Checkpointer(tmp_path) as checkpointer:
+        found = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)
