@@ -95,8 +95,9 @@ class _Stage:
 
     def do(self, op: str, folder: str, name: str, operation: Any, *arguments: Any) -> Any:
         with self._lock:
-            self._count += op != "remove"
-            number = self._count if op != "remove" else 0
+            tidies = op in ("hide", "remove")
+            self._count += not tidies
+            number = 0 if tidies else self._count
         self._obey("before", op, name, number)
         done = operation(*arguments)
         self.note(op=op, folder=folder, name=name, number=number)
@@ -131,7 +132,7 @@ class _Storage:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._real, name)
-        if name not in ("make", "put", "sync", "publish", "remove"):
+        if name not in ("make", "put", "sync", "publish", "hide", "remove"):
             return operation
 
         def staged(folder: str, *rest: Any) -> Any:

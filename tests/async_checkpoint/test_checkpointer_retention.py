@@ -53,23 +53,51 @@ def test_nothing_is_removed_before_its_successor_is_committed(
         plan.set()
         checkpointer.save(2, state_of(2)).wait(NET)
         checkpointer.save(3, state_of(3)).wait(NET)
-    order = [(n["op"], n["folder"]) for n in plan.notes() if n["op"] in ("publish", "remove")]
+    order = [(n["op"], n["folder"]) for n in plan.notes() if n["op"] in ("publish", "hide")]
     committed = [i for i, (op, folder) in enumerate(order) if op == "publish"]
     removed = [i for i, (op, folder) in enumerate(order) if folder == "step-00000001"]
     assert committed[1] < removed[0]
     assert valid_steps(tmp_path / "c") == [3]
 
 
+@pytest.mark.parametrize(("op", "stay"), [("hide", [1, 2]), ("remove", [2])])
 def test_a_removal_that_fails_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    op: str,
+    stay: list[int],
 ) -> None:
     plan = Plan(tmp_path / "plan").use(monkeypatch)
-    plan.set({"op": "remove", "do": "EACCES"})
+    plan.set({"op": op, "do": "EACCES"})
     with Checkpointer(tmp_path / "c", keep=Retention(last=1)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_of(step)).wait(NET)
     assert "old checkpoints could not be removed" in caplog.text
+    assert valid_steps(tmp_path / "c") == stay
+    plan.set()
+    with Checkpointer(tmp_path / "c"):
+        pass
+    assert left_over(tmp_path / "c") == []
+
+
+def test_a_save_does_not_wait_for_a_removal_nor_is_removed_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that is saved again, while the checkpoint that it had is removed."""
+    plan = Plan(tmp_path / "plan").use(monkeypatch)
+    plan.set({"op": "remove", "do": "wait"})
+    with Checkpointer(tmp_path / "c", keep=Retention(last=1, every=2)) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        checkpointer.save(2, state_of(2)).wait(NET)
+        plan.gate().arrived()
+        assert valid_steps(tmp_path / "c") == [2]
+        checkpointer.save(1, state_of(1)).wait(NET)
+        assert valid_steps(tmp_path / "c") == [1, 2]
+        plan.set()
+        plan.gate().open()
     assert valid_steps(tmp_path / "c") == [1, 2]
+    assert left_over(tmp_path / "c") == []
 
 
 def test_the_newest_by_step_is_not_always_the_last_that_was_saved(tmp_path: Path) -> None:

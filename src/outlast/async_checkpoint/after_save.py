@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from outlast.async_checkpoint import folder as folders
 from outlast.async_checkpoint.engine import Engine
@@ -24,6 +25,8 @@ from outlast.events import (
 __all__ = ["AfterSave"]
 
 log = logging.getLogger("outlast.checkpoint")
+
+_NOT_REMOVED = "old checkpoints could not be removed"
 
 
 class AfterSave:
@@ -72,13 +75,28 @@ class AfterSave:
             removable = self._keep.removable(present, manifest.step)
             if removable:
                 names = [info.folder for info in removable]
-                self._engine.writer.request({"op": "remove", "folders": names})
+                self._warn(self._engine.writer.request({"op": "retire", "folders": names}))
         except (CheckpointError, OSError, Dropped):
             # The save is committed: what stays too long does no harm, but somebody must look.
-            log.warning("old checkpoints could not be removed", exc_info=True)
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
         else:
             for info in removable:
                 self._emitter.emit(CheckpointRemoved(step=info.step))
+
+    def drained(self) -> None:
+        """When there will be no more saves: waits until nothing is left of what was removed."""
+        if self._engine.writer.pid is None:
+            return
+        try:
+            self._warn(self._engine.writer.request({"op": "settle"}))
+        except (CheckpointError, Dropped):
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
+
+    def _warn(self, answer: dict[str, Any]) -> None:
+        for error in answer["late"]:
+            log.warning(
+                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
+            )
 
     def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
         """On every rank, with the error if it failed, and how many are still under way."""

@@ -165,6 +165,7 @@ class Checkpointer:
             self._exchange,
             self._after.committed,
             self._after.ended,
+            self._after.drained,
             self._timeout,
         )
         self._saves = 0

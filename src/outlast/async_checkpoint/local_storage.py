@@ -96,22 +96,29 @@ class LocalStorage:
     def size(self, folder: str, name: str) -> int:
         return self._inside(folder, name).stat().st_size
 
+    def hide(self, folder: str) -> str:
+        hidden = f"{WORKING}removed-{folder}-{uuid.uuid4().hex[:8]}"
+        try:
+            os.rename(self._inside(folder), self._inside(hidden))
+        except FileNotFoundError:
+            return ""
+        _sync(self.root)
+        return hidden
+
     def remove(self, folder: str) -> None:
-        path = self._inside(folder)
         if not folder.startswith(WORKING):
             # Out of sight first: a removal that is cut short leaves nothing that looks whole.
-            hidden = self._inside(f"{WORKING}removed-{folder}-{os.getpid()}")
-            try:
-                os.rename(path, hidden)
-            except FileNotFoundError:
+            folder = self.hide(folder)
+            if not folder:
                 return
-            _sync(self.root)
-            path = hidden
+        path = self._inside(folder)
         if path.is_symlink():  # what it leads to is somebody else's
             path.unlink()
             return
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)
+        while os.path.lexists(path):
+            # Another thread may be removing it too: then what is missing is no reason to stop.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
 
     def identity(self) -> str:
         path = self.root / IDENTITY

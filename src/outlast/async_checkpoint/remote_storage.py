@@ -146,12 +146,16 @@ class RemoteStorage:
                 raise FileNotFoundError(f"{self.where}/{folder}/{name} is no file")
             return int(found["size"])
 
+    def hide(self, folder: str) -> str:
+        path = self._inside(folder)
+        with as_os_errors(f"{self.where}/{folder}"), suppress(FileNotFoundError):
+            self._fs.rm_file(f"{path}/{MANIFEST}")
+        return folder  # no other save ever has this name
+
     def remove(self, folder: str) -> None:
         path = self._inside(folder)
+        self.hide(folder)  # from here on it is no checkpoint, however far the rest comes
         with as_os_errors(f"{self.where}/{folder}"):
-            # From here on it is no checkpoint, however far the rest comes.
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(f"{path}/{MANIFEST}")
             with suppress(FileNotFoundError):
                 self._fs.rm(path, recursive=True)
             for _, key, upload in self._uploads(folder):

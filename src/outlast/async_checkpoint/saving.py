@@ -87,6 +87,7 @@ class Saver:
         committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
         ended: called on every rank when a save has ended, with its size in bytes, its error, and
             how many are still under way.
+        drained: called when there will be no more saves, unless they were aborted.
         timeout_s: how long to wait for other ranks, in seconds.
     """
 
@@ -97,6 +98,7 @@ class Saver:
         exchange: Exchange,
         committed: Callable[[Manifest], None],
         ended: Callable[[Save, int, Exception | None, int], None],
+        drained: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self._timeout = timeout_s
@@ -105,6 +107,7 @@ class Saver:
         self._exchange = exchange
         self._committed = committed
         self._ended = ended
+        self._drained = drained
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
         self._lock = threading.Lock()
@@ -194,6 +197,8 @@ class Saver:
             self._ended(save, size_bytes, error, queued)
             if manifest is not None and not self._aborted:
                 self._committed(manifest)
+        if not self._aborted:
+            self._drained()
 
     def _walk(self, save: Save) -> tuple[int, Manifest | None]:
         """Returns the bytes of the checkpoint, and on rank 0 its manifest."""

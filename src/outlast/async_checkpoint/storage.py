@@ -119,6 +119,15 @@ class Storage(Protocol):
         """Bytes of a file; `FileNotFoundError` if there is none."""
         ...
 
+    def hide(self, folder: str) -> str:
+        """Has a checkpoint be none any more, at once and for good: what lies in it is still there.
+
+        Returns:
+            What `remove` is to be told then, whatever has the checkpoint's name by that time; an
+            empty string if there is nothing.
+        """
+        ...
+
     def remove(self, folder: str) -> None:
         """Removes a folder with all that is in it, so that at no moment a part of it could be
         taken for a checkpoint. It need not be there.

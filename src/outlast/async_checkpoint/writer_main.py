@@ -7,7 +7,8 @@ arenas to the successor that asks; then it ends. It ends at once when the proces
 a successor (the launcher: the main process's own parent) is gone too, so it is never left behind.
 
 Messages are a line of JSON and, behind it, bytes (see `pack`). A request is answered in the order
-of its kind: writing is done by one thread, everything else at once.
+of its kind: writing is done by one thread, everything else at once. What has been taken out of
+sight is removed by another thread, beside the saves that follow.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from outlast.async_checkpoint.legacy import Bequest, hand_over, open_pidfd
 from outlast.async_checkpoint.messages import pack, unpack
 from outlast.async_checkpoint.storage import open_storage
 from outlast.async_checkpoint.writing import Dropped, checksums_of, write_files
+from outlast.errors import OutlastError
 
 __all__ = ["main"]
 
@@ -52,6 +54,9 @@ class Writer:
         self.written: dict[int, tuple[str, dict[str, Any]]] = {}
         self._work: queue.SimpleQueue[tuple[dict[str, Any], bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write_all, name="outlast-writer", daemon=True).start()
+        self._removals: queue.Queue[str] = queue.Queue()
+        self._late: list[str] = []  # errors of removals, until somebody asks
+        threading.Thread(target=self._remove_all, name="outlast-remover", daemon=True).start()
 
     def serve(self) -> bool:
         """Serves the main process until it is gone; says whether it said goodbye."""
@@ -193,9 +198,34 @@ class Writer:
             for folder in request["folders"]:
                 self.storage.remove(folder)
             return {}
+        if op == "retire":
+            for folder in request["folders"]:
+                if hidden := self.storage.hide(folder):
+                    self._removals.put(hidden)
+            return {"late": self._errors_of_removals()}
+        if op == "settle":
+            self._removals.join()
+            return {"late": self._errors_of_removals()}
         if op == "snapshots":
             return {"snapshots": self.described()}
         raise ValueError(f"unknown request {op!r}")
+
+    def _remove_all(self) -> None:
+        """Removes what nobody sees any more. That may take a third of what a save takes: a file
+        system that tells its disk which blocks are free waits for it. The next save does not.
+        """
+        while True:
+            folder = self._removals.get()
+            try:
+                self.storage.remove(folder)
+            except (OSError, OutlastError) as e:
+                self._late.append(f"{folder}: {e}")
+            finally:
+                self._removals.task_done()
+
+    def _errors_of_removals(self) -> list[str]:
+        late, self._late = self._late, []
+        return late
 
     def described(self) -> list[dict[str, Any]]:
         """The snapshots that are whole, with their checksums."""
