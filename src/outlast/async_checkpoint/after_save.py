@@ -88,7 +88,7 @@ class AfterSave:
         if self._engine.writer.pid is None:
             return
         try:
-            self._warn(self._engine.writer.request({"op": "settle"}))
+            self._warn(self._engine.writer.request({"op": "settle", "tidy": True}))
         except (CheckpointError, Dropped):
             log.warning("%s", _NOT_REMOVED, exc_info=True)
 

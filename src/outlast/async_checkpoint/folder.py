@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from outlast.async_checkpoint.arena import pieces
 from outlast.async_checkpoint.manifest import MANIFEST, FileEntry, Manifest, decode
 from outlast.async_checkpoint.reading import read_hashed
+from outlast.async_checkpoint.spares import SPARE
 from outlast.async_checkpoint.storage import Storage, step_of
 from outlast.errors import CheckpointError
 
@@ -146,7 +147,9 @@ def survey(storage: Storage) -> list[Found]:
     wanted = dict(reversed(candidates(storage)))
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
     for folder in storage.folders():
-        if folder.startswith(".tmp-"):
+        if folder == SPARE:
+            found.append(Found(folder, None, None, "files that the next save writes over"))
+        elif folder.startswith(".tmp-"):
             found.append(Found(folder, None, None, "not committed"))
         elif step_of(folder) is not None and folder not in wanted.values():
             replaced = _committed(storage, folder)

@@ -23,6 +23,7 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.arena import PAGE_BYTES
+from outlast.async_checkpoint.spares import Spares
 from outlast.async_checkpoint.storage import IDENTITY, step_of
 from outlast.errors import CheckpointError
 
@@ -44,6 +45,7 @@ class LocalStorage:
         self.root = Path(path).expanduser().absolute()
         self.where = str(self.root)
         self._lock = -1
+        self._spares = Spares(self.root)
 
     def prepare(self) -> None:
         missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
@@ -64,7 +66,15 @@ class LocalStorage:
         os.makedirs(self._inside(folder), exist_ok=True)
 
     def create(self, folder: str, name: str, size_bytes: int) -> _Writer:
-        return _Writer(self._inside(folder, name), size_bytes)
+        path = self._inside(folder, name)
+        there = size_bytes > 0 and self._spares.take(path, size_bytes)
+        try:
+            return _Writer(path, size_bytes, there)
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+        self._spares.drop()
+        return _Writer(path, size_bytes, False)
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         with open(self._inside(folder, name), "wb") as file:
@@ -95,6 +105,13 @@ class LocalStorage:
 
     def size(self, folder: str, name: str) -> int:
         return self._inside(folder, name).stat().st_size
+
+    def recycle(self, folder: str) -> None:
+        if not self._spares.keep(self._inside(folder)):
+            self.remove(folder)
+
+    def tidy(self) -> None:
+        self._spares.drop()
 
     def hide(self, folder: str) -> str:
         hidden = f"{WORKING}removed-{folder}-{uuid.uuid4().hex[:8]}"
@@ -191,12 +208,17 @@ class LocalStorage:
 
 
 class _Writer:
-    """A file of known size, written in place by several threads."""
+    """A file of known size, written in place by several threads.
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
-        self._path = path
-        self._size = size_bytes
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    Args:
+        path: of the file.
+        size_bytes: of what will be written.
+        there: whether a file of that size is there already, to be written over.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, there: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= 0 if there else os.O_TRUNC
         self.direct = size_bytes % PAGE_BYTES == 0
         self._switching = threading.Lock()
         try:
@@ -208,7 +230,7 @@ class _Writer:
             self._fd = os.open(path, flags, 0o644)
         try:
             # A disk that has no room says so now, and the pieces lie side by side on it.
-            if size_bytes:
+            if size_bytes and not there:
                 os.posix_fallocate(self._fd, 0, size_bytes)
         except OSError as e:
             if e.errno not in _UNSUPPORTED:

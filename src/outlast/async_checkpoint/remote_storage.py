@@ -169,6 +169,12 @@ class RemoteStorage:
                 if left:
                     raise OSError(f"{self.where}/{folder}: {len(left)} files cannot be removed")
 
+    def recycle(self, folder: str) -> None:
+        self.remove(folder)
+
+    def tidy(self) -> None:
+        pass
+
     # ------------------------------------------------------------------------------- owner
 
     def identity(self) -> str:

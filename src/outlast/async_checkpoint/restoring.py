@@ -31,6 +31,7 @@ from outlast.async_checkpoint.loading import (
 from outlast.async_checkpoint.manifest import Manifest
 from outlast.async_checkpoint.plan import Item
 from outlast.async_checkpoint.reading import Source, StorageSource
+from outlast.async_checkpoint.spares import SPARE
 from outlast.async_checkpoint.writer import WriterFailed
 from outlast.coordination import KeyTimeout
 from outlast.errors import CheckpointError
@@ -82,11 +83,13 @@ class Restorer:
         def prepare(_: list[Any]) -> dict[str, Any]:
             # All ranks are here: one that was rank 0 before has let go of the lock.
             storage = self._engine.storage
-            if not self._engine.locked:
+            ours = self._engine.locked
+            if not ours:
                 storage.prepare()
                 storage.lock(owner)
                 self._engine.locked = True
-            left = folders.leftovers(storage)
+            # What is spare is still of use if it is of this very process.
+            left = [name for name in folders.leftovers(storage) if not ours or name != SPARE]
             for name in left:
                 try:
                     self._engine.writer.request({"op": "remove", "folders": [name]})

@@ -134,6 +134,16 @@ class Storage(Protocol):
         """
         ...
 
+    def recycle(self, folder: str) -> None:
+        """As `remove`, of what was hidden; but what is of use to the next save may stay until
+        `tidy`.
+        """
+        ...
+
+    def tidy(self) -> None:
+        """Removes what `recycle` has kept."""
+        ...
+
     def identity(self) -> str:
         """What tells this place from another that has the same name later, once that is emptied;
         made when it is missing, by who has the lock.

@@ -205,6 +205,8 @@ class Writer:
             return {"late": self._errors_of_removals()}
         if op == "settle":
             self._removals.join()
+            if request["tidy"]:
+                self.storage.tidy()
             return {"late": self._errors_of_removals()}
         if op == "snapshots":
             return {"snapshots": self.described()}
@@ -217,7 +219,7 @@ class Writer:
         while True:
             folder = self._removals.get()
             try:
-                self.storage.remove(folder)
+                self.storage.recycle(folder)
             except (OSError, OutlastError) as e:
                 self._late.append(f"{folder}: {e}")
             finally:
