@@ -95,7 +95,7 @@ class _Stage:
 
     def do(self, op: str, folder: str, name: str, operation: Any, *arguments: Any) -> Any:
         with self._lock:
-            tidies = op in ("hide", "remove")
+            tidies = op in ("hide", "recycle", "remove")
             self._count += not tidies
             number = 0 if tidies else self._count
         self._obey("before", op, name, number)
@@ -132,7 +132,7 @@ class _Storage:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._real, name)
-        if name not in ("make", "put", "sync", "publish", "hide", "remove"):
+        if name not in ("make", "put", "sync", "publish", "hide", "recycle", "remove"):
             return operation
 
         def staged(folder: str, *rest: Any) -> Any:

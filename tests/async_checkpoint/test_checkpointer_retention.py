@@ -60,7 +60,7 @@ def test_nothing_is_removed_before_its_successor_is_committed(
     assert valid_steps(tmp_path / "c") == [3]
 
 
-@pytest.mark.parametrize(("op", "stay"), [("hide", [1, 2]), ("remove", [2])])
+@pytest.mark.parametrize(("op", "stay"), [("hide", [1, 2]), ("recycle", [2])])
 def test_a_removal_that_fails_does_no_harm(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +86,7 @@ def test_a_save_does_not_wait_for_a_removal_nor_is_removed_by_it(
 ) -> None:
     """Of a step that is saved again, while the checkpoint that it had is removed."""
     plan = Plan(tmp_path / "plan").use(monkeypatch)
-    plan.set({"op": "remove", "do": "wait"})
+    plan.set({"op": "recycle", "do": "wait"})
     with Checkpointer(tmp_path / "c", keep=Retention(last=1, every=2)) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
         checkpointer.save(2, state_of(2)).wait(NET)
