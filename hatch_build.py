@@ -31,7 +31,6 @@ class StreamCopy(BuildHookInterface[Any]):
         """Compiles, and has the wheel take it along."""
         root = Path(self.root)
         library = root / LIBRARY
-        library.unlink(missing_ok=True)
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         if (
             os.environ.get("OUTLAST_NO_COMPILER")
@@ -40,18 +39,19 @@ class StreamCopy(BuildHookInterface[Any]):
             or shutil.which(compiler[0]) is None
         ):
             self.app.display_info("outlast: nothing is compiled; copies of memory are slower")
+            library.unlink(missing_ok=True)
             return
         # Whole or not at all: a process may be loading the one that is there.
-        partial = library.with_suffix(".partial")
+        partial = library.with_suffix(f".{os.getpid()}.partial")
         command = [*compiler, "-O2", "-fPIC", "-shared", "-o", str(partial), str(root / SOURCE)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             self.app.display_warning(f"outlast: {shlex.join(command)} failed:\n{made.stderr}")
             partial.unlink(missing_ok=True)
+            library.unlink(missing_ok=True)
             return
         partial.replace(library)
         build_data["pure_python"] = False
-        build_data["tag"] = (
-            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        )
+        system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{system}"
         build_data["artifacts"].append(LIBRARY)

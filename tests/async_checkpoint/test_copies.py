@@ -100,10 +100,42 @@ def laid_out(arena: Arena, seed: int) -> tuple[Any, Any, list[torch.Tensor], byt
 def test_chunks_are_copied_and_their_checksums_taken(arena: Arena, seed: int) -> None:
     files, moves, sources, expected = laid_out(arena, seed)
     filled = Chunks(arena, files, moves, hashed=True)
-    EagerCopy(filled).run()
+    EagerCopy([], filled).run()
     assert bytes(arena.view) == expected
     assert filled.told() == checksums_of(arena.view, files, {})
     del sources
+
+
+def test_moves_that_are_not_in_order_are_refused(arena: Arena) -> None:
+    files, moves, _sources, _ = laid_out(arena, 0)
+    with pytest.raises(ValueError, match="order"):
+        Chunks(arena, files, [*moves[1:], moves[0]], hashed=True)
+
+
+@pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tensors_without_elements(tmp_path: Path, order: str, overlap: bool) -> None:
+    """They have no address. An empty shard of a DTensor is one."""
+    parameters = [
+        torch.nn.Parameter(torch.zeros(0, 4) if letter == "e" else torch.randn(300_000))
+        for letter in order
+    ]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    state = {str(i): p.detach() for i, p in enumerate(parameters)}
+    state["not of an optimizer"] = torch.zeros(0)
+    with Checkpointer(tmp_path, overlap=[optimizer] if overlap else []) as checkpointer:
+        for step in (1, 2):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(1.0)
+            checkpointer.save(step, state).wait(NET)
+            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            assert checkpointer.restore(found) == step
+            assert same(found, state)
+    with Checkpointer(tmp_path) as checkpointer:
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)
 
 
 def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +152,7 @@ def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.Monkey
             return super().fill(number, *args)
 
     with pytest.raises(MemoryError, match="no room"):
-        EagerCopy(Failing(arena, files, moves, hashed=True)).run()
+        EagerCopy([], Failing(arena, files, moves, hashed=True)).run()
 
 
 def test_an_interrupted_copy_is_called_off_with_its_helpers(

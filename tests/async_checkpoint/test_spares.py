@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ import torch
 from async_checkpoint.checkpoints import NET, folder_of, left_over, valid_steps
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint import folder as folders
+from outlast.async_checkpoint.arena import Arena
 from outlast.async_checkpoint.local_storage import LocalStorage
 from outlast.async_checkpoint.spares import SPARE, Spares
+from outlast.async_checkpoint.writing import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
 
 ELEMENTS = 1 << 18
@@ -166,18 +167,61 @@ def test_a_full_disk_takes_the_room_of_what_is_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = LocalStorage(str(tmp_path))
-    for folder in ("step-00000001", "step-00000002"):
-        storage.make(folder)
-        storage.put(folder, "__1_0.distcp", bytes(8192))
+    storage.make("step-00000001")
+    storage.put("step-00000001", "other", bytes(8192))
     storage.recycle(storage.hide("step-00000001"))
     allocate = os.posix_fallocate
+    asked = []
 
-    def full(fd: int, offset: int, size: int) -> Any:
+    def full(fd: int, offset: int, size: int) -> None:
         if (tmp_path / SPARE).exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return allocate(fd, offset, size)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        allocate(fd, offset, size)
+
+    def make_room() -> None:
+        asked.append(True)
+        storage.tidy()
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    writer = storage.create("step-00000002", "__0_0.distcp", 4096)
-    writer.abandon()
-    assert not (tmp_path / SPARE).exists()
+    arena = Arena(4096)
+    write_files(
+        storage,
+        "a",
+        arena.view,
+        [("file", 0, 4096)],
+        {},
+        threads=1,
+        dropped=threading.Event(),
+        make_room=make_room,
+    )
+    arena.close()
+    assert asked == [True]
+    assert storage.get("a", "file") == bytes(4096)
+
+
+def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    """A checkpoint that somebody has moved to an archive, and left a link to."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    with Saving(tmp_path / "c") as saving:
+        moved = archive / "step"
+        saving.save().parent.rename(moved)
+        folder_of(tmp_path / "c", 1).symlink_to(moved)
+        expected = {file.name: file.read_bytes() for file in moved.iterdir()}
+        for _ in range(3):
+            saving.save()
+        assert {file.name: file.read_bytes() for file in moved.iterdir()} == expected
+    assert left_over(tmp_path / "c") == []
+
+
+def test_what_cannot_be_taken_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / SPARE).symlink_to(tmp_path / "loop")
+    (tmp_path / "loop").symlink_to(tmp_path / SPARE)
+    spares = Spares(tmp_path)
+    assert not spares.take(tmp_path / "file", 4096)
+    (tmp_path / "hidden").mkdir()
+    assert spares.keep(tmp_path / "hidden")
+    assert not spares.keep(tmp_path / "gone")
+    spares.drop()
+    assert not os.path.lexists(tmp_path / SPARE)
+    assert os.path.lexists(tmp_path / "loop")

@@ -61,7 +61,7 @@ class Chunks:
     Args:
         arena: what the snapshot goes to; what no move fills is there before a chunk is `filled`.
         files: name, first byte in the arena, size.
-        moves: to the arena, in the order of their addresses there.
+        moves: to the arena, in the order of their addresses there, none of them empty.
         hashed: whether to take the checksums; the writer does it otherwise.
     """
 
@@ -78,6 +78,8 @@ class Chunks:
         self._sizes = {name: size for name, _, size in files}
         self._chunks: list[_Chunk] = []
         ends = [to + size for to, _, size in moves]
+        if any(end > to for end, (to, _, _) in zip(ends, moves[1:], strict=False)):
+            raise ValueError("the moves are not in the order of their addresses")
         for name, first, size in files:
             for number, (at, length) in enumerate(pieces(size)):
                 begin = arena.address + first + at

@@ -34,6 +34,7 @@ __all__ = [
     "Copy",
     "Guard",
     "Writes",
+    "can_wait",
     "copy_by_torch",
     "in_a_row",
     "moves_of",
@@ -51,12 +52,19 @@ def in_a_row(tensor: torch.Tensor) -> bool:
     """Whether the tensor is bytes in a row in the processor's memory, and enough of them to be
     copied by themselves.
     """
-    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_contiguous() and tensor.is_cpu
+    return tensor.nbytes >= _WORTH_A_CALL and _has_bytes(tensor)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    # A subclass that wraps other tensors has no memory of its own, and no address.
+    return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
 
 
 def moves_of(copies: Sequence[Copy]) -> list[Move]:
-    """What there is to move, of tensors in a row."""
-    return [(to.data_ptr(), source.data_ptr(), source.nbytes) for source, to in copies]
+    """What there is to move, of tensors in a row; those without elements have no address."""
+    return [
+        (to.data_ptr(), source.data_ptr(), source.nbytes) for source, to in copies if source.nbytes
+    ]
 
 
 def copy_by_torch(copies: Sequence[Copy]) -> None:
@@ -94,6 +102,17 @@ class Writes:
             f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
             f"they were copied, {hint}: the snapshot is torn"
         )
+
+
+def can_wait(tensor: torch.Tensor, owned: set[int]) -> bool:
+    """Whether the tensor can be copied beside the training: only an optimizer changes it, and it is
+    bytes in a row.
+
+    Args:
+        tensor: any.
+        owned: what optimizers change (`owned_by`).
+    """
+    return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
 
 
 def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:

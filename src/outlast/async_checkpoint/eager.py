@@ -8,11 +8,12 @@ the memory back calls the copy off first, and that waits for them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from outlast.async_checkpoint.chunks import Chunks
+from outlast.async_checkpoint.copying import Copy
 
 __all__ = ["EagerCopy"]
 
@@ -25,9 +26,14 @@ class EagerCopy:
     Each takes the next chunk when it is done with one. torch's own copy cuts every tensor in equal
     parts and waits for the slowest at each: where anything else runs on one of the processors, the
     writer of the save before say, that takes many times as long.
+
+    Args:
+        copies: what is copied, and to where; it stays in memory until this is gone.
+        chunks: of the snapshot; they do it.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, copies: Sequence[Copy], chunks: Chunks) -> None:
+        self._copies = copies
         self._chunks = chunks
         # The next of it is one step: no two threads get the same.
         self._left = iter(range(len(chunks)))

@@ -240,6 +240,9 @@ class Engine:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
         self._await_allocation()
+        for slot in self.slots:
+            if slot.guard is not None:
+                slot.guard.call_off()  # its memory goes
         self.writer.close(timeout_s)
         for slot in (*self.slots, *self.inherited):
             slot.targets = ()

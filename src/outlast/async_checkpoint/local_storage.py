@@ -67,14 +67,7 @@ class LocalStorage:
 
     def create(self, folder: str, name: str, size_bytes: int) -> _Writer:
         path = self._inside(folder, name)
-        there = size_bytes > 0 and self._spares.take(path, size_bytes)
-        try:
-            return _Writer(path, size_bytes, there)
-        except OSError as e:
-            if e.errno != errno.ENOSPC:
-                raise
-        self._spares.drop()
-        return _Writer(path, size_bytes, False)
+        return _Writer(path, size_bytes, size_bytes > 0 and self._spares.take(path, size_bytes))
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         with open(self._inside(folder, name), "wb") as file:

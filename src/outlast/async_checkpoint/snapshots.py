@@ -20,6 +20,7 @@ from outlast.async_checkpoint.copying import (
     Copy,
     Guard,
     Writes,
+    can_wait,
     copy_by_torch,
     in_a_row,
     moves_of,
@@ -189,7 +190,7 @@ class Snapshots:
         writes = Writes(source for source, _ in now)
         copy_by_torch(others)
         chunks = Chunks(arena, files, moves_of(in_rows), hashed=hashed and not later)
-        slot.guard = eager = EagerCopy(chunks)
+        slot.guard = eager = EagerCopy(in_rows, chunks)
         eager.run()
         error = writes.found("by another thread")
         if error is not None or not later:
@@ -214,11 +215,5 @@ class Snapshots:
         later: list[Copy] = []
         now: list[Copy] = []
         for source, to in copies:
-            overlaps = (
-                source.data_ptr() in owned
-                and source.is_contiguous()
-                and source.device.type == "cpu"
-                and not source.is_inference()
-            )
-            (later if overlaps else now).append((source, to))
+            (later if can_wait(source, owned) else now).append((source, to))
         return later, now

@@ -12,7 +12,8 @@ Nobody may see his checkpoint change under his eyes. So a file is written over o
 - it has no other name: no backup is linked to it;
 - nobody has it open or mapped, who is still reading: the kernel says so, by granting a lease that
   it grants to the only user of a file;
-- it lies on ext4 or xfs, which no other host writes to or reads from.
+- it lies on ext4 or xfs, which other hosts do not mount. (One that reads it through an NFS server
+  on this host is seen only while the server has the file open for it.)
 
 Otherwise it is removed, and a new one made. Each rank finds the file of its own name, and takes it
 by renaming it; so no two ranks ever have the same one.
@@ -20,7 +21,6 @@ by renaming it; so no two ranks ever have the same one.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import functools
 import os
@@ -52,22 +52,27 @@ class Spares:
         """Keeps what lies in `folder`, which nobody finds any more, instead of what was kept
         before. Says whether it has; otherwise it is still there.
         """
-        if not self._usable:
+        try:
+            # What a link leads to is somebody else's.
+            if not self._usable or not stat.S_ISDIR(os.lstat(folder).st_mode):
+                return False
+            self.drop()
+            os.rename(folder, self._folder)
+        except OSError:  # it can be removed all the same, or that tells what is wrong
             return False
-        self.drop()
-        os.rename(folder, self._folder)
         return True
 
     def take(self, path: Path, size_bytes: int) -> bool:
         """Has a file of the name and the size of `path` stand there, if there is one to spare: its
         blocks are allocated, and what lies in them is of no use to anybody.
+
+        Raises:
+            OSError: if one that cannot be used cannot be taken away again.
         """
         try:
             os.rename(self._folder / path.name, path)
-        except OSError as e:
-            if e.errno in (errno.ENOENT, errno.ENOTDIR):
-                return False
-            raise
+        except OSError:  # there is none, mostly; a save does without, whatever it is
+            return False
         if _is_ours_alone(path, size_bytes):
             return True
         path.unlink()
@@ -76,6 +81,9 @@ class Spares:
     def drop(self) -> None:
         """Removes them all."""
         while os.path.lexists(self._folder):
+            if self._folder.is_symlink():
+                self._folder.unlink()
+                return
             try:
                 shutil.rmtree(self._folder)
             except FileNotFoundError:

@@ -30,7 +30,6 @@ from outlast.async_checkpoint.legacy import Bequest, hand_over, open_pidfd
 from outlast.async_checkpoint.messages import pack, unpack
 from outlast.async_checkpoint.storage import open_storage
 from outlast.async_checkpoint.writing import Dropped, checksums_of, write_files
-from outlast.errors import OutlastError
 
 __all__ = ["main"]
 
@@ -178,6 +177,7 @@ class Writer:
                 dropped=self.dropped,
                 filled=lambda upto: filling.wait_for(upto, self.dropped),
                 hashes=not request["hashed"],
+                make_room=self._make_room,
             )
             if request["hashed"]:  # on the way here: the snapshot comes with its checksums
                 return {}
@@ -204,13 +204,18 @@ class Writer:
                     self._removals.put(hidden)
             return {"late": self._errors_of_removals()}
         if op == "settle":
-            self._removals.join()
             if request["tidy"]:
-                self.storage.tidy()
+                self._make_room()
+            else:
+                self._removals.join()
             return {"late": self._errors_of_removals()}
         if op == "snapshots":
             return {"snapshots": self.described()}
         raise ValueError(f"unknown request {op!r}")
+
+    def _make_room(self) -> None:
+        self._removals.join()
+        self.storage.tidy()
 
     def _remove_all(self) -> None:
         """Removes what nobody sees any more. That may take a third of what a save takes: a file
@@ -220,7 +225,7 @@ class Writer:
             folder = self._removals.get()
             try:
                 self.storage.recycle(folder)
-            except (OSError, OutlastError) as e:
+            except Exception as e:  # noqa: BLE001 - whatever it is, somebody must hear of it
                 self._late.append(f"{folder}: {e}")
             finally:
                 self._removals.task_done()

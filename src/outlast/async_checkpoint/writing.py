@@ -8,6 +8,7 @@ made durable as soon as their last piece is written.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ def write_files(
     dropped: threading.Event,
     filled: Callable[[int], bool] = lambda upto: True,
     hashes: bool = True,
+    make_room: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
     """Writes files into `folder`, and returns when they are durable.
 
@@ -61,6 +63,7 @@ def write_files(
         threads: how many pieces are under way at once.
         dropped: set when the result is not wanted any more.
         filled: waits until the arena is filled up to there; `False` if it never will be.
+        make_room: called once for a file that the disk has no room for, before it is tried again.
         hashes: whether to take checksums; without, those that are returned are empty.
 
     Returns:
@@ -78,6 +81,15 @@ def write_files(
     failed = threading.Event()
     jobs = _jobs(parts)
 
+    def create(part: _File) -> FileWriter:
+        try:
+            return storage.create(folder, part.name, len(part.view))
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        make_room()
+        return storage.create(folder, part.name, len(part.view))
+
     def work() -> None:
         while True:
             with lock:
@@ -91,7 +103,7 @@ def write_files(
                     raise Dropped
                 with lock:
                     if part.writer is None:
-                        part.writer = storage.create(folder, part.name, len(part.view))
+                        part.writer = create(part)
                 piece = part.view[at : at + size]
                 for begin, length in pieces(size) if hashes else ():
                     part.checksums[(at + begin) // CHUNK_BYTES] = checksum(
