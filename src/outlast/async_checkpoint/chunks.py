@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,22 +75,32 @@ class Chunks:
         hashed: bool,
     ) -> None:
         self.hashed = hashed
+        self._arena = arena.address
+        self._files = files
+        self._moves = moves
         self._checksums = {name: [""] * len(pieces(size)) for name, _, size in files}
-        self._sizes = {name: size for name, _, size in files}
-        self._chunks: list[_Chunk] = []
+
+    @functools.cached_property
+    def _chunks(self) -> list[_Chunk]:
+        """Made by who fills them, which need not be the thread that trains."""
+        moves = self._moves
         ends = [to + size for to, _, size in moves]
         if any(end > to for end, (to, _, _) in zip(ends, moves[1:], strict=False)):
             raise ValueError("the moves are not in the order of their addresses")
-        for name, first, size in files:
+        found = []
+        for name, first, size in self._files:
             for number, (at, length) in enumerate(pieces(size)):
-                begin = arena.address + first + at
+                begin = self._arena + first + at
                 chunk = _Chunk(name, number, begin, begin + length, [])
-                for to, source, many in moves[bisect.bisect_right(ends, begin) :]:
+                for i in range(bisect.bisect_right(ends, begin), len(moves)):
+                    to, source, many = moves[i]
                     if to >= chunk.end:
                         break
                     low, high = max(to, begin), min(to + many, chunk.end)
                     chunk.moves.append((low, source + low - to, high - low))
-                self._chunks.append(chunk)
+                if self.hashed or chunk.moves:
+                    found.append(chunk)
+        return found
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -123,5 +134,5 @@ class Chunks:
         """
         return {
             name: {"size_bytes": size, "checksums": self._checksums[name]}
-            for name, size in self._sizes.items()
+            for name, _, size in self._files
         }
