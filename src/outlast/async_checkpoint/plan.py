@@ -261,7 +261,9 @@ def _say(item: Item) -> str:
 
 def encode_items(items: Sequence[Item]) -> bytes:
     """Items as JSON."""
-    return json.dumps([dataclasses.astuple(item) for item in items], separators=(",", ":")).encode()
+    # Not `dataclasses.astuple`, which copies deeply: ten times as long as all the rest.
+    told = [(i.name, i.path, i.kind, i.offsets, i.sizes, i.shape, i.dtype) for i in items]
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 def decode_items(content: bytes) -> list[Item]:
