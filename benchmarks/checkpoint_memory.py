@@ -23,6 +23,7 @@ from benchmarks.checkpoint_ways import make
 from benchmarks.crew import Crew
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.local_storage import WORKING
+from outlast.async_checkpoint.spares import SPARE
 
 __all__ = ["WHAT", "flat", "peaks"]
 
@@ -132,9 +133,9 @@ def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
 
 
 def _await_rest(path: Path) -> None:
-    """Until the writer has removed what is old, which nobody waits for."""
+    """Until the writer has put away what is old, which nobody waits for."""
     shown = ("step-", WORKING)
-    while sum(name.startswith(shown) for name in os.listdir(path)) > 2:
+    while sum(name.startswith(shown) and name != SPARE for name in os.listdir(path)) > 2:
         time.sleep(0.001)
 
 
