@@ -1,14 +1,15 @@
-"""The chunks of a snapshot's files: copied and checksummed in one go.
+"""The chunks of a snapshot's files: copied, and checksummed in one go where that pays.
 
-Whoever copies a chunk has its bytes in the cache, and hashes them there, for a tenth of what the
-copy takes. The writer process would have to fetch all of them from memory once more, while the
-training needs that memory for itself.
+Whoever copies a chunk has its bytes in the cache, and hashes them there for a fifth of what the
+copy takes. The writer process would have to fetch all of them from memory once more. So it is done
+where the copy runs beside the training (`copying.Guard`). Where the training waits for the copy,
+the writer hashes: the training goes on the sooner.
 
-What is hashed is the source, not the copy: that has gone past the caches (`streaming.py`). So a
-tensor that somebody writes to between the two gets a checksum that its copy does not have: such a
-checkpoint is not taken for a good one, where before it was one, of a mixture. torch's own writes
-are noticed at once (`copying.Guard`); this is about those that torch does not count. A tensor in
-memory that other processes share is therefore left to the writer (`are_private`): programs that
+What is hashed on the way is the source, not the copy: that has gone past the caches
+(`streaming.py`). So a tensor that somebody writes to between the two gets a checksum that its copy
+does not have: such a checkpoint is not taken for a good one, where it would be one of a mixture
+otherwise. torch's own writes are noticed at once; this is about those that torch does not count. A
+tensor in memory that other processes share is left to the writer (`are_private`): programs that
 train in several processes on one tensor, without locks, do so on purpose.
 """
 
@@ -16,8 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,7 @@ from outlast.async_checkpoint.arena import Arena, memory_at, pieces
 from outlast.async_checkpoint.manifest import checksum
 from outlast.async_checkpoint.streaming import move
 
-__all__ = ["Chunks", "Move", "are_private", "told_of"]
-
-Move = tuple[int, int, int]  # to, from, bytes
+__all__ = ["Chunk", "Chunks", "Cutting", "are_private", "cut", "told_of"]
 
 # What a core's own cache holds beside other things: copied, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
@@ -46,61 +44,79 @@ def told_of(name: str, content: bytes) -> dict[str, dict[str, Any]]:
     return {name: {"size_bytes": len(content), "checksums": checksums}}
 
 
-@dataclasses.dataclass
-class _Chunk:
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A stretch of a file with a checksum of its own.
+
+    Attributes:
+        file, number: which.
+        begin, end: where, in the arena.
+        parts: of the moves that fill it: which, from its how manieth byte, where to in the arena,
+            how much.
+    """
+
     file: str
     number: int
     begin: int
     end: int
-    moves: list[Move]
+    parts: list[tuple[int, int, int, int]]
+
+
+def cut(
+    files: Sequence[tuple[str, int, int]], places: Sequence[tuple[int, int]], *, all_of_them: bool
+) -> list[Chunk]:
+    """Cuts files into chunks, and what is moved into them.
+
+    Args:
+        files: name, first byte in the arena, size.
+        places: in the arena, of what is moved: first byte and size, in their order, none empty.
+        all_of_them: whether also chunks into which nothing is moved.
+    """
+    ends = [at + size for at, size in places]
+    if any(end > at for end, (at, _) in zip(ends, places[1:], strict=False)):
+        raise ValueError("what is moved is not in the order of its places")
+    found = []
+    for name, first, size in files:
+        for number, (offset, length) in enumerate(pieces(size)):
+            begin = first + offset
+            end = begin + length
+            parts = []
+            for i in range(bisect.bisect_right(ends, begin), len(places)):
+                at, many = places[i]
+                if at >= end:
+                    break
+                low, high = max(at, begin), min(at + many, end)
+                parts.append((i, low - at, low, high - low))
+            if all_of_them or parts:
+                found.append(Chunk(name, number, begin, end, parts))
+    return found
 
 
 class Chunks:
-    """All chunks of a snapshot, in the order of their addresses. Who fills them keeps the memory
+    """The chunks of a snapshot, in the order of their addresses. Who fills them keeps the memory
     that is moved, on both sides.
 
     Args:
         arena: what the snapshot goes to; what no move fills is there before a chunk is `filled`.
-        files: name, first byte in the arena, size.
-        moves: to the arena, in the order of their addresses there, none of them empty.
-        hashed: whether to take the checksums; the writer does it otherwise.
+        chunks: of its files (`cut`).
+        sources: the addresses that the moves are from.
+        hashed: of which files the checksums are taken, and how large they are; the writer does it
+            otherwise.
     """
 
     def __init__(
         self,
         arena: Arena,
-        files: Sequence[tuple[str, int, int]],
-        moves: Sequence[Move],
-        *,
-        hashed: bool,
+        chunks: Sequence[Chunk],
+        sources: Sequence[int],
+        hashed: Mapping[str, int] | None,
     ) -> None:
-        self.hashed = hashed
+        self.hashed = hashed is not None
         self._arena = arena.address
-        self._files = files
-        self._moves = moves
-        self._checksums = {name: [""] * len(pieces(size)) for name, _, size in files}
-
-    @functools.cached_property
-    def _chunks(self) -> list[_Chunk]:
-        """Made by who fills them, which need not be the thread that trains."""
-        moves = self._moves
-        ends = [to + size for to, _, size in moves]
-        if any(end > to for end, (to, _, _) in zip(ends, moves[1:], strict=False)):
-            raise ValueError("the moves are not in the order of their addresses")
-        found = []
-        for name, first, size in self._files:
-            for number, (at, length) in enumerate(pieces(size)):
-                begin = self._arena + first + at
-                chunk = _Chunk(name, number, begin, begin + length, [])
-                for i in range(bisect.bisect_right(ends, begin), len(moves)):
-                    to, source, many = moves[i]
-                    if to >= chunk.end:
-                        break
-                    low, high = max(to, begin), min(to + many, chunk.end)
-                    chunk.moves.append((low, source + low - to, high - low))
-                if self.hashed or chunk.moves:
-                    found.append(chunk)
-        return found
+        self._chunks = chunks
+        self._sources = sources
+        self._sizes = hashed or {}
+        self._checksums = {name: [""] * len(pieces(size)) for name, size in self._sizes.items()}
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -110,23 +126,24 @@ class Chunks:
         chunk = self._chunks[number]
         digest = xxhash.xxh3_128() if self.hashed else None
         at = chunk.begin
-        for to, source, size in chunk.moves:
-            if digest is not None and at < to:
-                digest.update(memory_at(at, to - at))
+        for which, offset, low, size in chunk.parts:
+            if digest is not None and at < low:
+                digest.update(memory_at(self._arena + at, low - at))
+            source = self._sources[which] + offset
             content = memory_at(source, size)
             for done in range(0, size, _CACHED_BYTES):
                 if called_off():
-                    return chunk.begin
+                    return self._arena + chunk.begin
                 stretch = content[done : done + _CACHED_BYTES]
-                move(to + done, source + done, len(stretch))
+                move(self._arena + low + done, source + done, len(stretch))
                 if digest is not None:
                     digest.update(stretch)
-            at = to + size
+            at = low + size
         if digest is not None:
             if at < chunk.end:
-                digest.update(memory_at(at, chunk.end - at))
+                digest.update(memory_at(self._arena + at, chunk.end - at))
             self._checksums[chunk.file][chunk.number] = digest.hexdigest()
-        return chunk.end
+        return self._arena + chunk.end
 
     def told(self) -> dict[str, dict[str, Any]]:
         """Of each file `size_bytes` and `checksums`, as the manifest takes them; when all chunks
@@ -134,5 +151,40 @@ class Chunks:
         """
         return {
             name: {"size_bytes": size, "checksums": self._checksums[name]}
-            for name, _, size in self._files
+            for name, size in self._sizes.items()
         }
+
+
+class Cutting:
+    """Remembers how the files were cut the last time: a save that moves what the one before has
+    moved only looks at the addresses.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, list[Chunk]] | None = None
+
+    def chunks(
+        self,
+        arena: Arena,
+        files: Sequence[tuple[str, int, int]],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        hashed: bool,
+    ) -> Chunks:
+        """The chunks of an arena.
+
+        Args:
+            arena: what the snapshot goes to.
+            files: name, first byte in the arena, size.
+            copies: from tensors in a row to tensors in the arena, in the order of these; what has
+                no elements has no address, and is left out.
+            hashed: whether the checksums are taken.
+        """
+        moved = [(source, to) for source, to in copies if source.nbytes]
+        places = [(to.data_ptr() - arena.address, to.nbytes) for _, to in moved]
+        key = (files, places, hashed)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, cut(files, places, all_of_them=hashed))
+        sources = [source.data_ptr() for source, _ in moved]
+        sizes = {name: size for name, _, size in files} if hashed else None
+        return Chunks(arena, self._last[1], sources, sizes)

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from outlast.async_checkpoint.chunks import Chunks, Move
+from outlast.async_checkpoint.chunks import Chunks
 from outlast.errors import CheckpointError
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "can_wait",
     "copy_by_torch",
     "in_a_row",
-    "moves_of",
     "owned_by",
 ]
 
@@ -58,13 +57,6 @@ def in_a_row(tensor: torch.Tensor) -> bool:
 def _has_bytes(tensor: torch.Tensor) -> bool:
     # A subclass that wraps other tensors has no memory of its own, and no address.
     return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
-
-
-def moves_of(copies: Sequence[Copy]) -> list[Move]:
-    """What there is to move, of tensors in a row; those without elements have no address."""
-    return [
-        (to.data_ptr(), source.data_ptr(), source.nbytes) for source, to in copies if source.nbytes
-    ]
 
 
 def copy_by_torch(copies: Sequence[Copy]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.catalog import Catalog
-from outlast.async_checkpoint.chunks import Chunks, are_private, told_of
+from outlast.async_checkpoint.chunks import Cutting, are_private, told_of
 from outlast.async_checkpoint.copying import (
     Copy,
     Guard,
@@ -23,7 +23,6 @@ from outlast.async_checkpoint.copying import (
     can_wait,
     copy_by_torch,
     in_a_row,
-    moves_of,
     owned_by,
 )
 from outlast.async_checkpoint.described import Described
@@ -72,6 +71,7 @@ class Snapshots:
         self._job = job
         self._signature: list[Any] = []
         self._structure: Structure | None = None
+        self._now, self._later = Cutting(), Cutting()
         self._private: tuple[list[int], bool] | None = None
 
     def take(
@@ -183,20 +183,18 @@ class Snapshots:
         in_rows = [each for each in now if in_a_row(each[0])]
         others = [each for each in now if not in_a_row(each[0])]
         files = structure.layout.files
-        # What is not in the processor's memory comes without it, and would have to be fetched anew.
-        elsewhere = sum(source.nbytes for source, _ in others)
-        hashed = 8 * elsewhere <= structure.layout.size_bytes and self._are_private(sources)
-        save.hashed = hashed
+        # On the way, where nobody waits for it.
+        hashed = save.hashed = bool(later) and self._are_private(sources)
         writes = Writes(source for source, _ in now)
         copy_by_torch(others)
-        chunks = Chunks(arena, files, moves_of(in_rows), hashed=hashed and not later)
+        chunks = self._now.chunks(arena, files, in_rows, hashed=False)
         slot.guard = eager = EagerCopy(in_rows, chunks)
         eager.run()
         error = writes.found("by another thread")
         if error is not None or not later:
             sealed(error)
         else:
-            chunks = Chunks(arena, files, moves_of(later), hashed=hashed)
+            chunks = self._later.chunks(arena, files, later, hashed=hashed)
             save.guard = slot.guard = Guard(later, chunks, self._optimizers, sealed, reached)
             save.guard.start()
         self._engine.forget_inherited()
