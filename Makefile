@@ -90,6 +90,6 @@ docs: $(VENV)/.docs-installed
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
-		.import_linter_cache .hypothesis
+		.import_linter_cache .hypothesis src/outlast/async_checkpoint/_stream_copy.so
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true
