@@ -18,11 +18,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "src/outlast/async_checkpoint/stream_copy.c"
-LIBRARY = "src/outlast/async_checkpoint/_stream_copy.so"
+SOURCE = "src/outlast/async_checkpoint/snapshot/nontemporal_copy.c"
+LIBRARY = "src/outlast/async_checkpoint/snapshot/_nontemporal_copy.so"
 
 
-class StreamCopy(BuildHookInterface[Any]):
+class NontemporalCopy(BuildHookInterface[Any]):
     """The build hook that pyproject.toml names."""
 
     PLUGIN_NAME = "custom"

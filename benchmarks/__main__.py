@@ -15,11 +15,19 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import describe
-from benchmarks.pages import write_docs
-from benchmarks.sheets import show
+from benchmarks.lib.machine import describe
+from benchmarks.lib.pages import write_docs
+from benchmarks.lib.sheets import show
 
-NAMES = ("restart", "hang", "overhead", "scale", "soak", "checkpoint", "elastic")
+MODULES = {
+    "restart": "inprocess.restart",
+    "hang": "inprocess.hang",
+    "overhead": "inprocess.overhead",
+    "scale": "inprocess.scale",
+    "soak": "inprocess.soak",
+    "checkpoint": "checkpoint.run",
+    "elastic": "elastic.run",
+}
 
 
 def main() -> None:
@@ -32,13 +40,13 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help="fill in docs/benchmarks.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
-    names = options.name or ([] if options.write_docs else NAMES)
+    names = options.name or ([] if options.write_docs else MODULES)
     # torch asks the resolver for the name of every peer that it connects to. Where the resolver
     # drops such a question, a connection takes five seconds, ours and the peer's alike.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     console = Console(width=None if Console().is_terminal else 140)
     for name in names:
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{MODULES[name]}")
         kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
         data = module.run(options.quick, kept) if kept else module.run(options.quick)
         _keep(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})

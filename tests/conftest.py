@@ -46,12 +46,13 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def ranks(tmp_path: Path, zygote: Zygote, request: pytest.FixtureRequest) -> Callable[..., Job]:
-    """`ranks("script", "scenario", nprocs=2)`: a job of a scenario of `script.py`, which stands in
-    the folder `scripts` beside the test.
+    """`ranks("script", "scenario", nprocs=2)`: a job of a scenario of `script.py`, which is in
+    the folder `scripts` of the test's room.
     """
 
     def job(script: str, *args: str, nprocs: int = 2, **kwargs: Any) -> Job:
-        path = request.path.parent / "scripts" / f"{script}.py"
+        room = next(f for f in request.path.parents if (f / "scripts").is_dir())
+        path = room / "scripts" / f"{script}.py"
         return Job(tmp_path, path, nprocs=nprocs, args=args, spawn=zygote.spawn, **kwargs)
 
     return job

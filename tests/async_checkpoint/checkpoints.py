@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint import folder as folders
-from outlast.async_checkpoint.local_storage import LocalStorage
+from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.local import LocalStorage
 
 NET = datetime.timedelta(seconds=60)
 """How long a save may take before a test gives up on it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outlast.async_checkpoint.arena import pieces
-from outlast.async_checkpoint.manifest import (
+from outlast.async_checkpoint.snapshot.shared_memory import pieces
+from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -13,7 +13,7 @@ from outlast.async_checkpoint.manifest import (
     checksum,
     encode,
 )
-from outlast.async_checkpoint.storage import Storage
+from outlast.async_checkpoint.storage.protocol import Storage
 
 CHUNK_BYTES = 1000
 

@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from async_checkpoint.work import Gate
+from async_checkpoint.calls.work import Gate
 
 PLAN = "OUTLAST_TEST_PLAN"
 TESTS = str(Path(__file__).parents[1])
@@ -66,16 +66,16 @@ class Plan:
 
     def use(self, monkeypatch: Any) -> Plan:
         """Has checkpointers of this process use staged writers."""
-        from outlast.async_checkpoint import writer
-        from outlast.async_checkpoint.background_process import start_process
+        from outlast.async_checkpoint.writer import client
+        from outlast.system.background_process import start_process
 
         def staged(module: str, *, arguments: Any) -> Any:
-            assert module == "outlast.async_checkpoint.writer_main"
+            assert module == "outlast.async_checkpoint.writer.main"
             return start_process("async_checkpoint.staged_writer", arguments=arguments)
 
         monkeypatch.setenv("PYTHONPATH", TESTS)
         monkeypatch.setenv(PLAN, str(self.folder))
-        monkeypatch.setattr(writer, "start_process", staged)
+        monkeypatch.setattr(client, "start_process", staged)
         return self
 
 
@@ -193,7 +193,7 @@ def _as_it_is(path: Path) -> tuple[int, int]:
 
 
 def _set_up() -> None:
-    from outlast.async_checkpoint import writer_main
+    from outlast.async_checkpoint.writer import main
 
     stage = _Stage()
     plan = stage.plan()
@@ -209,22 +209,22 @@ def _set_up() -> None:
             for part in name.split("."):
                 found = getattr(found, part)
             mutate(pytest.MonkeyPatch(), found, old, new)
-    real_open, real_write = writer_main.open_storage, writer_main.write_files
+    real_open, real_write = main.open_storage, main.write_files
 
     def early(storage: Any, folder: str, arena: Any, files: Any, small: Any, **options: Any) -> Any:
         threading.Thread(
             target=real_write, args=(storage, folder, arena, files, small), kwargs=options
         ).start()
-        return writer_main.checksums_of(arena, files, small)
+        return main.checksums_of(arena, files, small)
 
     os.fsync = _fsync
-    writer_main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]
+    main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]
     if plan.get("early"):
-        writer_main.write_files = early  # type: ignore[assignment]
+        main.write_files = early  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
     _set_up()
-    from outlast.async_checkpoint.writer_main import main
+    from outlast.async_checkpoint.writer.main import main
 
     main()

@@ -73,7 +73,7 @@ def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) ->
     data = {"4": {"barrier": numbers, "view change": numbers}}
     results = {"scale": {"quick": False, "machine": {"torch": "2.13"}, "data": data}}
     script = (
-        "import json, sys; from pathlib import Path; from benchmarks.pages import write_docs;"
+        "import json, sys; from pathlib import Path; from benchmarks.lib.pages import write_docs;"
         "write_docs(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     )
     command = [sys.executable, "-c", script, str(page), json.dumps(results)]

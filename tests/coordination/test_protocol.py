@@ -7,8 +7,8 @@ from typing import Any
 
 from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
+from outlast.coordination.membership import COMPLETED, RESTART, Job
 from outlast.coordination.ops import Link
-from outlast.coordination.protocol import COMPLETED, RESTART, Job
 from outlast.coordination.records import FaultRecord, LostRecord
 
 

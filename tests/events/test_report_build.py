@@ -30,7 +30,7 @@ from outlast.events import (
     Seen,
     WorkerExited,
 )
-from outlast.events.report import build, to_json
+from outlast.events.report.story import build, to_json
 
 
 def run_with_an_exception() -> Story:

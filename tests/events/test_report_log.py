@@ -10,7 +10,7 @@ import pytest
 from events.stories import Story
 from outlast.errors import EventLogError
 from outlast.events import JsonlSink, Seen, event_to_dict
-from outlast.events.report import build, load
+from outlast.events.report.story import build, load
 
 GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from events.stories import Story
 from outlast.events import JsonlSink, Note, WorkerExited
-from outlast.events.report import build, load, render, to_json
-from outlast.events.report_words import duration, one_line, plural, share
+from outlast.events.report.sentences import duration, one_line, plural, share
+from outlast.events.report.story import build, load, render, to_json
 
 
 def a_run() -> Story:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outlast.events.report import build
-from outlast.events.report_saves import words_on
+from outlast.events.report.checkpoints import words_on
+from outlast.events.report.story import build
 from outlast.events.types import (
     CheckpointCommitted,
     CheckpointFailed,

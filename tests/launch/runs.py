@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from outlast.launch.store import JOB_KEY
+from outlast.launch.agent.job_store import JOB_KEY
 from procs import MARKER, NET_S, default_signals, marked
 
 WORKER = '''

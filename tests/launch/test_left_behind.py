@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launch.runs import WORKER, Run, ends
-from outlast.launch import shim
+from outlast.launch.workers import exec_shim
 
 # Starts a helper, and says which; the helper lives until it is killed.
 HELPER = """
@@ -131,6 +131,6 @@ def wardens(run: Run) -> list[psutil.Process]:
 
 def test_a_worker_whose_launcher_is_gone_does_not_start() -> None:
     # This process is not the launcher that the shim was told of.
-    command = [sys.executable, "-I", "-S", shim.__file__, str(os.getppid()), "echo", "started"]
+    command = [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getppid()), "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("", shim.NOT_RUNNABLE)
+    assert (done.stdout, done.returncode) == ("", exec_shim.NOT_RUNNABLE)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from outlast.lazy import exports
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.caller import DistributedAsyncCaller
+    from outlast.async_checkpoint.calls.caller import DistributedAsyncCaller
+    from outlast.async_checkpoint.calls.queue import AsyncCallsQueue
+    from outlast.async_checkpoint.calls.request import AsyncRequest
     from outlast.async_checkpoint.checkpointer import Checkpointer
-    from outlast.async_checkpoint.folder import CheckpointInfo
+    from outlast.async_checkpoint.failure_policy import FailurePolicy
     from outlast.async_checkpoint.handle import SaveHandle
-    from outlast.async_checkpoint.policy import FailurePolicy
-    from outlast.async_checkpoint.queue import AsyncCallsQueue
-    from outlast.async_checkpoint.request import AsyncRequest
     from outlast.async_checkpoint.retention import Retention
+    from outlast.async_checkpoint.storage.directory import CheckpointInfo
 
 __all__ = [
     "AsyncCallsQueue",
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncCallsQueue": "queue",
-    "AsyncRequest": "request",
-    "CheckpointInfo": "folder",
+    "AsyncCallsQueue": "calls.queue",
+    "AsyncRequest": "calls.request",
+    "CheckpointInfo": "storage.directory",
     "Checkpointer": "checkpointer",
-    "DistributedAsyncCaller": "caller",
-    "FailurePolicy": "policy",
+    "DistributedAsyncCaller": "calls.caller",
+    "FailurePolicy": "failure_policy",
     "Retention": "retention",
     "SaveHandle": "handle",
 }

@@ -28,19 +28,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from outlast.async_checkpoint import folder as folders
-from outlast.async_checkpoint.after_save import AfterSave
-from outlast.async_checkpoint.engine import engine_for
 from outlast.async_checkpoint.environment import ranks
-from outlast.async_checkpoint.exchange import Exchange
-from outlast.async_checkpoint.folder import CheckpointInfo
+from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.ledger import connect_ledger
-from outlast.async_checkpoint.policy import FailurePolicy
-from outlast.async_checkpoint.restoring import Restorer
+from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.saving import Saver
-from outlast.async_checkpoint.snapshots import Snapshots
+from outlast.async_checkpoint.save.completion import AfterSave
+from outlast.async_checkpoint.save.folder_session import engine_for
+from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.save.structure_exchange import Exchange
+from outlast.async_checkpoint.snapshot.take import Snapshots
+from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.directory import CheckpointInfo
+from outlast.coordination.call_ledger import connect_ledger
 from outlast.errors import CheckpointError, StoreError
 from outlast.events import (
     Emitter,

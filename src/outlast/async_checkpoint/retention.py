@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from outlast.async_checkpoint.folder import CheckpointInfo
+from outlast.async_checkpoint.storage.directory import CheckpointInfo
 
 __all__ = ["Retention"]
 

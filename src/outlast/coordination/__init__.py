@@ -1,12 +1,23 @@
-"""How processes agree: the store, the ledger of the lost, barriers, views."""
+"""How processes agree: the store, the ledger of the lost, barriers, views.
 
-from outlast.coordination.memory import MemoryStore
-from outlast.coordination.ops import Link, Op, drive, perform_on
-from outlast.coordination.protocol import COMPLETED, RESTART, Job
-from outlast.coordination.records import FaultRecord, LostRecord, first_cause
-from outlast.coordination.store import KeyTimeout, Store
-from outlast.coordination.torch_store import TorchStore
-from outlast.coordination.view import Joiner, ViewRecord, decide
+Nothing is imported before it is asked for: the small processes that `outlast` starts beside a
+training import modules of this package, and have no use for torch, whose import takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outlast.lazy import exports
+
+if TYPE_CHECKING:
+    from outlast.coordination.membership import COMPLETED, RESTART, Job
+    from outlast.coordination.ops import Link, Op, drive, perform_on
+    from outlast.coordination.records import FaultRecord, LostRecord, first_cause
+    from outlast.coordination.stores.memory_store import MemoryStore
+    from outlast.coordination.stores.store import KeyTimeout, Store
+    from outlast.coordination.stores.torch_store import TorchStore
+    from outlast.coordination.view import Joiner, ViewRecord, decide
 
 __all__ = [
     "COMPLETED",
@@ -27,3 +38,16 @@ __all__ = [
     "first_cause",
     "perform_on",
 ]
+
+_NAMES = {
+    "membership": ("COMPLETED", "RESTART", "Job"),
+    "ops": ("Link", "Op", "drive", "perform_on"),
+    "records": ("FaultRecord", "LostRecord", "first_cause"),
+    "stores.memory_store": ("MemoryStore",),
+    "stores.store": ("KeyTimeout", "Store"),
+    "stores.torch_store": ("TorchStore",),
+    "view": ("Joiner", "ViewRecord", "decide"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+__getattr__, __dir__ = exports(__name__, _MODULES)

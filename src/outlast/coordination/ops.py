@@ -1,6 +1,6 @@
 """Protocol code without input and output: coroutines that yield store operations.
 
-The protocol (`barrier.py`, `protocol.py`, and the state machine of `outlast.inprocess`) is
+The protocol (`barrier.py`, `membership.py`, and the state machine of `outlast.inprocess`) is
 written as coroutines that say `await link.append(...)`. Who drives them decides what that means:
 `drive()` performs each operation on a real store, blocking; the deterministic simulation performs
 them one at a time in an order of its own choosing, and may stop a member for good between any
@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from outlast.coordination.store import Store
+from outlast.coordination.stores.store import Store
 
 __all__ = ["Link", "Op", "drive", "perform_on"]
 

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from typing import Any
 
-from outlast.events.hang import HUNG, hung_ranks
+from outlast.events.culprit import HUNG, hung_ranks
 
 __all__ = ["FaultRecord", "LostRecord", "ends", "first_cause", "lines", "to_line"]
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from outlast.lazy import exports
 
 if TYPE_CHECKING:
-    from outlast.elastic.consistent import ConsistentDDP
+    from outlast.elastic.data.loader import ElasticLoader
+    from outlast.elastic.data.sampler import ElasticSampler
+    from outlast.elastic.data.stream import ShardedStream
     from outlast.elastic.environment import (
         checkpoint_path,
         from_ray,
@@ -18,16 +20,12 @@ if TYPE_CHECKING:
         num_restarts,
         replica_rank,
     )
-    from outlast.elastic.job import Job
-    from outlast.elastic.loader import ElasticLoader
-    from outlast.elastic.pending import PendingSave
-    from outlast.elastic.random_state import RandomState
-    from outlast.elastic.restoring import load_all_states, load_state
-    from outlast.elastic.sampler import ElasticSampler
-    from outlast.elastic.saving import save_all_states, save_state
-    from outlast.elastic.sharded_state import ShardedState
-    from outlast.elastic.state import State
-    from outlast.elastic.states import (
+    from outlast.elastic.job.job import Job
+    from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+    from outlast.elastic.states.load import load_all_states, load_state
+    from outlast.elastic.states.pending_save import PendingSave
+    from outlast.elastic.states.random_state import RandomState
+    from outlast.elastic.states.ready_made import (
         CounterState,
         EMAState,
         ModuleState,
@@ -36,7 +34,9 @@ if TYPE_CHECKING:
         SchedulerState,
         StateDictState,
     )
-    from outlast.elastic.stream import ShardedStream
+    from outlast.elastic.states.save import save_all_states, save_state
+    from outlast.elastic.states.sharded_state import ShardedState
+    from outlast.elastic.states.state import State
 
 __all__ = [
     "ConsistentDDP",
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "consistent": ("ConsistentDDP",),
+    "numerics.consistent_ddp": ("ConsistentDDP",),
     "environment": (
         "checkpoint_path",
         "from_ray",
@@ -75,16 +75,16 @@ _NAMES = {
         "num_restarts",
         "replica_rank",
     ),
-    "job": ("Job",),
-    "loader": ("ElasticLoader",),
-    "pending": ("PendingSave",),
-    "random_state": ("RandomState",),
-    "restoring": ("load_all_states", "load_state"),
-    "sampler": ("ElasticSampler",),
-    "saving": ("save_all_states", "save_state"),
-    "sharded_state": ("ShardedState",),
-    "state": ("State",),
-    "states": (
+    "job.job": ("Job",),
+    "data.loader": ("ElasticLoader",),
+    "states.pending_save": ("PendingSave",),
+    "states.random_state": ("RandomState",),
+    "states.load": ("load_all_states", "load_state"),
+    "data.sampler": ("ElasticSampler",),
+    "states.save": ("save_all_states", "save_state"),
+    "states.sharded_state": ("ShardedState",),
+    "states.state": ("State",),
+    "states.ready_made": (
         "CounterState",
         "EMAState",
         "ModuleState",
@@ -93,7 +93,7 @@ _NAMES = {
         "SchedulerState",
         "StateDictState",
     ),
-    "stream": ("ShardedStream",),
+    "data.stream": ("ShardedStream",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -61,9 +61,9 @@ def from_ray() -> bool:
     """Whether this is inside a Ray Tune trial: saving and loading then go through the trial's own
     checkpoint, whatever `checkpoint_path()` says.
     """
-    from outlast.elastic import ray
+    from outlast.elastic.states import ray_trial
 
-    return ray.in_trial()
+    return ray_trial.in_trial()
 
 
 def _place() -> tuple[int, int]:

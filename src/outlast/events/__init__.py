@@ -1,7 +1,7 @@
 """What happened, as typed facts: events, where they go, and the report made from them."""
 
 from outlast.events.emitter import Emitter, Span
-from outlast.events.sink import JsonlSink, MemorySink, NullSink, Sink
+from outlast.events.sinks import JsonlSink, MemorySink, NullSink, Sink
 from outlast.events.types import (
     EVENT_TYPES,
     AbortDone,

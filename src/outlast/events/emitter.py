@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from outlast.clock import Clock, MonotonicClock
-from outlast.events.sink import NullSink, Sink
+from outlast.events.sinks import NullSink, Sink
 from outlast.events.types import Event
 
 __all__ = ["Emitter", "Span"]

@@ -81,7 +81,7 @@ class Fault(Event, kind="fault"):
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`; `consequence` says
     that this fault looks like the echo of another one (a peer's closed connection). Of a rank that
     stood still, `testimony` says that it tells so itself, `pings` and `collectives` how far it had
-    come (see `hang.py`).
+    come (see `culprit.py`).
     """
 
     interruption: str = ""

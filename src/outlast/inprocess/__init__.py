@@ -19,7 +19,6 @@ from outlast.inprocess import (
 )
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import Compose
-from outlast.inprocess.contract import GrowPolicy
 from outlast.inprocess.exception import (
     HealthCheckError,
     InternalError,
@@ -28,7 +27,8 @@ from outlast.inprocess.exception import (
     RestartError,
     TimeoutError,
 )
-from outlast.inprocess.progress import Adaptive
+from outlast.inprocess.progress.adaptive import Adaptive
+from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.wrapper import Wrapper
 

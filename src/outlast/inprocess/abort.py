@@ -2,12 +2,12 @@
 
 * NCCL groups by their own abort, all at once, each in a thread of its own, because one that is
   stuck must not hold up the others.
-* gloo groups by their sockets (see `gloo.py`), sub-groups and DDP's groups too.
+* gloo groups by their sockets (see `distributed/gloo_sockets.py`), sub-groups and DDP's groups too.
 * A rank may also be stuck in the making of a group, where it waits on the group's store for a
   peer that will never come. So the connections to that store which this iteration has opened are
   shut down as well. Connections that were open before the wrapped call are not touched.
 
-What a group owns is released afterwards, in the thread that used it (`release.py`).
+What a group owns is released afterwards, in the thread that used it (`distributed/release.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess import gloo
+from outlast.inprocess.distributed import gloo_sockets
+from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
 from outlast.inprocess.environment import store_endpoint
-from outlast.inprocess.gloo_waits import ForgottenWaits
 from outlast.inprocess.state import State
 
 __all__ = ["Abort", "AbortTorchDistributed"]
@@ -54,7 +54,7 @@ class AbortTorchDistributed(Abort):
         self._forgotten = ForgottenWaits()
 
     def prepare(self) -> None:
-        self._foreign = frozenset(gloo.socket_inodes().values())
+        self._foreign = frozenset(gloo_sockets.socket_inodes().values())
 
     def __call__(self, state: State) -> State:
         threads = [
@@ -78,9 +78,9 @@ class AbortTorchDistributed(Abort):
 
     def _shut_down(self) -> bool:
         """Shuts down all connections; whether there were any between gloo's pairs."""
-        pairs = [p for p in gloo.pair_sockets().items() if p[1] not in self._foreign]
+        pairs = [p for p in gloo_sockets.pair_sockets().items() if p[1] not in self._foreign]
         for descriptor, inode in pairs:
-            gloo.shut_down(descriptor, inode)
+            gloo_sockets.shut_down(descriptor, inode)
         self._leave_store()
         return bool(pairs)
 
@@ -88,9 +88,9 @@ class AbortTorchDistributed(Abort):
         endpoint = store_endpoint()
         if endpoint is None:
             return
-        for descriptor, inode in gloo.socket_inodes().items():
+        for descriptor, inode in gloo_sockets.socket_inodes().items():
             if inode not in self._foreign and _peer(descriptor) == endpoint:
-                gloo.shut_down(descriptor, inode)
+                gloo_sockets.shut_down(descriptor, inode)
 
 
 def _nccl_backends() -> list[Any]:

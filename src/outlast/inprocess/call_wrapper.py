@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from outlast.clock import Clock
-from outlast.inprocess.gate import AtomicGate
-from outlast.inprocess.interrupt import Interrupter
-from outlast.inprocess.observers import observers
-from outlast.inprocess.progress import GapEstimator
-from outlast.inprocess.shared import SharedPage
+from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.progress.adaptive import GapEstimator
+from outlast.inprocess.progress.observers import observers
+from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 
 __all__ = ["CallWrapper"]

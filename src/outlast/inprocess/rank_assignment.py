@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from outlast.errors import RankDiscarded
 from outlast.inprocess.arguments import check_callable, check_timeout
-from outlast.inprocess.grouping import KeyExchange
+from outlast.inprocess.distributed.group_keys import KeyExchange
 from outlast.inprocess.state import State
 
 __all__ = [

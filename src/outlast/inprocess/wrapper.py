@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from outlast.events import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
-from outlast.inprocess.contract import GrowPolicy
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.progress import Adaptive
+from outlast.inprocess.progress.adaptive import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.session import run_call
-from outlast.inprocess.settings import Settings
+from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.recovery.session import run_call
+from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
 
 __all__ = ["Wrapper"]

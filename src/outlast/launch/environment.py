@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from outlast.launch.job import Job
+from outlast.launch.config.job_spec import Job
 
 __all__ = ["mark", "names_chaos_state", "python", "warden_environment", "worker_environment"]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, meet, raising, say, scenario
 from torch.distributed import distributed_c10d
 
-from async_checkpoint import work
-from async_checkpoint.work import Gate
+from async_checkpoint.calls import work
+from async_checkpoint.calls.work import Gate
 from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller
 
 

@@ -14,7 +14,7 @@ from ranks import main, say, scenario
 
 from async_checkpoint.checkpoints import NET, blank, same, state_of
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.writer import WriterClient
+from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.inprocess import CallWrapper, Wrapper
 
 ELEMENTS = 300_000

@@ -43,7 +43,7 @@ def one_fails(path: str, plan: str, mutation: str = "") -> None:
     use(plan)
     if mutation == "deaf" and RANK == 0:
         from inprocess.mutations import mutate
-        from outlast.async_checkpoint.saving import Saver
+        from outlast.async_checkpoint.save.pipeline import Saver
 
         mutate(patch, Saver._walk, "if verdict.failure is not None:", "if False:")
     join_group()

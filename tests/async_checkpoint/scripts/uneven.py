@@ -15,8 +15,8 @@ from ranks import RANK, join_group, leave_group, main, raising, say, scenario
 from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, state_of
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.in_memory import InMemory
-from outlast.async_checkpoint.writer import WriterFailed
+from outlast.async_checkpoint.restore.from_memory import InMemory
+from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.chaos.storage import flip_byte
 from outlast.errors import CheckpointError, TimeoutError
 

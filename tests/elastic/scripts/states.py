@@ -28,11 +28,10 @@ from outlast.elastic import (
     State,
     load_all_states,
     load_state,
-    pending,
     save_all_states,
     save_state,
-    saving,
 )
+from outlast.elastic.states import pending_save, save
 from outlast.errors import OutlastError
 
 RANK = int(os.environ["RANK"])
@@ -184,12 +183,12 @@ def group_is_lost() -> None:
     state = Text("a", "old")
     save_all_states()
     if RANK == 1:
-        saving._committed = lambda *args: time.sleep(60)  # type: ignore[assignment]
+        save._committed = lambda *args: time.sleep(60)  # type: ignore[assignment]
     handle = save_all_states(asynchronous=True)
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
-    pending.STALE_S = 0.1
+    pending_save.STALE_S = 0.1
     state.text = "new"
     said(save_all_states)
     assert handle is not None

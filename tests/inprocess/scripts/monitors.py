@@ -9,11 +9,11 @@ import sys
 from acts import wait_forever
 from rank import main, say, scenario
 
+from outlast.coordination.membership import Job
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.protocol import Job
-from outlast.coordination.torch_store import TorchStore
-from outlast.inprocess.monitor import MonitorHandle, MonitorPlan, start_monitor
-from outlast.inprocess.shared import Activity, SharedPage
+from outlast.coordination.stores.torch_store import TorchStore
+from outlast.inprocess.monitor.start import MonitorHandle, MonitorPlan, start_monitor
+from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.store import TCPStore
 
 NET_S = 60.0

@@ -12,7 +12,7 @@ import threading
 from acts import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
 from rank import main, say, scenario, wrapped
 
-from outlast.coordination.protocol import Job
+from outlast.coordination.membership import Job
 from outlast.inprocess import CallWrapper, State
 from outlast.inprocess.abort import AbortTorchDistributed
 from outlast.inprocess.finalize import Finalize

@@ -20,9 +20,9 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outlast.async_checkpoint.folder import CheckpointInfo, Found
-    from outlast.async_checkpoint.storage import Storage
-    from outlast.elastic.stored import FoundStates
+    from outlast.async_checkpoint.storage.directory import CheckpointInfo, Found
+    from outlast.async_checkpoint.storage.protocol import Storage
+    from outlast.elastic.states.stored import FoundStates
 
 __all__ = ["register"]
 
@@ -55,7 +55,7 @@ def ls(
     Of the files only the sizes are looked at; `verify` reads them.
     """
     with _clear_errors(), _open(directory) as storage:
-        from outlast.async_checkpoint.folder import survey
+        from outlast.async_checkpoint.storage.directory import survey
 
         states = _states_in(storage)
         of_states = {one.folder for one in states}
@@ -84,7 +84,7 @@ def verify(
     damaged, or there is none.
     """
     with _clear_errors(), _open(directory) as storage:
-        from outlast.async_checkpoint import folder as folders
+        from outlast.async_checkpoint.storage import directory as folders
         from outlast.errors import CheckpointError
 
         # The files of those without a manifest are not known; `verify` says so.
@@ -128,7 +128,7 @@ def rm(
 ) -> None:
     """Delete checkpoints. Not while a job is using the folder."""
     with _clear_errors(), _open(directory) as storage:
-        from outlast.async_checkpoint import folder as folders
+        from outlast.async_checkpoint.storage import directory as folders
         from outlast.errors import CheckpointError
 
         chosen = list(dict.fromkeys(steps))
@@ -176,7 +176,7 @@ def _clear_errors() -> Iterator[None]:
 
 
 def _open(directory: str) -> closing[Storage]:
-    from outlast.async_checkpoint.storage import open_storage
+    from outlast.async_checkpoint.storage.protocol import open_storage
     from outlast.errors import CheckpointError
 
     path = directory.removeprefix("file://")
@@ -192,8 +192,8 @@ def _refuse_another_folder(storage: Storage) -> None:
     Raises:
         CheckpointError: saying what it is, and what to give instead.
     """
-    from outlast.async_checkpoint.local_storage import LocalStorage
-    from outlast.async_checkpoint.manifest import MANIFEST
+    from outlast.async_checkpoint.storage.local import LocalStorage
+    from outlast.async_checkpoint.storage.manifest import MANIFEST
     from outlast.errors import CheckpointError
 
     if not isinstance(storage, LocalStorage):
@@ -213,8 +213,8 @@ def _refuse_another_folder(storage: Storage) -> None:
 
 
 def _states_in(storage: Storage) -> list[FoundStates]:
-    from outlast.async_checkpoint.local_storage import LocalStorage
-    from outlast.elastic import stored
+    from outlast.async_checkpoint.storage.local import LocalStorage
+    from outlast.elastic.states import stored
 
     return stored.survey(storage) if isinstance(storage, LocalStorage) else []
 
@@ -226,8 +226,8 @@ def _verify_states(storage: Storage, numbers: Sequence[int]) -> bool:
         CheckpointError: if a number is asked for that is not there.
         typer.Exit: with 1, if any is damaged.
     """
-    from outlast.async_checkpoint.local_storage import LocalStorage
-    from outlast.elastic import stored
+    from outlast.async_checkpoint.storage.local import LocalStorage
+    from outlast.elastic.states import stored
     from outlast.errors import CheckpointError
 
     known = {one.number: one.folder for one in _states_in(storage) if one.number is not None}

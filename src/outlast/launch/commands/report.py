@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from outlast.events.runs import Run
+    from outlast.events.run_folders import Run
 
 __all__ = ["register"]
 
@@ -50,7 +50,7 @@ def report(
 ) -> None:
     """Print what happened in a run: each fault, its cause, and what the recovery took."""
     from outlast.errors import EventLogError
-    from outlast.events.runs import choose_run, runs_in
+    from outlast.events.run_folders import choose_run, runs_in
 
     if every and run is not None:
         raise typer.BadParameter("--run and --all do not go together")
@@ -70,9 +70,9 @@ def report(
 def _print_one(run: Run, as_json: bool) -> None:
     from rich.console import Console
 
-    from outlast.events.report import build, to_json
-    from outlast.events.report_log import load_run
-    from outlast.events.report_render import render_report
+    from outlast.events.report.log_reader import load_run
+    from outlast.events.report.render import render_report
+    from outlast.events.report.story import build, to_json
 
     report = build(load_run(run))
     if as_json:
@@ -83,8 +83,8 @@ def _print_one(run: Run, as_json: bool) -> None:
 
 def _print_all(runs: Sequence[Run], as_json: bool) -> None:
     if as_json:
-        from outlast.events.report import build, to_json
-        from outlast.events.report_log import load_run
+        from outlast.events.report.log_reader import load_run
+        from outlast.events.report.story import build, to_json
 
         found = [(run.name, json.loads(to_json(build(load_run(run))))) for run in runs]
         reports = [{"run": name, "report": report} for name, report in found]

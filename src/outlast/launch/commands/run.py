@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 import typer
 
 from outlast.errors import LaunchError
-from outlast.launch.job import job_from_options
-from outlast.launch.options import RunOptions
+from outlast.launch.config.job_spec import job_from_options
+from outlast.launch.config.options import RunOptions
 
 __all__ = ["register"]
 
@@ -38,7 +38,7 @@ def run(options: RunOptions) -> None:
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
     try:
-        from outlast.launch.agent import Agent  # torch comes with it
+        from outlast.launch.agent.agent import Agent  # torch comes with it
 
         code = Agent(job).run()
     except LaunchError as e:

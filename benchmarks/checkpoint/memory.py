@@ -1,0 +1,148 @@
+"""Memory of a save, over all processes that take part in it, and 200 saves in a row.
+
+What counts is the proportional set size (PSS): a page that several processes have mapped, as the
+training and the writer have the snapshot, is counted once. This process takes samples while the
+one that saves is at work.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.checkpoint.saves import call, disk_folder, in_ranks
+from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.ways import make
+from benchmarks.lib.rank_processes import Crew
+from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.storage.local import WORKING
+from outlast.async_checkpoint.storage.recycled_files import SPARE
+
+__all__ = ["WHAT", "flat", "peaks"]
+
+NAMES = {
+    "ours, eager": 1,
+    "ours, overlapped": 1,
+    "ours, eager, 2 in flight": 2,
+    "dcp.async_save": 1,
+    "async_save, cached stager": 1,
+    "async_save, cached stager, a process": 1,
+    "fork": 1,
+}
+"""How many saves are in flight at most."""
+_TRAINS, _SAVES, _ENDS = 1, 2, 3
+WHAT = ("descriptors", "threads", "memory of its own, MiB")
+
+
+def peaks(size: Size, saves: int, *, quick: bool = False) -> dict[str, Any]:
+    """For each way: bytes of the state, saves in flight, and the peak above the training's own."""
+    print(f"checkpoint: peak of memory over {saves} saves", flush=True)
+    found = {}
+    for name in list(NAMES)[: 2 if quick else None]:
+        phase = mmap.mmap(-1, mmap.PAGESIZE)
+        with Crew("checkpoint-memory", 1) as crew:
+            work = functools.partial(_saves, name, size, saves, phase)
+            crew.start(0, functools.partial(call, 0, 1, work, crew.folder))
+            base, peak = _sample(crew, phase)
+            state = json.loads((crew.folder / "found0.json").read_text())
+        found[name] = {"in_flight": NAMES[name], "state": state, "above": peak - base}
+    return found
+
+
+def _saves(name: str, size: Size, saves: int, phase: mmap.mmap, _: int) -> int:
+    """Saves back to back; with a step after each where it takes one for the memory to be used."""
+    job = Job(size)
+    with disk_folder() as folder:
+        phase[0] = _TRAINS
+        enough = time.monotonic() + 0.5
+        while time.monotonic() < enough:
+            job.train()
+        phase[0] = _SAVES
+        way = make(name, folder, job)
+        for step in range(saves):
+            wait = way.save(job.state_dict(), step)
+            if name in ("fork", "ours, overlapped"):
+                job.train()
+            if name == "fork":
+                wait()
+        phase[0] = _ENDS
+        way.close()
+    return job.size_bytes
+
+
+def _sample(crew: Crew, phase: mmap.mmap) -> tuple[int, int]:
+    """Bytes at the peak of the training without saves, and with them."""
+    peaks = {_TRAINS: 0, _SAVES: 0}
+    while not crew.ended(0.002):
+        now = phase[0]
+        if now in peaks:
+            found = _pss(crew.pids[0])
+            if phase[0] == now:
+                peaks[now] = max(peaks[now], found)
+    crew.check()
+    return peaks[_TRAINS], peaks[_SAVES]
+
+
+def _pss(pid: int) -> int:
+    """Of a process and all below it. This one shares some with them: the same before and after."""
+    total = 0
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        try:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except (OSError, ProcessLookupError):
+            continue  # it has just ended
+        total += sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
+    return total << 10
+
+
+def flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
+    """Samples of the training and of the writer, one each few saves."""
+    print(f"checkpoint: {saves} saves in a row", flush=True)
+    found: dict[str, list[list[float]]] = in_ranks(
+        "checkpoint-flat", 1, lambda _: _flat(size, saves, every)
+    )[0]
+    return found
+
+
+def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
+    job = Job(size)
+    samples: dict[str, list[list[float]]] = {"training": [], "writer": []}
+    with (
+        disk_folder() as folder,
+        Checkpointer(
+            folder / "flat", keep=Retention(last=2), overlap=job.optimizer
+        ) as checkpointer,
+    ):
+        for number in range(saves + 1):
+            handle = checkpointer.save(number, job.state_dict())
+            job.train()
+            handle.wait()
+            if number % every == 0:
+                _await_rest(folder / "flat")
+                (writer,) = psutil.Process().children()
+                samples["training"].append([number, *_resources(os.getpid())])
+                samples["writer"].append([number, *_resources(writer.pid)])
+    return samples
+
+
+def _await_rest(path: Path) -> None:
+    """Until the writer has put away what is old, which nobody waits for."""
+    shown = ("step-", WORKING)
+    while sum(name.startswith(shown) and name != SPARE for name in os.listdir(path)) > 2:
+        time.sleep(0.001)
+
+
+def _resources(pid: int) -> list[float]:
+    process = psutil.Process(pid)
+    return [
+        process.num_fds(),
+        process.num_threads(),
+        process.memory_full_info().uss / 2**20,
+    ]

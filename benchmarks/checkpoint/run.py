@@ -1,0 +1,43 @@
+"""Checkpoints: what a save costs the training, when it is durable, and how fast it is back.
+
+Everything is told as a ratio to what the machine can do, or to the loss of others, in one run: see
+`checkpoint_saves`, `checkpoint_restores`, `checkpoint_first`, `checkpoint_memory` and
+`checkpoint_training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.checkpoint import first_save, interference, memory, saves
+from benchmarks.checkpoint.sheets import sheets
+from benchmarks.checkpoint.training_state import FULL, QUICK, SHARE, SMALL
+
+__all__ = ["run", "sheets"]
+
+
+PARTS = ("one", "ranks", "first", "peaks", "flat", "training")
+
+
+def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Measures all of it, or some parts."""
+    if quick:
+        measures: dict[str, Callable[[], Any]] = {
+            "one": lambda: saves.measure(QUICK, 1, 1, quick=True),
+            "ranks": lambda: saves.measure(QUICK, 2, 1, quick=True),
+            "first": lambda: first_save.measure(QUICK, 1, quick=True),
+            "peaks": lambda: memory.peaks(QUICK, 2, quick=True),
+            "flat": lambda: memory.flat(QUICK, 4, 1),
+            "training": lambda: interference.measure(QUICK, {1: 2, 10: 10}, 1, quick=True),
+        }
+    else:
+        measures = {
+            "one": lambda: saves.measure(FULL, 1, 7),
+            "ranks": lambda: saves.measure(SHARE, 4, 7),
+            "first": lambda: first_save.measure(FULL, 5),
+            "peaks": lambda: memory.peaks(FULL, 5),
+            "flat": lambda: memory.flat(SMALL, 200, 10),
+            "training": lambda: interference.measure(SHARE, {1: 16, 10: 40, 100: 100}, 7),
+        }
+    return {part: measures[part]() for part in parts}

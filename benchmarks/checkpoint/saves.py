@@ -1,0 +1,202 @@
+"""What a save costs: seconds until the training goes on, and until the checkpoint is durable.
+
+All ways take turns in the same processes, in another order each round, together with what the
+machine can do: a ratio is of figures that were taken side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from benchmarks.checkpoint.limits import Writing, copy_time, settle
+from benchmarks.checkpoint.restores import restores
+from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.ways import OURS, PEERS, Way, chosen, make
+from benchmarks.lib.rank_processes import FOLDER, Crew
+
+__all__ = [
+    "PATIENCE_S",
+    "StepTimer",
+    "Timed",
+    "call",
+    "disk_folder",
+    "in_ranks",
+    "measure",
+    "one_save",
+]
+
+PATIENCE_S = 1800.0
+
+Timed = dict[str, list[float]]
+
+
+def measure(size: Size, ranks: int, rounds: int, *, quick: bool = False) -> dict[str, Any]:
+    """Seconds of each way in each round, the worst of the ranks."""
+    print(f"checkpoint: saves and restores, {ranks} ranks, {rounds} rounds", flush=True)
+    parts = in_ranks("checkpoint-saves", ranks, lambda _: _rank(size, ranks, rounds, quick))
+    seconds: dict[str, Timed] = {}
+    for name, timed in parts[0]["seconds"].items():
+        seconds[name] = {
+            what: [
+                max(each) for each in zip(*(p["seconds"][name][what] for p in parts), strict=True)
+            ]
+            for what in timed
+        }
+    return {
+        "ranks": ranks,
+        "size_bytes": sum(part["size_bytes"] for part in parts),
+        "tensors": parts[0]["tensors"],
+        "sources": parts[0]["sources"],
+        "seconds": seconds,
+    }
+
+
+def in_ranks(name: str, ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns in each of so many new processes, in a process group if they are many."""
+    with Crew(name, ranks) as crew:
+        crew.start_all(lambda slot: call(slot, ranks, work, crew.folder))
+        crew.wait_all(PATIENCE_S)
+        return [
+            json.loads((crew.folder / f"found{slot}.json").read_text()) for slot in range(ranks)
+        ]
+
+
+def call(slot: int, ranks: int, work: Callable[[int], Any], folder: Path) -> None:
+    """For a new process: `work`, in a process group of so many ranks; the result goes to a file."""
+    # torch's own default: as many threads as there are cores; several ranks share them.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    # Of several ranks, and of one too: a peer's background process makes a group of its own.
+    dist.init_process_group("gloo")
+    found = work(slot)
+    dist.barrier()
+    (folder / f"found{slot}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def disk_folder() -> Iterator[Path]:
+    """A folder on the disk that all ranks use."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    name = tempfile.mkdtemp(dir=FOLDER.absolute(), prefix="saves-") if _rank_0() else ""
+    told = [name]
+    dist.broadcast_object_list(told)
+    try:
+        yield Path(told[0])
+    finally:
+        dist.barrier()
+        if _rank_0():
+            import shutil
+
+            shutil.rmtree(told[0], ignore_errors=True)
+
+
+def _rank_0() -> bool:
+    return dist.get_rank() == 0
+
+
+def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
+    mesh = None
+    if ranks > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (ranks,))
+    timer = StepTimer()
+    job = Job(size, mesh)
+    timer.after(job)
+    seconds: dict[str, Timed] = {}
+    with disk_folder() as folder:
+        threads = max(1, 2 // ranks)
+        tensors = job.tensors()
+        buffers = [torch.zeros_like(tensor) for tensor in tensors]
+        writing = Writing(folder, job.size_bytes, threads)
+        ways = {
+            name: make(name, folder, job)
+            for name in chosen((*OURS, *PEERS), quick)
+            if "2 in flight" not in name
+        }
+        turns: dict[str, Callable[[int], dict[str, float]]] = {
+            "memcpy": lambda _: {"seconds": copy_time(tensors, buffers)},
+            "raw write": lambda _: {"seconds": writing.time(direct=False)},
+            "raw write, O_DIRECT": lambda _: {"seconds": writing.time(direct=True)},
+            "a forward and backward pass": lambda _: {"seconds": _timed(job.pass_through)},
+            **{
+                name: functools.partial(one_save, way, name, job, timer)
+                for name, way in ways.items()
+            },
+        }
+        for turn in range(rounds + 1):
+            names = list(turns)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                settle()
+                dist.barrier()
+                found = turns[name](turn)
+                for what, value in found.items() if turn else ():  # the first one warms up
+                    seconds.setdefault(name, {}).setdefault(what, []).append(value)
+        for way in ways.values():
+            way.close()
+            dist.barrier()
+        restored, sources = restores(folder, job, tensors, buffers, threads, rounds)
+        seconds.update(restored)
+    return {
+        "size_bytes": job.size_bytes,
+        "tensors": len(tensors),
+        "sources": sources,
+        "seconds": seconds,
+    }
+
+
+def one_save(way: Way, name: str, job: Job, timer: StepTimer, step: int) -> dict[str, float]:
+    """A save by itself; one that copies beside the training, with a step of that."""
+    state = job.state_dict()
+    began = time.perf_counter()
+    wait = way.save(state, step)
+    blocked = time.perf_counter() - began
+    if "overlapped" not in name and "beside" not in name:
+        wait()
+        return {"blocked": blocked, "durable": time.perf_counter() - began}
+    passing = _timed(job.pass_through)
+    waiting = _timed(way.before_step)
+    job.optimizer.step()
+    wait()
+    return {
+        "blocked": blocked + waiting + timer.waited,
+        "durable": time.perf_counter() - began,
+        "pass": passing,
+    }
+
+
+class StepTimer:
+    """How long the hooks of others hold an optimizer's step up. Made before all others are."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self._began = 0.0
+        register_optimizer_step_pre_hook(self._first)
+
+    def after(self, job: Job) -> None:
+        """An optimizer's own hooks come after those of all optimizers."""
+        job.optimizer.register_step_pre_hook(self._last)
+
+    def _first(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _last(self, *_: Any) -> None:
+        self.waited = time.perf_counter() - self._began
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,36 @@
+"""Elastic state: what a position, a save, another size and the same bits at any size cost.
+
+Each figure stands beside that of the usual way in the same run, in turns: see `elastic_data`,
+`elastic_state`, `elastic_registry`, `elastic_resharding` and `elastic_consistent`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.checkpoint.training_state import QUICK, SHARE
+from benchmarks.elastic import consistent, data, registry, resharding, state
+from benchmarks.elastic.sheets import sheets
+
+__all__ = ["run", "sheets"]
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measures all of it."""
+    if quick:
+        return {
+            "position": data.position(10**8, 1),
+            "loader": data.loading(2_000, 64, 1),
+            "state": state.measure(QUICK, 1),
+            "registry": registry.measure(QUICK, 1),
+            "resharding": resharding.measure(QUICK, ((2, 1), (1, 2)), 1),
+            "consistent": consistent.measure(1, (4,), (1, 2), 2, 1),
+        }
+    return {
+        "position": data.position(10**8, 200),
+        "loader": data.loading(16_000, 64, 9),
+        "state": state.measure(SHARE, 5),
+        "registry": registry.measure(SHARE, 5),
+        "resharding": resharding.measure(SHARE, ((4, 2), (2, 4)), 5),
+        "consistent": consistent.measure(4, (4, 8), (1, 2, 4), 5, 5),
+    }

@@ -1,0 +1,180 @@
+"""The tables of the elastic benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.elastic.consistent import BATCH
+from benchmarks.lib.sheets import Sheet, median, ms, quantile
+
+__all__ = ["sheets"]
+
+
+def sheets(data: dict[str, Any]) -> list[Sheet]:
+    """The tables."""
+    return [
+        _position(data["position"]),
+        _loader(data["loader"]),
+        _state(data["state"]),
+        # Results that are kept from before it was measured have none of it.
+        *([_registry(data["registry"])] if "registry" in data else []),
+        _resharding(data["resharding"]),
+        _consistent(data["consistent"]),
+    ]
+
+
+def _of(values: list[float]) -> float:
+    found = median(values)
+    assert found is not None
+    return found
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
+
+
+def _position(found: dict[str, Any]) -> Sheet:
+    ours, stored = found["seconds"], found["stored_seconds"]
+    rows = [
+        (
+            "ElasticSampler",
+            ms(_of(ours)),
+            ms(quantile(ours, 0.99)),
+            _mib(found["grown_bytes"]),
+        ),
+        ("torch.randperm", ms(_of(stored)), ms(max(stored)), _mib(found["stored_bytes"])),
+    ]
+    return Sheet(
+        f"A position in {found['length']:,} samples",
+        ("order", "first batch after a restore, ms", "p99, ms", "memory"),
+        rows,
+        "Half way through a shuffled epoch, 4,096 samples a batch, 8 replicas. Memory: by how much "
+        "the process's peak grew.",
+    )
+
+
+def _loader(found: dict[str, Any]) -> Sheet:
+    seconds = found["seconds"]
+    rows = []
+    for name, values in seconds.items():
+        way, _, workers = name.rpartition(", ")
+        base = _of(seconds[f"DataLoader, {workers}"])
+        rows.append(
+            (
+                f"{way}, {workers}",
+                f"{_of(values) * 1e6:,.0f}",
+                f"{(_of(values) - base) * 1e6:+,.0f}",
+                _times(_of(values) / base),
+            )
+        )
+    return Sheet(
+        f"The loader, {found['batch']} samples a batch",
+        ("way", "µs a batch", "more, µs", "x DataLoader"),
+        rows,
+        "Samples of 12 KiB that lie in memory, so that nothing else takes time; in 4 parts a batch "
+        "is four calls of the collate function.",
+    )
+
+
+def _beside(seconds: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> list[tuple[str, ...]]:
+    return [
+        (name, ms(_of(seconds[name])), _times(_of(seconds[name]) / _of(seconds[base])))
+        for name, base in pairs
+    ]
+
+
+def _state(found: dict[str, Any]) -> Sheet:
+    pairs = (
+        ("torch.save", "torch.save"),
+        ("Job.save", "torch.save"),
+        ("torch.save, durable", "torch.save, durable"),
+        ("Job.save, durable", "torch.save, durable"),
+        ("torch.load", "torch.load"),
+        ("Job.restore, from disk", "torch.load"),
+        ("Job.restore, from memory", "torch.load"),
+    )
+    return Sheet(
+        f"A job's state of {_mib(found['size_bytes'])}",
+        ("what", "ms", "x torch's"),
+        _beside(found["seconds"], pairs),
+        "The same content, and loaded into the model, the optimizer and the sampler. A save of "
+        "`Job` holds the training up for the first time only, and is checksummed and committed in "
+        "the second; a restore verifies every byte. Both read what the page cache has.",
+    )
+
+
+def _registry(found: dict[str, Any]) -> Sheet:
+    pairs = (
+        ("torch.save", "torch.save"),
+        ("save_all_states, asynchronous", "torch.save"),
+        ("torch.save, durable", "torch.save, durable"),
+        ("save_all_states", "torch.save, durable"),
+        ("save_all_states, asynchronous, durable", "torch.save, durable"),
+        ("torch.load", "torch.load"),
+        ("load_all_states", "torch.load"),
+        ("load_state of each, the checkpoint chosen before", "torch.load"),
+    )
+    return Sheet(
+        f"The registry of states, {_mib(found['size_bytes'])}",
+        ("what", "ms", "x torch's"),
+        _beside(found["seconds"], pairs),
+        "The same content as states. `save_all_states` returns when the checkpoint is durable, "
+        "read back for its checksums, and committed; the asynchronous one when it is in memory. "
+        "`load_all_states` reads all of the newest checkpoint to choose it, and then, verified "
+        "again, what it loads. Both read what the page cache has.",
+    )
+
+
+def _resharding(found: list[dict[str, Any]]) -> Sheet:
+    rows = []
+    for each in found:
+        ours = _of(each["seconds"]["Checkpointer.restore"])
+        theirs = _of(each["seconds"]["dcp.load"])
+        rows.append(
+            (
+                f"{each['before']} to {each['after']} ranks, {_mib(each['size_bytes'])}",
+                ms(ours),
+                ms(theirs),
+                _times(ours / theirs),
+            )
+        )
+    return Sheet(
+        "Resharding",
+        ("what", "Checkpointer.restore, ms", "dcp.load, ms", "x dcp.load"),
+        rows,
+        "The slowest rank. Ours verifies every byte, torch.distributed.checkpoint none.",
+    )
+
+
+def _consistent(found: dict[str, Any]) -> Sheet:
+    rows = []
+    for run in found["runs"]:
+        seconds = run["seconds"]
+        base = _of(seconds["DDP"])
+        rows.append((f"{run['ranks']} ranks: DDP", ms(base), "1.00", "-"))
+        for count in found["virtual"]:
+            parts = _of(seconds[f"DDP, {count} parts"])
+            ours = _of(seconds[f"ConsistentDDP, {count} parts"])
+            rows.append(
+                (f"{run['ranks']} ranks: DDP, {count} parts", ms(parts), _times(parts / base), "-")
+            )
+            rows.append(
+                (
+                    f"{run['ranks']} ranks: ConsistentDDP, {count} parts",
+                    ms(ours),
+                    _times(ours / base),
+                    _times(ours / parts),
+                )
+            )
+    size = _mib(found["runs"][0]["gradient_bytes"])
+    return Sheet(
+        f"The same bits at any size: a global batch of {BATCH}, gradients of {size}",
+        ("way", "ms a step", "x DDP", "x DDP in as many parts"),
+        rows,
+        "A transformer with dropout, one thread a rank, gloo, all ranks on one machine. DDP in "
+        "parts accumulates the gradients of as many parts as `ConsistentDDP` has.",
+    )

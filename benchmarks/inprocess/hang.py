@@ -1,0 +1,139 @@
+"""Detection of a hang with `soft_timeout=Adaptive(...)`, in step times, and the restart after it.
+
+Four ranks step every few milliseconds; one then sleeps, with the GIL released. With the fixed
+default it would be seen after a minute.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib.faults import RANKS, part
+from benchmarks.lib.rank_processes import Crew, wrapped
+from benchmarks.lib.sheets import Sheet, median, ms, quantile
+from benchmarks.lib.timestamp_board import Board
+from outlast import inprocess
+
+__all__ = ["run", "sheets"]
+
+STEP_S = 0.005
+STEPS = 100
+FLOORS_MS = (500, 50, 20)
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measures for a few floors of the adaptive timeout; the first is the default one."""
+    floors = FLOORS_MS[-1:] if quick else FLOORS_MS
+    hangs = 2 if quick else 20
+    return {str(floor): _measure(floor, hangs) for floor in floors}
+
+
+def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
+    print(f"hang: floor {floor_ms} ms, {hangs} hangs", flush=True)
+    board = Board(RANKS, hangs * 3 + 16)
+    with Crew(f"hang-{floor_ms}", RANKS) as crew:
+        crew.env["OUTLAST_EVENTS_DIR"] = str(crew.folder)
+        crew.start_all(lambda slot: _rank(board, slot, floor_ms, hangs))
+        crew.wait_all(120 + 5 * hangs)
+        seen = _times(crew.folder, "rank*.jsonl", "seen")
+        steps = json.loads((crew.folder / "steps.json").read_text())
+    detection, recovery, false_alarms = [], [], 0
+    for iteration in range(board.newest):
+        fault = board.fault(iteration)
+        if fault is None:
+            false_alarms += 1  # over before its hang: a busy machine, a step that took too long
+            continue
+        known = min(t for t in seen if t > fault[0])
+        detection.append(known - fault[0])
+        recovery.append(max(board.entries_after(known).values()) - known)
+    return {
+        "step": statistics.median(steps),
+        "longest_step": max(steps),
+        "detection": detection,
+        "recovery": recovery,
+        "false_alarms": false_alarms,
+    }
+
+
+def _rank(board: Board, slot: int, floor_ms: int, hangs: int) -> None:
+    timeout = inprocess.Adaptive(floor=datetime.timedelta(milliseconds=floor_ms))
+
+    def train(call: inprocess.CallWrapper) -> None:
+        iteration = call.iteration
+        board.enter(iteration, slot, time.monotonic())
+        trial = board.faults
+        dist.init_process_group("gloo")
+        data, taken = torch.ones(1 << 12), []
+        for _ in range(STEPS):
+            start = time.monotonic()
+            time.sleep(STEP_S)
+            dist.all_reduce(data)
+            call.ping()
+            taken.append(time.monotonic() - start)
+        if slot == 0:
+            _note_steps(taken[10:])
+        if trial >= hangs:
+            part()
+            return
+        if slot == trial % RANKS:
+            board.fail(iteration, slot)
+            time.sleep(3600)
+        dist.all_reduce(data)
+
+    wrapped(train, inprocess.Wrapper(soft_timeout=timeout))()
+
+
+def _note_steps(taken: list[float]) -> None:
+    Path(os.environ["OUTLAST_EVENTS_DIR"], "steps.json").write_text(json.dumps(taken))
+
+
+def _times(folder: Path, pattern: str, kind: str) -> list[float]:
+    lines = (line for path in folder.glob(pattern) for line in path.read_text().splitlines())
+    return sorted(event["time"] for event in map(json.loads, lines) if event["kind"] == kind)
+
+
+def sheets(data: dict[str, Any]) -> list[Sheet]:
+    """The tables."""
+    rows = []
+    for floor, found in data.items():
+        seen, step = found["detection"], found["step"]
+        rows.append(
+            (
+                f"Adaptive(floor={floor} ms)",
+                str(len(seen)),
+                ms(step),
+                ms(median(seen)),
+                f"{(median(seen) or 0.0) / step:.0f}",
+                ms(max(seen)),
+                ms(median(found["recovery"])),
+                ms(quantile(found["recovery"], 1.0)),
+                str(found["false_alarms"]),
+            )
+        )
+    return [
+        Sheet(
+            f"A hang with the GIL released, {RANKS} ranks (ms)",
+            (
+                "soft timeout",
+                "hangs",
+                "step",
+                "seen after",
+                "in steps",
+                "worst",
+                "restart then",
+                "worst restart",
+                "false alarms",
+            ),
+            rows,
+            "Seen: from the hang until a rank knows. Restart: from there to the last entry.",
+        )
+    ]

@@ -1,0 +1,86 @@
+"""Counts what a rank asks of the store while the job trains and nothing happens.
+
+The counting store is given as `store_factory`, so that both the main process and its monitor
+process use it: each operation that goes over a connection is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.lib.rank_processes import Crew, wrapped
+from outlast import inprocess
+
+__all__ = ["CountingStore", "operations_at_rest"]
+
+OPERATIONS = ("set", "get", "add", "append", "check", "wait", "compare_set", "delete_key")
+_WHO = ("main", "monitor")
+
+# Shared with the monitor process, which is forked from the rank; and the rank's own process id.
+_counts: Any = None
+_main_pid = 0
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    original = getattr(inprocess.store.TCPStore, name)
+
+    @functools.wraps(original)
+    def operation(self: Any, *args: Any) -> Any:
+        row = 0 if os.getpid() == _main_pid else 1
+        _counts[row * len(OPERATIONS) + OPERATIONS.index(name)] += 1
+        return original(self, *args)
+
+    return operation
+
+
+class CountingStore(inprocess.store.TCPStore):
+    """A TCP store that counts the operations of this rank's processes."""
+
+
+for _name in OPERATIONS:
+    setattr(CountingStore, _name, _counted(_name))
+
+
+def operations_at_rest(ranks: int, seconds: float) -> dict[str, Any]:
+    """Operations a second and rank, by process and kind; the mean over the ranks."""
+    print(f"overhead: store operations at rest, {seconds} s", flush=True)
+    with Crew("rest", ranks) as crew:
+        crew.start_all(lambda slot: _rank(slot, seconds, str(crew.folder)))
+        crew.wait_all(120 + seconds)
+        found = [
+            json.loads((crew.folder / f"counts{slot}.json").read_text()) for slot in range(ranks)
+        ]
+    result: dict[str, Any] = {"all": sum(map(sum, found)) / ranks / seconds}
+    for row, who in enumerate(_WHO):
+        result[who] = {}
+        for column, name in enumerate(OPERATIONS):
+            total = sum(counts[row * len(OPERATIONS) + column] for counts in found)
+            if total:
+                result[who][name] = total / ranks / seconds
+    return result
+
+
+def _rank(slot: int, seconds: float, folder: str) -> None:
+    global _counts, _main_pid
+    _counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+    _main_pid = os.getpid()
+
+    def train(call: inprocess.CallWrapper) -> list[int]:
+        time.sleep(1.5)  # past the start, and the first beats
+        before = _counts[: 2 * len(OPERATIONS)].tolist()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            call.ping()
+            time.sleep(0.005)
+        after = _counts[: 2 * len(OPERATIONS)].tolist()
+        return [now - then for now, then in zip(after, before, strict=True)]
+
+    counts = wrapped(train, inprocess.Wrapper(store_factory=CountingStore))()
+    with open(os.path.join(folder, f"counts{slot}.json"), "w") as file:
+        json.dump(counts, file)

@@ -1,0 +1,118 @@
+"""A member without a process: the real state machine over a counted connection to the store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from outlast.clock import Clock, MonotonicClock
+from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
+from outlast.inprocess.recovery.contract import (
+    GrowPolicy,
+    Interrupted,
+    Limits,
+    Phase,
+    Place,
+    Raised,
+    Returned,
+)
+from outlast.inprocess.recovery.machine import Machine
+from outlast.testing.bare_host import BareHost
+
+__all__ = ["CountedStore", "Member"]
+
+PATIENCE_S = 300.0
+
+
+class CountedStore:
+    """A torch store that counts what goes over the connection: requests, and bytes received."""
+
+    def __init__(self, store: Any) -> None:
+        self.operations: Counter[str] = Counter()
+        self.received_bytes = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            self.operations[name] += 1
+            value = operation(*args)
+            if isinstance(value, bytes):
+                self.received_bytes += len(value)
+            return value
+
+        return counted
+
+    def total(self) -> tuple[int, int]:
+        """Operations and bytes so far."""
+        return self.operations.total(), self.received_bytes
+
+
+class Member(BareHost):
+    """One member, and its rank-local side: member `k` fails in iteration k, until `restarts`.
+
+    Attributes:
+        entered: when it came into the function, by iteration.
+        failed: when it failed, by iteration.
+    """
+
+    def __init__(self, rank: int, size: int, restarts: int, all_in: Callable[[int], None]) -> None:
+        self.clock: Clock = MonotonicClock()
+        self.token = f"token {rank}"
+        self.preferred_rank = rank
+        self.grow = GrowPolicy.AT_ONCE
+        self.limits = Limits(PATIENCE_S, PATIENCE_S, backstop=60.0)
+        self.size, self.restarts = size, restarts
+        self.entered: dict[int, float] = {}
+        self.failed: dict[int, float] = {}
+        self._all_in = all_in
+        self._counted: CountedStore | None = None
+        self._first: tuple[int, int] = (0, 0)
+        self._last: tuple[int, int] = (0, 0)
+
+    def counted(self, store: CountedStore) -> None:
+        """Which connection to count on."""
+        self._counted = store
+
+    def between(self) -> tuple[int, int]:
+        """Operations and bytes between the first entry into the function and the last."""
+        return self._last[0] - self._first[0], self._last[1] - self._first[1]
+
+    def run(self, store: Store) -> Any:
+        """From the first barrier to the last."""
+        return drive(Machine(self, Link("job/"), self.size).run(), perform_on(store))
+
+    # -- the rank-local side -----------------------------------------------------------------
+
+    def at(self, phase: Phase, iteration: int, member: int) -> None:
+        self.member = member
+
+    def assign(self, record: ViewRecord, member: int) -> Place:
+        alive = [m for m in record.slots() if m is not None]
+        return Place(alive.index(member), len(alive))
+
+    async def publish(self, link: Link, iteration: int) -> None:
+        if self.preferred_rank == 0:
+            await link.put(f"store/{iteration}", b"127.0.0.1:1")
+
+    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
+        await link.read(f"store/{iteration}")
+        return None
+
+    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+        self.entered[iteration] = time.monotonic()
+        if self._counted is not None:
+            if iteration == 0:
+                self._first = self._counted.total()
+            self._last = self._counted.total()
+        if iteration >= self.restarts:
+            return Returned(None)
+        if self.preferred_rank == iteration % self.size:
+            self._all_in(iteration)  # the others wait by then, as ranks in a collective do
+            self.failed[iteration] = time.monotonic()
+            return Raised(self.fault(iteration, "EXCEPTION", "planned"))
+        await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)
+        return Interrupted()

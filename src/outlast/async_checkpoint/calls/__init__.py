@@ -1,0 +1,1 @@
+"""The queue of background calls, and the processes that run them."""

@@ -1,0 +1,113 @@
+"""One background process, and whether it is done: on this rank, or on all of them."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from outlast.async_checkpoint.calls.fork_runner import ForkRunner
+from outlast.async_checkpoint.calls.request import name_of
+from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
+from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
+from outlast.coordination.call_failure import CallFailure
+from outlast.coordination.collectives import least, raise_together, rank_of
+
+__all__ = ["DistributedAsyncCaller"]
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class DistributedAsyncCaller:
+    """Runs one function at a time in a background process. `AsyncCallsQueue` is what most want:
+    it has many calls, finalize functions, and needs no rank to be in step.
+
+    Args:
+        persistent: whether the process is started once, and given each call pickled; otherwise
+            each call is a fork.
+        group: the ranks; the default process group, or this process alone if there is none.
+        nice: niceness of the background process, 0 to 19.
+    """
+
+    def __init__(self, persistent: bool = False, group: Any = None, *, nice: int = 10) -> None:
+        self._group = group
+        self._runner: Runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
+        self._index = -1
+        self._name = ""
+        self._running = False
+        self._open = False  # until somebody was told how it ended
+        self._outcome = Outcome()
+
+    def schedule_async_call(
+        self,
+        async_fn: Callable[..., Any] | None,
+        save_args: tuple[Any, ...],
+        save_kwargs: Mapping[str, Any] = _NONE,
+    ) -> None:
+        """Starts `async_fn` in the background; nothing for `None`. Called on all ranks.
+
+        Raises:
+            RuntimeError: while the call before is not known to be done.
+            TypeError: naming the function, if it cannot be given to a persistent worker.
+            OSError: if the system has no room for another process.
+        """
+        if self._open:
+            raise RuntimeError(f"{self._name} still runs, or was never asked whether it is done")
+        self._index += 1
+        self._name = name_of(async_fn)
+        self._outcome = Outcome()
+        if async_fn is not None:
+            self._runner.start(self._index, async_fn, save_args, save_kwargs)
+            self._running = self._open = True
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
+        """Whether the call has ended well. True before the first one.
+
+        Args:
+            blocking: waits for its end.
+            no_dist: asks this rank's process alone; with `False` all ranks ask together, and the
+                answer is the same on all of them: true when all have finished.
+
+        Raises:
+            AsyncCallError: when the call has failed; with `no_dist=False` on any rank, and then on
+                all of them. Once: then the next call can be scheduled.
+        """
+        ended = self._look(blocking)
+        if not no_dist and not least(int(ended), self._group):
+            return False
+        if not ended:
+            return False
+        self._open = False
+        outcome, self._outcome = self._outcome, Outcome()
+        error = None
+        rank = rank_of(self._group)
+        if outcome.cause is not None:
+            failure = CallFailure.here(
+                self._index, self._name, rank, outcome.cause, outcome.traceback
+            )
+            error = failure.to_error()
+        if not no_dist:
+            raise_together(error, f"background call {self._index} failed", rank, self._group)
+        elif error is not None:
+            raise error
+        return True
+
+    def close(self) -> None:
+        """Kills the process if there is one, and gives everything back."""
+        self._runner.close()
+        self._running = self._open = False
+
+    def _look(self, blocking: bool) -> bool:
+        while self._running:
+            for index, outcome in self._runner.collect():
+                if index == self._index:
+                    self._outcome = outcome
+                    self._running = False
+            if not self._running or not blocking:
+                break
+            poll = select.poll()
+            for descriptor in self._runner.descriptors():
+                poll.register(descriptor, select.POLLIN)
+            poll.poll()
+        return not self._running

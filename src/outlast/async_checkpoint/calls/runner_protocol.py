@@ -1,0 +1,109 @@
+"""The contract between a queue of calls and what runs them in the background.
+
+Two runners keep it: `forked_call.ForkRunner`, a process for each call, and
+`call_worker.WorkerRunner`, one process for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from outlast.coordination.call_failure import describe, formatted
+
+__all__ = ["Outcome", "Runner", "await_copies", "ended_badly", "run_here"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the call ended in this rank's background process.
+
+    Attributes:
+        cause: what went wrong, in a line; `None` if nothing did.
+        traceback: as text; empty where there is none.
+    """
+
+    cause: str | None = None
+    traceback: str = ""
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps([self.cause, self.traceback]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Outcome:
+        """From what `encode` made; `ValueError` if it is something else."""
+        cause, traceback = json.loads(data)
+        return cls(cause, traceback)
+
+
+class Runner(Protocol):
+    """Runs calls in the background. One thread at a time may use it."""
+
+    def start(
+        self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Starts call `index`, or puts it behind those that are running. What the arguments hold
+        is as it was when this returns, whatever is done to them later.
+
+        Raises:
+            TypeError: naming the function, if it cannot be given to another process.
+            OSError: if the system has no room for another process.
+        """
+        ...
+
+    def descriptors(self) -> list[int]:
+        """What to wait on: one of them is readable when there is something to `collect`."""
+        ...
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        """The calls that have ended since the last time. Never waits."""
+        ...
+
+    def kill(self) -> None:
+        """Kills whatever runs. Does not wait; the ends are there to be collected."""
+        ...
+
+    def close(self) -> None:
+        """Kills and reaps whatever runs, and gives everything back."""
+        ...
+
+
+def await_copies() -> None:
+    """Waits for copies from a GPU that were started and not waited for (`non_blocking=True`): a
+    snapshot of their target must not be one of half a tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """For the background process: calls the function, and says how that ended."""
+    try:
+        fn(*args, **kwargs)
+    except SystemExit as e:
+        # As for a program: nothing and 0 are success, a number is a code, all else a message.
+        if e.code is None or e.code == 0:
+            return Outcome()
+        return Outcome(f"it exited with code {e.code}", formatted(e))
+    except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
+        return Outcome(describe(e), formatted(e))
+    return Outcome()
+
+
+def ended_badly(exit_code: int) -> Outcome:
+    """The outcome of a call whose process ended and did not say how the call did. That is never
+    success: `os._exit(0)` in the middle of a save ends with code 0 too.
+    """
+    if exit_code >= 0:
+        return Outcome(f"its process ended with exit code {exit_code}, in the middle of the call")
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return Outcome(f"its process was killed by {name}")

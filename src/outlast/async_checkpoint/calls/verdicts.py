@@ -1,0 +1,111 @@
+"""How calls ended, as the main thread asks for it: a look, or a wait that can be broken off.
+
+torch's stores wait in C++, where no signal and no exception of Python's arrives: a main thread
+that waits there could neither be interrupted by Ctrl-C nor be restarted in place. So another
+thread waits there, and the main thread waits for that one, in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from outlast.coordination.call_ledger import CallLedger, Verdict
+from outlast.errors import OutlastError
+
+__all__ = ["Verdicts"]
+
+_STORE_S = 10.0
+"""How long to wait for a store that should answer at once."""
+
+
+class Verdicts:
+    """The verdicts of a ledger. Asked by one thread; any other may say that all waiting is vain.
+
+    Every method raises `StoreError` when the store cannot be reached.
+    """
+
+    def __init__(self, ledger: CallLedger) -> None:
+        self._ledger = ledger
+        self._known: dict[int, Verdict] = {}  # a verdict never changes
+        self._wait: _Wait | None = None
+        self._error: OutlastError | None = None
+
+    def look(self, index: int) -> Verdict | None:
+        """The verdict, or `None` while there is none."""
+        self._raise()
+        if index not in self._known:
+            verdict = self._ledger.verdict(index)
+            if verdict is None:
+                return None
+            self._known[index] = verdict
+        return self._known[index]
+
+    def wait(self, index: int, timeout: float | None) -> Verdict | None:
+        """Waits for the verdict; `None` when the time (in seconds) is over."""
+        verdict = self.look(index)
+        if verdict is not None or timeout == 0.0:
+            return verdict
+        if self._wait is None or self._wait.index != index:
+            self._wait = _Wait(self._ledger, index)
+        wait = self._wait
+        # `give_up` sets the error, then looks for a wait; here it is the other way round.
+        self._raise()
+        if not wait.over.wait(timeout):
+            return None
+        self._raise()
+        if wait.error is not None:
+            raise wait.error
+        wait.thread.join()
+        assert wait.verdict is not None
+        self._known[index] = wait.verdict
+        return wait.verdict
+
+    def settled(self, index: int) -> None:
+        """Nobody will ask for this one again."""
+        self._known.pop(index, None)
+
+    def await_wait(self, index: int) -> None:
+        """From any thread: returns when nothing waits for this verdict, which is there.
+
+        To be called before the ledger forgets the call: a wait that was given up, or was overtaken
+        by a look, goes on until it has read the verdict, and would go on for ever if that were
+        deleted first.
+        """
+        wait = self._wait
+        if wait is not None and wait.index == index:
+            wait.thread.join(_STORE_S)  # this is one answer of the store
+
+    def give_up(self, error: OutlastError) -> None:
+        """From any thread: this rank cannot tell its outcomes, so there may never be a verdict."""
+        self._error = error
+        wait = self._wait
+        if wait is not None:
+            wait.over.set()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Wait:
+    """A thread that waits for one verdict.
+
+    It cannot be called back: it goes on until the verdict is there, or the store is not. So
+    whoever gave up waiting, and comes again, waits for the same one.
+    """
+
+    def __init__(self, ledger: CallLedger, index: int) -> None:
+        self.index = index
+        self.over = threading.Event()
+        self.verdict: Verdict | None = None
+        self.error: OutlastError | None = None
+        self._ledger = ledger
+        self.thread = threading.Thread(target=self._run, name="outlast-verdict", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.verdict = self._ledger.await_verdict(self.index, None)
+        except OutlastError as e:
+            self.error = e
+        self.over.set()

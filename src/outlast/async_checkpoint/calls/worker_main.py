@@ -1,0 +1,103 @@
+"""The program of a persistent worker: takes calls off the channel, says how each one ended.
+
+It has nothing of its parent's but the path of its modules. A call of a function that is defined
+in the parent's program needs that program here: it is then imported, under another name, so that
+what stands under `if __name__ == "__main__":` does not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import sys
+import types
+from collections.abc import Mapping
+from typing import IO, Any
+
+from outlast.async_checkpoint.calls.runner_protocol import Outcome, run_here
+from outlast.coordination.call_failure import describe, formatted
+from outlast.system.background_process import settle
+
+__all__ = ["importing_main", "main"]
+
+importing_main = False
+"""Whether the parent's program is being imported in this process."""
+
+
+def main() -> None:
+    """Runs calls until the parent closes the channel, or is gone."""
+    channel = settle(nice=int(sys.argv[3]))
+    try:
+        surroundings = json.loads(channel.receive()[0])
+        sys.path[:] = surroundings["path"]
+        while True:
+            _, (descriptor,) = channel.receive()
+            outcome = _run(descriptor, surroundings)
+            _flush()
+            channel.send(outcome.encode())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # threads that a call has left behind do not hold up the end
+
+
+def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
+    try:
+        with open(descriptor, "rb") as file:
+            file.seek(0)  # the position is shared with the descriptor that was written to
+            fn, args, kwargs = _Unpickler(file, surroundings).load()
+    except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
+        return Outcome(f"the call cannot be unpickled in the worker: {describe(e)}", formatted(e))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the other processors are for the training
+    return run_here(fn, args, kwargs)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports the parent's program when something in it is asked for. The pickles are of the
+    process that started this one.
+    """
+
+    def __init__(self, file: IO[bytes], surroundings: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._surroundings = surroundings
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            _import_main(self._surroundings)
+        return super().find_class(module, name)
+
+
+def _import_main(surroundings: Mapping[str, Any]) -> None:
+    if "__mp_main__" in sys.modules:
+        return
+    # Under the name that multiprocessing uses for the same: programs may look for it.
+    module = types.ModuleType("__mp_main__")
+    # The flag of the module that others import, not of the one that runs as `__main__`.
+    from outlast.async_checkpoint.calls import worker_main as shared
+
+    shared.importing_main = True
+    try:
+        if surroundings["main_name"] is not None:
+            content = runpy.run_module(surroundings["main_name"], run_name="__mp_main__")
+        elif surroundings["main_file"] is not None:
+            content = runpy.run_path(surroundings["main_file"], run_name="__mp_main__")
+        else:
+            return  # the parent has no program in a file: what is asked for is not there
+    finally:
+        shared.importing_main = False
+    module.__dict__.update(content)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            continue  # there is none, or a closed one, or nobody behind it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""One process for all calls: started once, given each call pickled, started again if it dies.
+
+A call waits here until the one before it has ended. So a worker that dies takes one call with it,
+and the others go to the next worker. The pickle goes into a file in memory whose descriptor is
+handed over: nobody waits for the worker to read it, and there is one copy of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outlast.async_checkpoint.calls import worker_main
+from outlast.async_checkpoint.calls.request import name_of
+from outlast.async_checkpoint.calls.runner_protocol import Outcome, await_copies, ended_badly
+from outlast.coordination.call_failure import describe, formatted
+from outlast.system.background_process import BackgroundProcess, start_process
+
+__all__ = ["WorkerRunner"]
+
+
+class WorkerRunner:
+    """A `Runner` with one persistent process, which is started with the first call; calls run
+    one after the other.
+
+    Args:
+        nice: niceness of the worker, 0 to 19.
+    """
+
+    def __init__(self, nice: int = 10) -> None:
+        self._nice = nice
+        self._worker: BackgroundProcess | None = None
+        self._waiting: deque[tuple[int, int]] = deque()  # index, descriptor of the pickle
+        self._running: int | None = None
+        self._hung_up = False  # the channel has ended; the worker is about to
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker; `None` while there is none."""
+        return None if self._worker is None else self._worker.pid
+
+    def start(
+        self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if worker_main.importing_main:
+            raise RuntimeError(
+                "this program is being imported by its own worker: what it does when it is run "
+                'must stand under `if __name__ == "__main__":`'
+            )
+        await_copies()
+        self._waiting.append((index, _pickled(fn, args, dict(kwargs))))
+        try:
+            self._next()
+        except OSError:
+            _, descriptor = self._waiting.pop()  # it is the last: nobody else was waiting
+            os.close(descriptor)
+            raise
+
+    def descriptors(self) -> list[int]:
+        if self._worker is None:
+            return []
+        if self._hung_up:
+            return [self._worker.pidfd]
+        return [self._worker.pidfd, self._worker.channel.fileno()]
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        outcomes: list[tuple[int, Outcome]] = []
+        while self._worker is not None:
+            outcome = self._said(self._worker)
+            if outcome is None:
+                break
+            if self._running is not None:
+                outcomes.append((self._running, outcome))
+                self._running = None
+            self._start_next(outcomes)
+        return outcomes
+
+    def kill(self) -> None:
+        while self._waiting:
+            os.close(self._waiting.popleft()[1])
+        if self._worker is not None:
+            self._worker.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._running, self._hung_up = None, False
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _said(self, worker: BackgroundProcess) -> Outcome | None:
+        """What the worker says of its call, or its end does; `None` if there is nothing yet."""
+        alive = worker.alive  # asked first: what it said before its end is there below
+        if not self._hung_up:
+            poll = select.poll()
+            poll.register(worker.channel.fileno(), select.POLLIN)
+            if poll.poll(0):
+                try:
+                    return Outcome.decode(worker.channel.receive()[0])
+                except EOFError:
+                    # It is ending; or a call has closed what it does not know, and then nobody
+                    # will hear of it again. Once it is ending, this changes its code no more.
+                    self._hung_up = True
+                    worker.kill()
+        if alive:
+            return None
+        self._worker, self._hung_up = None, False
+        return ended_badly(worker.close())
+
+    def _start_next(self, outcomes: list[tuple[int, Outcome]]) -> None:
+        """Hands over the next call; one for which no worker can be started has failed."""
+        while self._waiting and self._running is None and not self._hung_up:
+            try:
+                self._next()
+            except OSError as e:
+                index, descriptor = self._waiting.popleft()
+                os.close(descriptor)
+                outcomes.append((index, Outcome(f"no worker: {describe(e)}", formatted(e))))
+
+    def _next(self) -> None:
+        if self._running is not None or self._hung_up or not self._waiting:
+            return  # with the end of the one before, or of the worker, `collect` comes here again
+        index, descriptor = self._waiting[0]
+        worker, new = self._worker, self._worker is None
+        if worker is None:
+            worker = start_process(worker_main.__name__, arguments=[str(self._nice)])
+            self._worker = worker
+        try:
+            if new:
+                worker.channel.send(json.dumps(_surroundings()).encode())
+            worker.channel.send(b"", [descriptor])
+        except (BrokenPipeError, ConnectionResetError):
+            # It has died. The call goes to the next worker; but one for which a new worker did
+            # not come up has failed, or there would be no end of starting them.
+            self._hung_up = True
+            worker.kill()
+            if not new:
+                return
+        os.close(descriptor)
+        self._waiting.popleft()
+        self._running = index
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A descriptor of a file in memory that holds the call."""
+    descriptor = os.memfd_create("outlast-call", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump((fn, args, kwargs), file, protocol=pickle.HIGHEST_PROTOCOL)
+    except OSError:
+        os.close(descriptor)
+        raise
+    except Exception as e:
+        os.close(descriptor)
+        # Pickle has no error of its own for it: a lambda is an AttributeError, a lock a TypeError,
+        # and what an object's own method raises can be anything.
+        raise TypeError(
+            f"{name_of(fn)} cannot be given to a persistent worker, for it, or an argument, cannot "
+            f"be pickled: {describe(e)}"
+        ) from e
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _surroundings() -> dict[str, Any]:
+    """What the worker needs to find the modules that this process finds."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return {
+        "path": [str(entry) for entry in sys.path],
+        "main_name": None if spec is None else spec.name,
+        "main_file": getattr(main, "__file__", None) if spec is None else None,
+    }

@@ -1,0 +1,1 @@
+"""Restores: from memory or storage, verified before a byte is believed."""

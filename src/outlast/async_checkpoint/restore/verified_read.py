@@ -1,0 +1,256 @@
+"""Reads parts of a checkpoint into memory, and believes no byte that was not verified.
+
+The unit is the chunk that has a checksum. One that lies within a single destination is read there
+and hashed in place; one that several share goes through a buffer. From memory, a chunk is copied,
+and hashed where it lies while it is in the cache. Several threads do this side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import xxhash
+
+from outlast.async_checkpoint.environment import local_ranks
+from outlast.async_checkpoint.snapshot.nontemporal_copy import move
+from outlast.async_checkpoint.snapshot.shared_memory import memory_at
+from outlast.async_checkpoint.storage.manifest import FileEntry
+from outlast.async_checkpoint.storage.protocol import FileReader, Storage
+from outlast.errors import CheckpointError
+from outlast.system.parallel import in_threads
+
+__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_hashed", "read_verified"]
+
+# What a core's own cache holds beside other things: copied, it is still there to be hashed.
+_CACHED_BYTES = 384 << 10
+
+
+def _threads() -> int:
+    """The processors that are there for each of the ranks of this host; at least one."""
+    return max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Bytes that are wanted: which, and the address they go to. `owner` keeps that memory."""
+
+    file: str
+    at: int
+    size_bytes: int
+    address: int
+    owner: Any
+
+
+class Source(Protocol):
+    """The files of one checkpoint, and what they must be."""
+
+    where: str
+    chunk_bytes: int
+    files: Mapping[str, FileEntry]
+
+    def open(self, name: str) -> FileReader:
+        """Opens a file of its."""
+        ...
+
+
+class StorageSource:
+    """A checkpoint on storage."""
+
+    def __init__(
+        self, storage: Storage, folder: str, files: Mapping[str, FileEntry], chunk_bytes: int
+    ) -> None:
+        self.where = f"{storage.where}/{folder}"
+        self.chunk_bytes = chunk_bytes
+        self.files = files
+        self._storage = storage
+        self._folder = folder
+
+    def open(self, name: str) -> FileReader:
+        return self._storage.open(self._folder, name)
+
+
+class MemorySource:
+    """A snapshot in memory.
+
+    Args:
+        where: what to call it.
+        views: the content of each file.
+        files: what it must be.
+        chunk_bytes: the stretch that each checksum is of.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        views: Mapping[str, memoryview],
+        files: Mapping[str, FileEntry],
+        chunk_bytes: int,
+    ) -> None:
+        self.where = where
+        self.chunk_bytes = chunk_bytes
+        self.files = files
+        self._views = views
+
+    def open(self, name: str) -> _MemoryReader:
+        return _MemoryReader(self._views[name])
+
+
+class _Scratch:
+    """A buffer, made when it is needed."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size = size_bytes
+
+    @functools.cached_property
+    def view(self) -> memoryview:
+        return memoryview(bytearray(self._size))
+
+
+class _MemoryReader:
+    at_once = _CACHED_BYTES
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        part = self.view[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None = None) -> None:
+    """Reads what is wanted.
+
+    Raises:
+        CheckpointError: naming the file and the place, at the first chunk that is missing or not
+            what was written. What was read before stays where it is.
+    """
+    threads = _threads() if threads is None else threads
+    by_chunk: dict[tuple[str, int], list[Piece]] = {}
+    for piece in wanted:
+        if piece.size_bytes:
+            first = piece.at // source.chunk_bytes
+            last = (piece.at + piece.size_bytes - 1) // source.chunk_bytes
+            for number in range(first, last + 1):
+                by_chunk.setdefault((piece.file, number), []).append(piece)
+    readers: dict[str, FileReader] = {}
+    jobs = iter(by_chunk.items())
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def work() -> None:
+        scratch = _Scratch(source.chunk_bytes)
+        while True:
+            with lock:
+                job = next(jobs, None)
+            if job is None or failed.is_set():
+                return
+            (name, number), pieces = job
+            try:
+                _read_chunk(source, readers[name], name, number, pieces, scratch)
+            except BaseException:
+                failed.set()
+                raise
+
+    try:
+        for name in {name for name, _ in by_chunk}:
+            if name not in source.files:
+                raise CheckpointError(f"{source.where}/{name} is not in the manifest")
+            try:
+                readers[name] = source.open(name)
+            except OSError as e:
+                raise CheckpointError(f"{source.where}/{name}: {e.strerror or e}") from e
+        in_threads(work, threads, "outlast-read")
+    finally:
+        for reader in readers.values():
+            reader.close()
+
+
+def _read_chunk(
+    source: Source,
+    reader: FileReader,
+    name: str,
+    number: int,
+    pieces: Sequence[Piece],
+    scratch: _Scratch,
+) -> None:
+    entry = source.files[name]
+    begin = number * source.chunk_bytes
+    size = min(source.chunk_bytes, entry.size_bytes - begin)
+    where = f"{source.where}/{name}"
+    expected = entry.checksums[number] if number < len(entry.checksums) else ""
+    if isinstance(reader, _MemoryReader):
+        _copy_chunk(reader.view[begin : begin + size], begin, pieces, expected, where)
+        return
+    only = pieces[0]
+    direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
+    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch.view[:size]
+    try:
+        got, found = read_hashed(reader, begin, chunk)
+    except OSError as e:
+        raise CheckpointError(f"{where} cannot be read: {e}") from e
+    if got != size:
+        raise CheckpointError(
+            f"{where} is cut short: {begin + got} bytes, {entry.size_bytes} were written"
+        )
+    if found != expected:
+        raise _damaged(where, begin, size)
+    if not direct:
+        _deal(_address(chunk), begin, begin + size, pieces)
+
+
+def read_hashed(reader: FileReader, offset: int, buffer: memoryview) -> tuple[int, str]:
+    """Fills `buffer` from `offset` on; returns how much there was, and the checksum of that."""
+    digest = xxhash.xxh3_128()
+    got = 0
+    while got < len(buffer):
+        stretch = buffer[got : got + reader.at_once]
+        count = reader.read_into(offset + got, stretch)
+        digest.update(stretch[:count])
+        got += count
+        if count < len(stretch):
+            break
+    return got, digest.hexdigest()
+
+
+def _copy_chunk(
+    chunk: memoryview, begin: int, pieces: Sequence[Piece], expected: str, where: str
+) -> None:
+    """Copies and hashes a chunk that is in memory, in stretches that stay in the cache between.
+
+    The copy comes first: it waits for the memory on both of its sides at once, and the hash then
+    finds what was read in the cache. The other way round the two add up.
+    """
+    digest = xxhash.xxh3_128()
+    address = _address(chunk)
+    for at in range(0, len(chunk), _CACHED_BYTES):
+        stretch = chunk[at : at + _CACHED_BYTES]
+        _deal(address + at, begin + at, begin + at + len(stretch), pieces)
+        digest.update(stretch)
+    if digest.hexdigest() != expected:
+        raise _damaged(where, begin, len(chunk))
+
+
+def _deal(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+    """Copies what the pieces want of the bytes from `begin` to `end` of the file, at `address`."""
+    for piece in pieces:
+        low, high = max(begin, piece.at), min(end, piece.at + piece.size_bytes)
+        if low < high:
+            move(piece.address + low - piece.at, address + low - begin, high - low)
+
+
+def _damaged(where: str, begin: int, size: int) -> CheckpointError:
+    return CheckpointError(f"{where} is damaged between bytes {begin} and {begin + size}")
+
+
+def _address(chunk: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(chunk))

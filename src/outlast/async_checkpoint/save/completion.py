@@ -1,0 +1,125 @@
+"""What is done when a save has ended: old checkpoints go, events, errors kept for the caller."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from outlast.async_checkpoint.failure_policy import FailurePolicy
+from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.save.folder_session import Engine
+from outlast.async_checkpoint.save.pipeline import Save
+from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.manifest import Manifest
+from outlast.async_checkpoint.writer.write_files import Dropped
+from outlast.errors import CheckpointError
+from outlast.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRemoved,
+    Emitter,
+    Event,
+)
+
+__all__ = ["AfterSave"]
+
+log = logging.getLogger("outlast.checkpoint")
+
+_NOT_REMOVED = "old checkpoints could not be removed"
+
+
+class AfterSave:
+    """What one rank does after its saves. `committed` and `ended` run in the thread of the saves.
+
+    Args:
+        engine: of the folder.
+        keep: which checkpoints stay.
+        policy: lets failures pass, up to a number in a row; without one the first is raised.
+        emitter: for what happened.
+    """
+
+    def __init__(
+        self, engine: Engine, keep: Retention, policy: FailurePolicy | None, emitter: Emitter
+    ) -> None:
+        self._engine = engine
+        self._keep = keep
+        self._policy = policy
+        self._emitter = emitter
+        self._unseen: list[SaveHandle] = []
+
+    def watch(self, handle: SaveHandle) -> None:
+        """Its error is raised by `raise_unseen`, unless somebody asks the handle before."""
+        self._unseen.append(handle)
+
+    def raise_unseen(self) -> None:
+        """Raises the error of a save that nobody has looked at, if the policy does not let it pass.
+
+        Raises:
+            CheckpointError: of the first such save.
+        """
+        unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
+        self._unseen = [handle for handle in self._unseen if not handle.done]
+        for handle in unseen:
+            error = handle.exception
+            assert error is not None
+            if self._policy is None or self._policy.in_a_row > self._policy.max_in_a_row:
+                raise error
+
+    def committed(self, manifest: Manifest) -> None:
+        """On rank 0, when nobody waits for the save any more."""
+        if self._keep.keeps_all:
+            return
+        try:
+            present = folders.list_checkpoints(self._engine.storage)
+            removable = self._keep.removable(present, manifest.step)
+            if removable:
+                names = [info.folder for info in removable]
+                self._warn(self._engine.writer.request({"op": "retire", "folders": names}))
+        except (CheckpointError, OSError, Dropped):
+            # The save is committed: what stays too long does no harm, but somebody must look.
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
+        else:
+            for info in removable:
+                self._emitter.emit(CheckpointRemoved(step=info.step))
+
+    def drained(self) -> None:
+        """When there will be no more saves: waits until nothing is left of what was removed."""
+        if self._engine.writer.pid is None:
+            return
+        try:
+            self._warn(self._engine.writer.request({"op": "settle", "tidy": True}))
+        except (CheckpointError, Dropped):
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
+
+    def _warn(self, answer: dict[str, Any]) -> None:
+        for error in answer["late"]:
+            log.warning(
+                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
+            )
+
+    def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
+        """On every rank, with the error if it failed, and how many are still under way."""
+        seconds = self._emitter.clock.now() - save.began
+        if error is None:
+            if self._policy is not None:
+                self._policy.succeeded()
+            event: Event = CheckpointCommitted(
+                step=save.step,
+                size_bytes=size_bytes,
+                own_bytes=sum(size for _, _, size in save.snapshot["layout"]) + len(save.values),
+                blocked_seconds=save.blocked_s,
+                seconds=seconds,
+                queued=queued,
+            )
+        else:
+            event = CheckpointFailed(
+                step=save.step,
+                cause=str(error),
+                blocked_seconds=save.blocked_s,
+                seconds=seconds,
+                queued=queued,
+            )
+            if self._policy is None or not self._policy.failed(error):
+                log.error("step %d was not saved: %s", save.step, error)
+        self._emitter.emit(event)

@@ -1,0 +1,1 @@
+"""Copies of tensors in shared memory: how they are taken and laid out."""

@@ -1,0 +1,243 @@
+"""Copies tensors into an arena: at once, or beside the training while it does not change them.
+
+Eagerly, a save returns when everything is copied. Overlapped, it returns at once: tensors that
+only an optimizer changes (its parameters and its state) are copied by a thread beside the next
+forward and backward pass, and the optimizer's `step` waits, by torch's own hook, for what is left.
+All other tensors, batch-norm statistics say, are copied eagerly.
+
+What is copied must be the state of the moment of the save (C2), so a write to a tensor that is
+still being copied has to be noticed. torch counts the writes to a tensor (`_version`); a write
+counts when it ends. A `Guard` therefore compares the counts not when the copy ends, but later, on
+the thread that trains: there no write of that thread is under way, and every write that began
+before has counted. Only then is the snapshot sealed. What has been copied is written to files
+before that, but never committed: no rank says that it has finished before its seal. A write that
+torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs to an
+optimizer, between `save` and `step`, is not seen then: such code needs an eager save. If it comes
+between a byte's copy and its checksum, the checkpoint does not pass for a good one
+(`snapshot/chunks.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from outlast.async_checkpoint.snapshot.chunks import Chunks
+from outlast.errors import CheckpointError
+
+__all__ = [
+    "Copy",
+    "Guard",
+    "Writes",
+    "can_wait",
+    "copy_by_torch",
+    "in_a_row",
+    "owned_by",
+]
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
+
+# How much is copied before the writer is told, which writes pieces of that size.
+_TOLD_BYTES = 16 << 20
+_WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
+
+
+def in_a_row(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is bytes in a row in the processor's memory, and enough of them to be
+    copied by themselves.
+    """
+    return tensor.nbytes >= _WORTH_A_CALL and _has_bytes(tensor)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    # A subclass that wraps other tensors has no memory of its own, and no address.
+    return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
+
+
+def copy_by_torch(copies: Sequence[Copy]) -> None:
+    """Copies tensors of any kind, and returns when that is done."""
+    if not copies:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_([to for _, to in copies], [source for source, _ in copies])
+    if any(source.is_cuda for source, _ in copies):
+        torch.cuda.synchronize()
+
+
+class Writes:
+    """The writes to tensors that torch counts, from now on.
+
+    Args:
+        sources: the tensors.
+    """
+
+    def __init__(self, sources: Iterable[torch.Tensor]) -> None:
+        # What was made in inference mode has no count, and cannot be written to outside of it.
+        self._sources = [source for source in sources if not source.is_inference()]
+        self._versions = [source._version for source in self._sources]
+
+    def found(self, hint: str) -> CheckpointError | None:
+        """What is wrong if there were any; `hint` says more of when, and what to do."""
+        changed = [
+            tuple(source.shape)
+            for source, version in zip(self._sources, self._versions, strict=True)
+            if source._version != version
+        ]
+        if not changed:
+            return None
+        return CheckpointError(
+            f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
+            f"they were copied, {hint}: the snapshot is torn"
+        )
+
+
+def can_wait(tensor: torch.Tensor, owned: set[int]) -> bool:
+    """Whether the tensor can be copied beside the training: only an optimizer changes it, and it is
+    bytes in a row.
+
+    Args:
+        tensor: any.
+        owned: what optimizers change (`owned_by`).
+    """
+    return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
+
+
+def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The tensors that only these optimizers change: the addresses of their bytes."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(_address(parameter) for parameter in group["params"])
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                found.update(_address(v) for v in state.values() if isinstance(v, torch.Tensor))
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a tensor's bytes; of this rank's part of a DTensor."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.data_ptr()
+
+
+class Guard:
+    """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
+
+    Args:
+        copies: from contiguous tensors in the CPU's memory, to others of the same kind.
+        chunks: of the snapshot; they do it.
+        optimizers: whose steps change what is copied.
+        sealed: called once, on the thread that trains or on one that asks for the snapshot:
+            with nothing, when the snapshot is what it should be; else with what went wrong.
+        reached: called in the thread that copies, now and then, and when all is copied: everything
+            before this address is.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        chunks: Chunks,
+        optimizers: Sequence[Optimizer],
+        sealed: Callable[[CheckpointError | None], None],
+        reached: Callable[[int], None] = lambda address: None,
+    ) -> None:
+        self._copies = copies  # they keep the memory, on both sides
+        self._writes: Writes | None = Writes(source for source, _ in copies)
+        self._chunks: Chunks | None = chunks
+        self._optimizers = optimizers
+        self._sealed = sealed
+        self._reached = reached
+        self._called_off = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_sealed = False
+        self._outcome: tuple[CheckpointError | None] | None = None
+        self._ended = threading.Event()
+        self._copied = False
+        self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def start(self) -> None:
+        """Begins to copy: once whoever would call it off can find it."""
+        self._thread.start()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the copy has ended."""
+        return self._ended.is_set()
+
+    def seal(self) -> None:
+        """Waits for the copy to end, and says whether it is good. To be called by a thread of
+        which no write to the tensors is under way; a second call does nothing.
+        """
+        if self._thread.ident is not None:  # else it sees that it was called off, or never starts
+            self._await_copy()
+        self._hook.remove()  # first, and again at each call: an interrupt may come at any point
+        with self._lock:
+            if self._is_sealed:
+                return
+            if self._outcome is None:
+                self._outcome = (self._found(),)
+            # Said again, and the same, where an interrupt has come before the end of it.
+            self._sealed(self._outcome[0])
+            self._is_sealed = True
+        self._copies = ()
+        self._writes = self._chunks = None
+
+    def call_off(self) -> None:
+        """Ends the copy; the snapshot is no good."""
+        self._called_off = True
+        self.seal()
+
+    def _await_copy(self) -> None:
+        # Not `join`: an interrupted one has the thread count as dead while it still copies
+        # (Python 3.11, bpo-45274).
+        self._ended.wait()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(optimizer is each for each in self._optimizers):
+            self.seal()
+
+    def _found(self) -> CheckpointError | None:
+        if self._called_off:
+            return CheckpointError("the snapshot was called off")
+        if self._error is None and not self._copied:
+            return CheckpointError("the snapshot was never copied")
+        if self._error is not None:
+            return CheckpointError(f"the copy of a tensor failed: {self._error}")
+        assert self._writes is not None
+        return self._writes.found(
+            "before the optimizer's step (save such tensors eagerly: leave their optimizer out of "
+            "`overlap`)"
+        )
+
+    def _copy(self) -> None:
+        try:
+            chunks = self._chunks
+            assert chunks is not None
+            told = 0
+            for number in range(len(chunks)):
+                if self._called_off:
+                    break
+                upto = self._fill(chunks, number)
+                told = told or upto
+                if upto - told >= _TOLD_BYTES:
+                    told = upto
+                    self._reached(upto)
+            if not self._called_off:
+                self._reached(sys.maxsize)
+            self._copied = True
+        except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
+            self._error = e
+        finally:
+            self._ended.set()
+
+    def _fill(self, chunks: Chunks, number: int) -> int:
+        return chunks.fill(number, lambda: self._called_off)

@@ -1,0 +1,139 @@
+"""Where the bytes of a rank's tensors lie: in its files, and so in the arena they are copied to.
+
+The files are those of torch.distributed.checkpoint: each tensor is a `torch.save` of it, one after
+another. What surrounds a tensor's bytes in such a stream depends on its dtype and shape alone
+(`Frame`), and is laid into the arena once; a save then copies nothing but the tensors' bytes, to
+the very place that they have in the file.
+
+The frames are torch's own: `torch.save` runs under `torch.serialization.skip_data` on a tensor
+that is never filled, into a file object that notes where torch skips. torch leaves the checksums
+of a skipped record (zip's CRC-32) at zero, and `torch.load` does not look at them; ours are in the
+manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outlast.async_checkpoint.snapshot.shared_memory import Arena, page_up
+from outlast.async_checkpoint.state_dict.sharding import Item
+
+__all__ = ["Frame", "Layout", "Place", "frame", "lay_out"]
+
+_ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it the same way
+# A file gets no more tensors once it has this size, so that several are written and read side by
+# side; a tensor is never cut.
+FILE_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What `torch.save` writes around the bytes of a tensor."""
+
+    head: bytes
+    data_bytes: int
+    tail: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole stream."""
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+class _Recorder:
+    """A file that keeps what is written before and after the place that is skipped."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray(), bytearray()]
+        self.skipped = 0
+
+    def write(self, data: Any) -> int:
+        self.parts[1 if self.skipped else 0] += bytes(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.skipped += offset
+        return offset
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=65536)
+def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """The frame of a contiguous tensor of `dtype` (without `torch.`) and `shape`."""
+    recorder = _Recorder()
+    # Memory is reserved for it, but no page of it is ever touched.
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    with torch.serialization.skip_data():
+        torch.save(tensor, recorder)  # type: ignore[arg-type]  # all that it uses of a file
+    return Frame(bytes(recorder.parts[0]), recorder.skipped, bytes(recorder.parts[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: its stream in the file, and its bytes in the arena."""
+
+    file: str
+    stream_at: int
+    stream_bytes: int
+    data_at: int
+    data_bytes: int
+    arena_at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything lies.
+
+    Attributes:
+        places: of the tensors, in the order in which they were given.
+        files: name, first byte in the arena, and size of each, all in whole pages.
+        size_bytes: of the arena.
+    """
+
+    places: list[Place]
+    files: list[tuple[str, int, int]]
+    size_bytes: int
+
+    def inscribe(self, arena: Arena, items: Sequence[Item]) -> None:
+        """Writes the frames into the arena; a save fills in the rest."""
+        for item, place in zip(items, self.places, strict=True):
+            around = frame(item.dtype, item.sizes)
+            begin = place.arena_at - len(around.head)
+            arena.view[begin : place.arena_at] = around.head
+            end = place.arena_at + place.data_bytes
+            arena.view[end : end + len(around.tail)] = around.tail
+
+
+def lay_out(items: Sequence[Item], rank: int) -> Layout:
+    """Lays tensors out, in files of this rank. The same items give the same layout anywhere."""
+    places: list[Place] = []
+    files: list[tuple[str, int, int]] = []
+    begin, at = 0, 0  # of the present file in the arena; in the file
+    for item in items:
+        around = frame(item.dtype, item.sizes)
+        data_at = at + len(around.head)
+        places.append(
+            Place(
+                file=f"__{rank}_{len(files)}.distcp",
+                stream_at=at,
+                stream_bytes=around.size_bytes,
+                data_at=data_at,
+                data_bytes=around.data_bytes,
+                arena_at=begin + data_at,
+            )
+        )
+        at += -(-around.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if at >= FILE_BYTES:
+            files.append((f"__{rank}_{len(files)}.distcp", begin, page_up(at)))
+            begin, at = begin + page_up(at), 0
+    if at:
+        files.append((f"__{rank}_{len(files)}.distcp", begin, page_up(at)))
+        begin += page_up(at)
+    return Layout(places, files, begin)

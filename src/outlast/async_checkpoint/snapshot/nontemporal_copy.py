@@ -1,0 +1,45 @@
+"""A copy of memory past the caches, for what is large and not looked at again soon.
+
+It is a few lines of C (`nontemporal_copy.c`), compiled when the package is installed. Where that
+could not be done, or the processor is no x86-64, the C library's copy takes its place: slower by
+half, and the same otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["LIBRARY", "load", "move", "streams"]
+
+LIBRARY = "_nontemporal_copy.so"
+"""The name of the compiled file, beside this one."""
+
+log = logging.getLogger("outlast.checkpoint")
+
+Move = Callable[[int, int, int], object]
+
+
+def load(library: Path) -> tuple[Move, bool]:
+    """The copy, and whether it is the one of `library`.
+
+    Args:
+        library: the compiled file, which may be missing.
+    """
+    # A call through CDLL leaves Python's lock.
+    function, own = ctypes.CDLL(None).memmove, False
+    if library.exists():
+        try:
+            function, own = ctypes.CDLL(str(library)).outlast_nontemporal_copy, True
+        except (OSError, AttributeError) as e:  # of another machine, or another version
+            log.warning("%s cannot be used, and copies are slower: %s", library, e)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = None
+    return function, own
+
+
+move, streams = load(Path(__file__).with_name(LIBRARY))
+"""`move(to, source, size_bytes)` copies between two addresses that do not overlap; `streams` says
+whether it goes past the caches."""

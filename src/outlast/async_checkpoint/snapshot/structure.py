@@ -1,0 +1,172 @@
+"""What a save takes of a state dict: which tensors, where they go, and the pickled rest.
+
+A `Structure` is made once for all state dicts that look alike. It knows the parts this rank saves
+and their places; a save then only looks the tensors up and copies them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
+from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.state_dict.sharding import Item, Key, leaf_numbers, look_up
+from outlast.errors import CheckpointError
+
+__all__ = ["Structure", "values_file"]
+
+_SIMPLE = (int, float, str, bool, type(None))
+
+
+def values_file(rank: int) -> str:
+    """The file of a rank's values. They differ in length from save to save, so they have their
+    own.
+    """
+    return f"__{rank}_values.distcp"
+
+
+class Structure:
+    """The parts of a state dict that this rank saves.
+
+    Args:
+        items: the parts that this rank has.
+        keys: those of them that it saves.
+        rank: this one.
+
+    Attributes:
+        tensors, values: the parts that it saves.
+        layout: of the tensors.
+        index: as JSON, what they are and where; for who finds the snapshot in memory.
+    """
+
+    def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
+        mine = set(keys)
+        self._rank, self._mine = rank, mine
+        self.items = list(items)
+        self.tensors = [i for i in items if i.kind == "tensor" and i.key in mine]
+        self.values = [i for i in items if i.kind == "value" and i.key in mine]
+        self.layout: Layout = lay_out(self.tensors, rank)
+        self.index = self._describe()
+        self._leaves: list[int] = []
+        self._pickled: dict[str, tuple[Any, bytes]] = {}
+
+    def is_of(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> bool:
+        """Whether it is what these would make."""
+        return self._rank == rank and self.items == list(items) and self._mine == set(keys)
+
+    def targets(self, arena: Arena) -> list[torch.Tensor]:
+        """Tensors that look into the arena, one for each of `tensors`."""
+        if not self.tensors:
+            return []
+        whole = torch.frombuffer(arena.view, dtype=torch.uint8)
+        return [
+            whole[place.arena_at : place.arena_at + place.data_bytes]
+            .view(getattr(torch, item.dtype))
+            .view(item.sizes)
+            if place.data_bytes  # torch aligns no place for nothing
+            else torch.empty(item.sizes, dtype=getattr(torch, item.dtype))
+            for item, place in zip(self.tensors, self.layout.places, strict=True)
+        ]
+
+    def _describe(self) -> bytes:
+        tensors: dict[str, Any] = {}
+        for item, place in zip(self.tensors, self.layout.places, strict=True):
+            entry = tensors.setdefault(
+                item.name,
+                {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
+            )
+            entry["shards"].append(
+                {
+                    "offsets": item.offsets,
+                    "sizes": item.sizes,
+                    "file": place.file,
+                    "at": place.data_at,
+                }
+            )
+        values = [[item.name, item.path] for item in self.values]
+        return json.dumps({"tensors": tensors, "values": values}).encode()
+
+    def number(self, state_dict: Mapping[str, Any]) -> None:
+        """Notes where the tensors are among the leaves of state dicts of this structure."""
+        numbers = leaf_numbers(state_dict)
+        self._leaves = [numbers[item.path] for item in self.tensors]
+
+    def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors of a state dict, one for each of `tensors`: this rank's part of each.
+
+        Args:
+            leaves: of the state dict (`plan.walk`).
+        """
+        return [
+            # What is no subclass has the shape that was planned: it is in the signature.
+            leaf
+            if type(leaf := leaves[number]) is torch.Tensor
+            and not leaf.is_conj()
+            and not leaf.is_neg()
+            else local_part(leaf, item)
+            for item, number in zip(self.tensors, self._leaves, strict=True)
+        ]
+
+    def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
+        """The values in torch's serialization, one after another, and where each lies.
+
+        Raises:
+            CheckpointError: naming what cannot be pickled.
+        """
+        parts: list[bytes] = []
+        places: list[list[int]] = []
+        at = 0
+        for item in self.values:
+            data = self._pickle(item, look_up(state_dict, item.path))
+            places.append([at, len(data)])
+            parts.append(data)
+            at += len(data)
+        return b"".join(parts), places
+
+    def _pickle(self, item: Item, value: Any) -> bytes:
+        known = self._pickled.get(item.name)
+        simple = type(value) in _SIMPLE
+        # `repr`, because 0.0 == -0.0 and nan != nan.
+        if simple and known is not None and repr(known[0]) == repr(value):
+            return known[1]
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+        except Exception as e:
+            raise CheckpointError(
+                f"{item.name!r} ({type(value).__name__}) cannot be saved: {e}"
+            ) from e
+        data = file.getvalue()
+        if simple:
+            self._pickled[item.name] = (value, data)
+        return data
+
+
+def local_part(leaf: Any, item: Item) -> torch.Tensor:
+    """This rank's part of a tensor, of the sizes that `item` says."""
+    if hasattr(leaf, "local_shards"):  # ShardedTensor
+        for shard in leaf.local_shards():
+            if tuple(shard.metadata.shard_offsets) == item.offsets:
+                part = shard.tensor
+                break
+        else:
+            raise CheckpointError(f"{item.name!r} has no shard at {item.offsets} on this rank")
+    elif hasattr(leaf, "to_local"):  # DTensor
+        part = leaf.to_local()
+    else:
+        part = leaf
+    part = cast(torch.Tensor, part).detach()
+    if part.is_conj() or part.is_neg():
+        part = part.resolve_conj().resolve_neg()
+    if tuple(part.shape) != item.sizes:
+        raise CheckpointError(
+            f"{item.name!r} has shape {tuple(part.shape)} on this rank, {item.sizes} was planned"
+        )
+    return part

@@ -1,0 +1,217 @@
+"""Takes the snapshot of a save: who saves what is agreed, and its part of it copied.
+
+What a state dict looks like changes seldom, and is agreed on among the ranks only then; a save of
+one that looks as before only looks its tensors up, and copies them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.save.folder_session import Engine, Slot
+from outlast.async_checkpoint.save.pipeline import Save
+from outlast.async_checkpoint.save.structure_exchange import Exchange
+from outlast.async_checkpoint.snapshot.chunks import Cutting, are_private, told_of
+from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
+from outlast.async_checkpoint.snapshot.copy_overlapped import (
+    Copy,
+    Guard,
+    Writes,
+    can_wait,
+    copy_by_torch,
+    in_a_row,
+    owned_by,
+)
+from outlast.async_checkpoint.snapshot.structure import Structure, values_file
+from outlast.async_checkpoint.state_dict.catalog import Catalog
+from outlast.async_checkpoint.state_dict.memo import Described
+from outlast.async_checkpoint.state_dict.sharding import walk
+from outlast.errors import CheckpointError, StoreError
+
+__all__ = ["Snapshots"]
+
+log = logging.getLogger("outlast.checkpoint")
+
+
+class Snapshots:
+    """One rank's snapshots.
+
+    Args:
+        engine: has the memory for them.
+        exchange: agrees on structures with the other ranks.
+        described: what this process remembers of state dicts.
+        optimizers: what only they change is copied beside the training.
+        rank, world_size: of the checkpointer.
+        job: begins the names of its saves.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        exchange: Exchange,
+        described: Described,
+        optimizers: Sequence[Optimizer],
+        rank: int,
+        world_size: int,
+        job: str,
+    ) -> None:
+        self._engine = engine
+        self._exchange = exchange
+        self._described = described
+        self._optimizers = optimizers
+        self._rank = rank
+        self._world_size = world_size
+        self._job = job
+        self._signature: list[Any] = []
+        self._structure: Structure | None = None
+        self._now, self._later = Cutting(), Cutting()
+        self._private: tuple[list[int], bool] | None = None
+
+    def take(
+        self, index: int, step: int, metric: float | None, state_dict: Mapping[str, Any]
+    ) -> Save:
+        """A snapshot of `state_dict` as it is now: whole when this returns, or being copied beside
+        the training. See `Checkpointer.save`.
+        """
+        found: list[Any] = []
+        leaves: list[Any] = []
+        walk(state_dict, found, leaves)
+        structure, catalog, changed = self._structure_of(index, state_dict, found)
+        slot = self._engine.take(structure)
+        try:
+            save = self._describe(index, step, metric, state_dict, structure, slot)
+            save.changed, save.catalog = changed, catalog
+            self._copy(save, leaves, structure)
+        except BaseException:
+            self._engine.give_back(slot)
+            raise
+        return save
+
+    def prepare(self, index: int, state_dict: Mapping[str, Any]) -> None:
+        """What is restored will be saved: so who saves what is agreed now, and memory allocated."""
+        found: list[Any] = []
+        try:
+            walk(state_dict, found, [])
+            structure, _, _ = self._structure_of(index, state_dict, found)
+        except (CheckpointError, ValueError) as e:
+            # The same error comes from the first save, where it belongs.
+            log.debug("nothing was prepared for saves: %s", e)
+            with contextlib.suppress(StoreError):
+                self._exchange.refuse(index, str(e))
+        else:
+            self._engine.prepare(structure)
+
+    def let_go(self) -> None:
+        """Holds the training's optimizers no longer; there will be no more snapshots."""
+        self._optimizers = ()
+
+    def _structure_of(
+        self, index: int, state_dict: Mapping[str, Any], found: list[Any]
+    ) -> tuple[Structure, Catalog | None, bool]:
+        if self._structure is not None and found == self._signature:
+            return self._structure, self._exchange.alone, False
+        self._structure, catalog = self._exchange.changed(index, self._described.items(state_dict))
+        self._structure.number(state_dict)
+        self._signature = found
+        return self._structure, catalog, True
+
+    def _describe(
+        self,
+        index: int,
+        step: int,
+        metric: float | None,
+        state_dict: Mapping[str, Any],
+        structure: Structure,
+        slot: Slot,
+    ) -> Save:
+        values, places = structure.pickle_values(state_dict)
+        save_id = f"{self._job}{index:08x}"
+        working, final = self._engine.storage.names_for(step, save_id)
+        snapshot = {
+            "step": step,
+            "number": index,
+            "save_id": save_id,
+            "folder_id": self._engine.identity,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "working": working,
+            "final": final,
+            "layout": structure.layout.files,
+            "values": values_file(self._rank) if values else "",
+            "places": places,
+            "socket": str(self._engine.socket_path(self._rank, self._world_size)),
+        }
+        handle = SaveHandle(step, lambda: save.guard.seal() if save.guard is not None else None)
+        save = Save(index, step, metric, handle, slot, snapshot, values, places, False, None)
+        save.turn = slot.turn
+        return save
+
+    def _copy(self, save: Save, leaves: list[Any], structure: Structure) -> None:
+        slot = save.slot
+        assert slot.arena is not None
+        arena = slot.arena
+        sources = structure.sources(leaves)
+        later, now = self._split(list(zip(sources, slot.targets, strict=True)))
+
+        writer = self._engine.writer
+        said = {"arena": slot.number, "save_id": save.snapshot["save_id"]}
+
+        def sealed(error: CheckpointError | None) -> None:
+            save.torn = error
+            if error is None:
+                if chunks.hashed:
+                    values = save.snapshot["values"]
+                    small = told_of(values, save.values) if values else {}
+                    save.snapshot["files"] = {**chunks.told(), **small}
+                slot.snapshot, slot.values = save.snapshot, save.values
+                writer.tell({"op": "sealed", "snapshot": save.snapshot, **said}, save.values)
+            else:
+                writer.tell({"op": "torn", **said})
+            save.sealed.set()
+
+        def reached(address: int) -> None:
+            writer.tell({"op": "copied", "upto": address - arena.address, **said})
+
+        writer.start()
+        in_rows = [each for each in now if in_a_row(each[0])]
+        others = [each for each in now if not in_a_row(each[0])]
+        files = structure.layout.files
+        # On the way, where nobody waits for it.
+        hashed = save.hashed = bool(later) and self._are_private(sources)
+        writes = Writes(source for source, _ in now)
+        copy_by_torch(others)
+        chunks = self._now.chunks(arena, files, in_rows, hashed=False)
+        slot.guard = eager = EagerCopy(in_rows, chunks)
+        eager.run()
+        error = writes.found("by another thread")
+        if error is not None or not later:
+            sealed(error)
+        else:
+            chunks = self._later.chunks(arena, files, later, hashed=hashed)
+            save.guard = slot.guard = Guard(later, chunks, self._optimizers, sealed, reached)
+            save.guard.start()
+        self._engine.forget_inherited()
+
+    def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
+        addresses = [source.data_ptr() for source in sources]
+        if self._private is None or self._private[0] != addresses:
+            # Whoever has a tensor shared moves it to other memory.
+            self._private = (addresses, are_private(sources))
+        return self._private[1]
+
+    def _split(self, copies: list[Copy]) -> tuple[list[Copy], list[Copy]]:
+        if not self._optimizers:
+            return [], copies
+        owned = owned_by(self._optimizers)
+        later: list[Copy] = []
+        now: list[Copy] = []
+        for source, to in copies:
+            (later if can_wait(source, owned) else now).append((source, to))
+        return later, now

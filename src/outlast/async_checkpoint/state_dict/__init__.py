@@ -1,0 +1,1 @@
+"""What a state dict consists of, and which rank saves which part of it."""

@@ -1,0 +1,97 @@
+"""What a checkpoint of the whole job holds, and where: for its manifest, and for plain torch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from outlast.async_checkpoint.snapshot.structure import Structure, values_file
+from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
+
+__all__ = ["Catalog"]
+
+
+class Catalog:
+    """What a checkpoint of the whole job holds, and where. What it says never changes.
+
+    Args:
+        structures: of each rank.
+    """
+
+    def __init__(self, structures: Mapping[int, Structure]) -> None:
+        self.structures = dict(structures)
+        self.tensors: dict[str, TensorEntry] = {}
+        self._described: dict[str, Any] = {}
+        self._stored: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._last: tuple[dict[str, ValueEntry], bytes] | None = None
+        for structure in self.structures.values():
+            self._add(structure)
+
+    def values(self, places: Mapping[int, Sequence[Sequence[int]]]) -> dict[str, ValueEntry]:
+        """Where the values lie, from what each rank says of its own."""
+        found = {}
+        for rank, structure in self.structures.items():
+            for item, (at, size_bytes) in zip(structure.values, places[rank], strict=True):
+                found[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size_bytes)
+        return found
+
+    def metadata(self, values: Mapping[str, ValueEntry]) -> bytes:
+        """The `.metadata` file of torch.distributed.checkpoint, for those who load with that. It is
+        the same as before while values are as long as before.
+        """
+        if self._last is not None and self._last[0] == values:
+            return self._last[1]
+        described = dict(self._described)
+        stored = dict(self._stored)
+        for name, entry in values.items():
+            described[name] = BytesStorageMetadata()
+            stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
+        paths = {name: _torch_path(path) for name, path in self._paths.items()}
+        content = pickle.dumps(
+            Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
+        )
+        self._last = (dict(values), content)
+        return content
+
+    def _add(self, structure: Structure) -> None:
+        for item in (*structure.tensors, *structure.values):
+            self._paths[item.name] = item.path
+        for item, place in zip(structure.tensors, structure.layout.places, strict=True):
+            entry = self.tensors.setdefault(
+                item.name, TensorEntry(_listed(item.path), item.dtype, list(item.shape), [])
+            )
+            entry.shards.append(
+                Shard(list(item.offsets), list(item.sizes), place.file, place.data_at)
+            )
+            described = self._described.setdefault(
+                item.name,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, item.dtype)), torch.Size(item.shape), []
+                ),
+            )
+            index = MetadataIndex(item.name, item.offsets, len(described.chunks))
+            described.chunks.append(
+                ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
+            )
+            self._stored[index] = _StorageInfo(place.file, place.stream_at, place.stream_bytes)
+
+
+def _listed(path: tuple[Any, ...]) -> list[Any]:
+    return [list(key) if isinstance(key, tuple) else key for key in path]
+
+
+def _torch_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)

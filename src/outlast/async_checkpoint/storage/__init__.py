@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: the protocol, local and remote storage, the manifest."""

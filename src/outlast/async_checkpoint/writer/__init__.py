@@ -1,0 +1,1 @@
+"""The writer process, and the main process's side of it."""

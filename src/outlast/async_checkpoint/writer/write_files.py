@@ -1,0 +1,155 @@
+"""Writes an arena to files, by several threads, and takes their checksums.
+
+Each thread takes the next piece, of any file, waits for it to be there, and writes it. Unless
+whoever has copied it has its checksums, it hashes the chunks too: the disk is busy with one
+thread's piece while another's is hashed; hashing and writing both leave Python's lock. Files are
+made durable as soon as their last piece is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
+from outlast.async_checkpoint.storage.manifest import checksum
+from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
+from outlast.system.parallel import in_threads
+
+__all__ = ["PIECE_BYTES", "Dropped", "checksums_of", "write_files"]
+
+# What one write call is given. Measured on a virtual disk, past the page cache: 4 MiB pieces take
+# 1.2 times as long, 64 MiB ones 1.07 times.
+PIECE_BYTES = 4 * CHUNK_BYTES
+
+Files = Sequence[tuple[str, int, int]]  # name, first byte in the arena, size
+
+
+class Dropped(Exception):
+    """The save was dropped while it was written."""
+
+
+class _File:
+    def __init__(self, name: str, view: memoryview, begin: int = 0) -> None:
+        self.name = name
+        self.view = view
+        self.begin = begin  # in the arena
+        self.checksums = [""] * len(pieces(len(view)))
+        self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
+        self.writer: FileWriter | None = None
+
+
+def write_files(
+    storage: Storage,
+    folder: str,
+    arena: memoryview,
+    files: Files,
+    small: Mapping[str, bytes],
+    *,
+    threads: int,
+    dropped: threading.Event,
+    filled: Callable[[int], bool] = lambda upto: True,
+    hashes: bool = True,
+    make_room: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Writes files into `folder`, and returns when they are durable.
+
+    Args:
+        storage, folder: where to; the folder is made.
+        arena, files: the large ones lie in the arena.
+        small: content of others, by name.
+        threads: how many pieces are under way at once.
+        dropped: set when the result is not wanted any more.
+        filled: waits until the arena is filled up to there; `False` if it never will be.
+        make_room: called once for a file that the disk has no room for, before it is tried again.
+        hashes: whether to take checksums; without, those that are returned are empty.
+
+    Returns:
+        For each name `size_bytes` and `checksums`, as the manifest takes them.
+
+    Raises:
+        Dropped: when it was dropped.
+        OSError: of the first piece that failed.
+    """
+    storage.make(folder)
+    parts = [_File(name, arena[at : at + size], at) for name, at, size in files]
+    parts += [_File(name, memoryview(content)) for name, content in small.items()]
+    in_arena = {name for name, _, _ in files}
+    lock = threading.Lock()
+    failed = threading.Event()
+    jobs = _jobs(parts)
+
+    def create(part: _File) -> FileWriter:
+        try:
+            return storage.create(folder, part.name, len(part.view))
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        make_room()
+        return storage.create(folder, part.name, len(part.view))
+
+    def work() -> None:
+        while True:
+            with lock:
+                job = next(jobs, None)
+                if job is None or failed.is_set():
+                    return
+                part, at, size = job
+            try:
+                whole = part.name not in in_arena or filled(part.begin + at + size)
+                if dropped.is_set() or not whole:
+                    raise Dropped
+                with lock:
+                    if part.writer is None:
+                        part.writer = create(part)
+                piece = part.view[at : at + size]
+                for begin, length in pieces(size) if hashes else ():
+                    part.checksums[(at + begin) // CHUNK_BYTES] = checksum(
+                        piece[begin : begin + length]
+                    )
+                if size:
+                    part.writer.write_at(at, piece)
+                with lock:
+                    part.left -= 1
+                    last = part.left == 0
+                if last:
+                    part.writer.finish()
+            except BaseException:
+                failed.set()
+                raise
+
+    try:
+        in_threads(work, max(1, threads), "outlast-write")
+    except BaseException:
+        for part in parts:
+            if part.writer is not None and part.left:
+                part.writer.abandon()
+        raise
+    storage.sync(folder)
+    return _told(parts)
+
+
+def checksums_of(
+    arena: memoryview, files: Files, small: Mapping[str, bytes]
+) -> dict[str, dict[str, Any]]:
+    """What `write_files` would return, of a snapshot that was never written."""
+    parts = [_File(name, arena[at : at + size]) for name, at, size in files]
+    parts += [_File(name, memoryview(content)) for name, content in small.items()]
+    for part in parts:
+        part.checksums = [checksum(part.view[at : at + n]) for at, n in pieces(len(part.view))]
+    return _told(parts)
+
+
+def _told(parts: Sequence[_File]) -> dict[str, dict[str, Any]]:
+    return {
+        part.name: {"size_bytes": len(part.view), "checksums": part.checksums} for part in parts
+    }
+
+
+def _jobs(parts: Sequence[_File]) -> Iterator[tuple[_File, int, int]]:
+    for part in parts:
+        yield from ((part, at, size) for at, size in pieces(len(part.view), PIECE_BYTES))
+        if not len(part.view):
+            yield part, 0, 0

@@ -1,0 +1,1 @@
+"""The store protocol and its implementations."""

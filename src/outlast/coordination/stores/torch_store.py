@@ -1,0 +1,94 @@
+"""A `torch.distributed` store as a `Store`.
+
+torch's own store is used because every launcher of the field already hosts one, it is well kept,
+and a wait on it is an event: the server answers when the key appears. Two things are added:
+errors that name host and port, and reads that do not wait.
+
+A read is two operations, `check` and `get`. One would do, `compare_set` with an expected value
+that no key ever has; but torch's server wakes those who wait for a key at every `compare_set` on
+it, also where it leaves the key absent (seen on torch 2.13). For the same reason a wait looks
+whether the key is there when it returns.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from outlast.coordination.stores.store import KeyTimeout
+from outlast.errors import StoreError
+
+__all__ = ["TorchStore"]
+
+T = TypeVar("T")
+
+# For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but turns them
+# into nanoseconds in places: ten years stay clear of that.
+_FOREVER = datetime.timedelta(days=3650)
+# What the store in a file says, as a plain RuntimeError, where the others have a type for it.
+_FILE_TIMEOUT = "Wait timeout"
+
+
+class TorchStore:
+    """Performs the operations of `Store` on one torch store, that is on one connection.
+
+    A connection serves one operation at a time: a thread that waits on it holds up all others,
+    so whoever waits has a connection of its own.
+
+    Args:
+        store: any `torch.distributed.Store`.
+        where: what to call it in errors, e.g. `node1:29500`.
+    """
+
+    def __init__(self, store: Any, where: str) -> None:
+        self.torch_store = store
+        self.where = where
+
+    def put(self, key: str, value: bytes) -> None:
+        self._try(lambda: self.torch_store.set(key, value.decode()))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
+
+    def read(self, key: str) -> bytes | None:
+        if not self._try(lambda: bool(self.torch_store.check([key]))):
+            return None
+        return self._try(lambda: bytes(self.torch_store.get(key)))
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        limit = _FOREVER if timeout is None else datetime.timedelta(seconds=max(timeout, 0.001))
+        while True:
+            late: Exception | None = None
+            try:
+                self.torch_store.wait([key], limit)
+            except RuntimeError as e:
+                if not isinstance(e, dist.DistStoreError) and str(e) != _FILE_TIMEOUT:
+                    raise self._lost(e) from e
+                late = e  # but it may have come in the last moment
+            value = self.read(key)
+            if value is not None:
+                return value
+            if late is not None:
+                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}") from late
+
+    def add(self, key: str, amount: int) -> int:
+        return self._try(lambda: int(self.torch_store.add(key, amount)))
+
+    def append(self, key: str, value: bytes) -> None:
+        self._try(lambda: self.torch_store.append(key, value.decode()))
+
+    def delete(self, key: str) -> None:
+        self._try(lambda: self.torch_store.delete_key(key))
+
+    def _try(self, operation: Callable[[], T]) -> T:
+        try:
+            return operation()
+        except RuntimeError as e:
+            raise self._lost(e) from e
+
+    def _lost(self, cause: Exception) -> StoreError:
+        first_line = str(cause).partition("\n")[0]
+        return StoreError(f"the store at {self.where} cannot be reached: {first_line}")

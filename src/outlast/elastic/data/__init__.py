@@ -1,0 +1,1 @@
+"""Data at any number of replicas: loader, sampler, stream."""

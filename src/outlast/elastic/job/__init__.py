@@ -1,0 +1,1 @@
+"""`Job`: the contents of a training job, saved and restored as one."""

@@ -1,0 +1,1 @@
+"""The replicas of a job, and how they act together."""

@@ -1,0 +1,1 @@
+"""`State` and its registry: AdaptDL's API, and the ready-made states."""

@@ -1,0 +1,163 @@
+"""Gives states back what an earlier run of the job saved, whatever its size was.
+
+All states come from one checkpoint: the newest that is whole. Rank 0 chooses it, and reads all of
+it to know; what a replica loads, it verifies itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.coordination.call_failure import describe
+from outlast.elastic import environment
+from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
+from outlast.elastic.states import pending_save, ray_trial, stored
+from outlast.elastic.states.file_names import file_name
+from outlast.elastic.states.state import State, name_of, registered
+from outlast.elastic.states.stored import Chosen
+from outlast.errors import CheckpointError
+
+__all__ = ["load_all_states", "load_state"]
+
+log = logging.getLogger("outlast.elastic")
+
+
+def load_state(state: State, *, timeout: datetime.timedelta = TIMEOUT) -> bool:
+    """Loads a state from the newest checkpoint that is whole. Called on all replicas.
+
+    Args:
+        state: the state.
+        timeout: how long each wait for the other replicas may take.
+
+    Returns:
+        Whether it was saved, and `load` was called. `False` if no checkpoint path is set, if there
+        is no checkpoint, or if the state is not in it.
+
+    Raises:
+        CheckpointError: on every replica: naming the state, the rank and the cause, if `load`
+            raised on one; if there are checkpoints and none is whole; if one is of a later format.
+        TimeoutError: on every replica: naming those that did not come.
+    """
+    return bool(_load({name_of(state): state}, timeout))
+
+
+def load_all_states(*, timeout: datetime.timedelta = TIMEOUT) -> list[str]:
+    """Loads every state that is registered and in the newest checkpoint. Called on all replicas.
+
+    All are read and checked, on all replicas, before any is changed (see `State.prepare`).
+
+    Args:
+        timeout: how long each wait for the other replicas may take.
+
+    Returns:
+        The names of those that were loaded. States that are not in the checkpoint stay as they
+        are; what is in the checkpoint and not registered is left there.
+
+    Raises:
+        CheckpointError, TimeoutError: as `load_state`.
+    """
+    return _load(registered(), timeout)
+
+
+def _load(states: Mapping[str, State], timeout: datetime.timedelta) -> list[str]:
+    pending_save.drain(quiet=True)
+    if environment.checkpoint_path() is None and not environment.from_ray():
+        return []
+    replicas = current(timeout)
+    with _source(replicas) as chosen:
+        if chosen is None:
+            return []
+        found = {name: s for name, s in states.items() if file_name(name) in chosen.manifest.files}
+        for name in states.keys() - found.keys():
+            log.info("the state %r is not in %s", name, chosen.where)
+        try:
+            _together(replicas, chosen, found)
+        except CheckpointError:
+            _known.clear()  # what cannot be read any more is not chosen again unseen
+            raise
+        return list(found)
+
+
+def _together(replicas: Replicas, chosen: Chosen, states: Mapping[str, State]) -> None:
+    """Prepares all states on all replicas, then applies them."""
+    what = {name: f"the load of state {name!r} from {chosen.where}" for name in states}
+    prepared = {}
+    for name, state in states.items():
+        prepare = functools.partial(_prepare, chosen, name, state)
+        prepared[name] = replicas.together(what[name], prepare, collective=True)
+    for name in states:
+        apply = functools.partial(_apply, name, prepared.pop(name))
+        replicas.together(what[name], apply, collective=True)
+
+
+def _prepare(chosen: Chosen, name: str, state: State) -> Callable[[], None]:
+    content = stored.read(chosen, file_name(name))
+    try:
+        return state.prepare(io.BytesIO(content))
+    except Exception as e:
+        raise _unloadable(name, e) from e
+
+
+def _apply(name: str, apply: Callable[[], None]) -> None:
+    try:
+        apply()
+    except Exception as e:
+        raise _unloadable(name, e) from e
+
+
+def _unloadable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"the state {name!r} could not be loaded: {describe(error)}")
+
+
+# ------------------------------------------------------------------------------ which checkpoint
+
+
+# By path, on rank 0: what was there, and which of it was chosen, after all of it had been read.
+# States that are loaded one by one so come from one checkpoint, which is read once to choose it.
+_known: dict[str, tuple[list[str], str]] = {}
+
+
+@contextlib.contextmanager
+def _source(replicas: Replicas) -> Iterator[Chosen | None]:
+    if environment.from_ray():
+        with ray_trial.opened() as folder:
+            yield _of_trial(folder) if folder is not None else None
+        return
+    path = environment.checkpoint_path()
+    assert path is not None
+    yield _chosen(path, replicas)
+
+
+def _of_trial(folder: str) -> Chosen | None:
+    place = Path(os.path.abspath(folder))
+    return stored.choose_one(LocalStorage(str(place.parent)), place.name)
+
+
+def _chosen(path: str, replicas: Replicas) -> Chosen | None:
+    storage = LocalStorage(path)
+
+    def choose(parts: list[object]) -> str | None:
+        there = stored.numbered(storage)
+        before, folder = _known.get(storage.where, ([], ""))
+        if before != there or not there:
+            found = stored.choose(storage)
+            if found is None:
+                return None
+            folder = found.folder
+            _known[storage.where] = (there, folder)
+        return folder
+
+    folder = replicas.gather(f"the choice of a checkpoint in {path}", None, choose)
+    if folder is None:
+        return None
+    return replicas.together(
+        f"the opening of {storage.where}/{folder}", lambda: stored.open_one(storage, folder)
+    )

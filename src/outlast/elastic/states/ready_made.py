@@ -1,0 +1,218 @@
+"""States of what a training consists of, ready made.
+
+    ModuleState(model), OptimizerState(optimizer), SchedulerState(scheduler), CounterState()
+
+Whatever has `state_dict` and `load_state_dict` is a `StateDictState`. What is loaded is read and
+checked whole before anything is changed; a load that fails all the same puts back what was there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from outlast.elastic.states.serialization import check_module, dump, parse
+from outlast.elastic.states.state import State
+
+__all__ = [
+    "CounterState",
+    "EMAState",
+    "ModuleState",
+    "OptimizerState",
+    "ScalerState",
+    "SchedulerState",
+    "StateDictState",
+]
+
+
+class StateDictState(State):
+    """Anything with `state_dict` and `load_state_dict`.
+
+    Args:
+        source: whose state it is. Kept alive by this.
+        name: of the state.
+
+    Raises:
+        ValueError: if it lacks one of the two; or see `State`.
+    """
+
+    kind = "state_dict"
+
+    def __init__(self, source: Any, name: str) -> None:
+        lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(source, m)]
+        if lacks:
+            raise ValueError(f"{name!r}: {type(source).__name__} has no {' and no '.join(lacks)}")
+        super().__init__(name)
+        self.source = source
+
+    def save(self, fileobj: BinaryIO) -> None:
+        dump(self.kind, self.source.state_dict(), fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.prepare(fileobj)()
+
+    def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
+        saved = parse(self.kind, fileobj)
+        if isinstance(self.source, nn.Module):
+            check_module(self.source.state_dict(), saved)
+            return lambda: _loaded(self.source, saved)
+        return lambda: self._replace(saved)
+
+    def _replace(self, saved: Any) -> None:
+        before = copy.deepcopy(self.source.state_dict())
+        try:
+            self.source.load_state_dict(saved)
+        except BaseException:
+            self.source.load_state_dict(before)
+            raise
+
+
+class ModuleState(StateDictState):
+    """A module: parameters and buffers, rank 0's. Wrapping it in DDP, or compiling it, changes
+    nothing of what is saved.
+
+    Args:
+        module: whole on every replica; one with sharded parameters is a `ShardedState`.
+        name: of the state.
+    """
+
+    kind = "module"
+
+    def __init__(self, module: nn.Module, name: str = "model") -> None:
+        super().__init__(_inner(module), name)
+
+
+class OptimizerState(StateDictState):
+    """An optimizer. One that is spread over the replicas (`ZeroRedundancyOptimizer`) is gathered.
+
+    Args:
+        optimizer: whole on every replica; for sharded parameters see `ShardedState`.
+        name: of the state.
+    """
+
+    kind = "optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str = "optimizer") -> None:
+        super().__init__(optimizer, name)
+
+    def sync(self) -> None:
+        gather = getattr(self.source, "consolidate_state_dict", None)
+        if gather is not None:
+            gather(to=0)
+
+    def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
+        saved = parse(self.kind, fileobj)
+        own, there = ([len(g["params"]) for g in s["param_groups"]] for s in (self._own(), saved))
+        if own != there:
+            raise ValueError(f"it has groups of {own} parameters, groups of {there} were saved")
+        return lambda: _loaded(self.source, saved)
+
+    def _own(self) -> dict[str, Any]:
+        return {"param_groups": self.source.param_groups}
+
+
+class SchedulerState(StateDictState):
+    """A learning-rate scheduler.
+
+    Args:
+        scheduler: of `torch.optim.lr_scheduler`, or like it.
+        name: of the state.
+    """
+
+    kind = "scheduler"
+
+    def __init__(self, scheduler: Any, name: str = "scheduler") -> None:
+        super().__init__(scheduler, name)
+
+
+class ScalerState(StateDictState):
+    """A gradient scaler.
+
+    Args:
+        scaler: `torch.amp.GradScaler`, or like it.
+        name: of the state.
+    """
+
+    kind = "scaler"
+
+    def __init__(self, scaler: Any, name: str = "scaler") -> None:
+        super().__init__(scaler, name)
+
+
+class EMAState(StateDictState):
+    """An average of the weights.
+
+    Args:
+        ema: `torch.optim.swa_utils.AveragedModel`, another module, or like it.
+        name: of the state.
+    """
+
+    kind = "ema"
+
+    def __init__(self, ema: Any, name: str = "ema") -> None:
+        super().__init__(_inner(ema) if isinstance(ema, nn.Module) else ema, name)
+
+
+class CounterState(State):
+    """How far the training is.
+
+    Args:
+        name: of the state.
+
+    Attributes:
+        step: steps of the optimizer.
+        epoch: epochs that are complete.
+        samples: that were trained on, over all replicas.
+    """
+
+    def __init__(self, name: str = "counters") -> None:
+        super().__init__(name)
+        self.step = 0
+        self.epoch = 0
+        self.samples = 0
+        self._before = 0.0
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time in training, of all runs of the job up to their last save, and of this one."""
+        return self._before + time.monotonic() - self._since
+
+    def save(self, fileobj: BinaryIO) -> None:
+        numbers = {"step": self.step, "epoch": self.epoch, "samples": self.samples}
+        fileobj.write(json.dumps({**numbers, "seconds": self.seconds}).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.prepare(fileobj)()
+
+    def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
+        saved = json.loads(fileobj.read())
+        step, epoch, samples = (int(saved[name]) for name in ("step", "epoch", "samples"))
+        seconds = float(saved["seconds"])
+
+        def apply() -> None:
+            self.step, self.epoch, self.samples = step, epoch, samples
+            self._before, self._since = seconds, time.monotonic()
+
+        return apply
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The module inside wrappers that prefix the names of what it holds."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
+            module = inner
+        else:
+            return module
+
+
+def _loaded(source: Any, saved: Any) -> None:
+    source.load_state_dict(saved)

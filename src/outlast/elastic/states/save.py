@@ -1,0 +1,215 @@
+"""Saves every state of the job, as one checkpoint or not at all.
+
+    1. The replicas compare what each has registered.
+    2. `sync` of each state, in the order of the names, on all replicas.
+    3. Rank 0 saves each state, into a working folder, or into memory if the rest of it is to
+       happen in the background.
+    4. Rank 0 commits, and tells the others.
+
+What fails on one replica, in any of them, is an error on all, and the checkpoint before stays.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, overload
+
+from outlast.elastic import environment
+from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
+from outlast.elastic.states import pending_save, ray_trial
+from outlast.elastic.states.copies import Copy, close_all
+from outlast.elastic.states.draft import Draft, write_state
+from outlast.elastic.states.pending_save import PendingSave
+from outlast.elastic.states.state import State, name_of, registered
+from outlast.errors import CheckpointError
+
+__all__ = ["save_all_states", "save_state"]
+
+log = logging.getLogger("outlast.elastic")
+
+Writes = dict[str, Callable[[BinaryIO], object]]
+
+
+@overload
+def save_all_states(
+    asynchronous: Literal[False] = ...,
+    *,
+    timeout: datetime.timedelta = ...,
+    metrics: Mapping[str, Any] | None = ...,
+) -> str | None: ...
+@overload
+def save_all_states(
+    asynchronous: Literal[True],
+    *,
+    timeout: datetime.timedelta = ...,
+    metrics: Mapping[str, Any] | None = ...,
+) -> PendingSave | None: ...
+def save_all_states(
+    asynchronous: bool = False,
+    *,
+    timeout: datetime.timedelta = TIMEOUT,
+    metrics: Mapping[str, Any] | None = None,
+) -> str | PendingSave | None:
+    """Saves every `State` of the job. Called on all replicas.
+
+    The checkpoint becomes visible in one atomic step, when all of it is durable; the one before is
+    removed after that.
+
+    Args:
+        asynchronous: whether to return when all states are saved into memory, and to write them in
+            the background. A save that is under way is waited for first, so there is one at most.
+        timeout: how long each wait for the other replicas may take, that for rank 0 to write too.
+        metrics: what to report with the checkpoint inside a Ray Tune trial.
+
+    Returns:
+        The directory of the checkpoint, or the handle of the save in the background. `None` if no
+        checkpoint path is set; and where several replicas have no process group, on those that do
+        not write.
+
+    Raises:
+        CheckpointError: on every replica: naming the state, the rank and the cause; what differs in
+            what the replicas have registered; another job that saves into the same folder; an
+            earlier save in the background that failed.
+        TimeoutError: on every replica: naming those that did not come.
+    """
+    pending_save.drain()
+    in_trial = environment.from_ray()
+    path = environment.checkpoint_path()
+    if path is None and not in_trial:
+        return None
+    replicas = current(timeout)
+    states = _agreed(replicas)
+    for name, state in states.items():
+        replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
+    writes: Writes = {name: state.save for name, state in states.items()}
+    if in_trial:
+        directory = _committed(replicas, "Ray", lambda: _report(writes, metrics or {}))
+        return pending_save.ended(directory) if asynchronous else directory
+    assert path is not None
+    if not asynchronous:
+        return _committed(replicas, path, lambda: _write(path, writes, replicas.world_size))
+    copies: dict[str, Copy] = {}
+
+    def copy(parts: list[Any]) -> None:
+        for name, write in writes.items() if replicas.writes else ():
+            copies[name] = Copy()
+            copies[name].fill(name, write)
+
+    def commit() -> str | None:
+        copied: Writes = {name: each.write for name, each in copies.items()}
+        try:
+            return _committed(replicas, path, lambda: _write(path, copied, replicas.world_size))
+        finally:
+            close_all(copies.values())
+
+    try:
+        replicas.gather("the copy of states into memory", None, copy)
+    except BaseException:
+        close_all(copies.values())
+        raise
+    return pending_save.start(replicas, commit)
+
+
+def save_state(
+    state: State,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    sync: bool = True,
+    *,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> None:
+    """Saves one state into a folder: a file of its own, durable, put in place in one step. Called
+    on all replicas.
+
+    The folder is the caller's: what `load_state` looks at are the checkpoints that
+    `save_all_states` commits.
+
+    Args:
+        state: the state.
+        checkpoint_dir: made if it is not there; `None`: the state is synchronized, not saved.
+        sync: whether to call `sync` first, on all replicas; `save` is called on rank 0.
+        timeout: how long each wait for the other replicas may take.
+
+    Raises:
+        CheckpointError: on every replica: naming the state, the rank and the cause.
+        TimeoutError: on every replica: naming those that did not come.
+    """
+    pending_save.drain()
+    name = name_of(state)
+    replicas = current(timeout)
+    if sync:
+        replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
+
+    def write() -> None:
+        if checkpoint_dir is None or not replicas.writes:
+            return
+        folder = Path(checkpoint_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
+            entry = write_state(Path(working), name, state.save)
+            os.replace(Path(working) / entry.name, folder / entry.name)
+        _sync(folder)
+
+    replicas.together(f"the save of state {name!r}", write)
+
+
+def _agreed(replicas: Replicas) -> dict[str, State]:
+    """The states, which are the same ones on all replicas."""
+    what = "the comparison of registered states"
+    states = registered()
+    if replicas.gather(what, list(states), _differences):
+        # A dead state that only a reference cycle keeps may still be there on some.
+        del states
+        gc.collect()
+        states = registered()
+        differences = replicas.gather(what, list(states), _differences)
+        if differences:
+            raise CheckpointError(f"the replicas have registered different states: {differences}")
+    return states
+
+
+def _differences(names: list[list[str]]) -> str:
+    first = set(names[0])
+    differences = []
+    for rank, own in enumerate(names):
+        lacks, more = sorted(first - set(own)), sorted(set(own) - first)
+        if lacks:
+            differences.append(f"rank 0 has {', '.join(map(repr, lacks))}, rank {rank} has not")
+        if more:
+            differences.append(f"rank {rank} has {', '.join(map(repr, more))}, rank 0 has not")
+    return "; ".join(differences)
+
+
+def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:
+    """Has rank 0 write; tells all replicas where the checkpoint is."""
+    directory = replicas.gather(
+        f"the save into {where}", None, lambda parts: write() if replicas.writes else None
+    )
+    replicas.linger()
+    return directory
+
+
+def _write(path: str, writes: Writes, world_size: int) -> str:
+    with Draft(path, world_size) as draft:
+        while writes:  # what is written needs no memory any more
+            name = next(iter(writes))
+            draft.add(name, writes.pop(name))
+        return draft.commit()
+
+
+def _report(writes: Writes, metrics: Mapping[str, Any]) -> str:
+    with tempfile.TemporaryDirectory(prefix="outlast-") as folder:
+        return ray_trial.report(_write(folder, writes, 1), metrics)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""A module and its optimizers whose tensors are sharded over the replicas (FSDP2, DTensor).
+
+`sync` gathers them on rank 0, one tensor after another, into the memory of its host; a load shards
+them again as the module is sharded then, over any number of replicas or none. The whole must fit
+into the memory of one host; what does not is for `outlast.Checkpointer`, where each rank writes
+its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from outlast.elastic.replicas import replica_group
+from outlast.elastic.states.serialization import check_module, dump, parse
+from outlast.elastic.states.state import State
+
+__all__ = ["ShardedState"]
+
+_KIND = "sharded"
+
+
+class ShardedState(State):
+    """A module with sharded parameters, and the optimizers of it. Also one that is not sharded:
+    what one layout has saved, any other loads.
+
+    Args:
+        module: on all replicas.
+        optimizers: one, or several, of its parameters.
+        name: of the state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        name: str = "sharded",
+    ) -> None:
+        super().__init__(name)
+        self.module = module
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = [optimizers]
+        self.optimizers = tuple(optimizers)
+        self._gathered: dict[str, Any] | None = None
+
+    def sync(self) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        self._gathered = {
+            "module": get_model_state_dict(self.module, options=options),
+            # One that has not made a step has nothing to save; torch would make one up for it.
+            "optimizers": [
+                get_optimizer_state_dict(self.module, each, options=options) if each.state else {}
+                for each in self.optimizers
+            ],
+        }
+
+    def save(self, fileobj: BinaryIO) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            raise ValueError("a sharded state is gathered by sync: save it with sync=True")
+        dump(_KIND, gathered, fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.prepare(fileobj)()
+
+    def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
+        job = replica_group.current()
+        # Rank 0 hands it out, tensor by tensor; the others need to know what there is.
+        saved = parse(_KIND, fileobj, "cpu" if job.rank == 0 or not job.several else "meta")
+        check_module(get_model_state_dict(self.module), saved["module"])
+        if len(saved["optimizers"]) != len(self.optimizers):
+            raise ValueError(
+                f"{len(self.optimizers)} optimizers, {len(saved['optimizers'])} were saved"
+            )
+        return lambda: self._apply(saved, job.rank, job.several)
+
+    def _apply(self, saved: dict[str, Any], rank: int, several: bool) -> None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+        has = rank == 0 or not several
+        set_model_state_dict(self.module, saved["module"] if has else {}, options=options)
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            if state:
+                set_optimizer_state_dict(
+                    self.module, optimizer, state if has else {}, options=options
+                )

@@ -1,0 +1,61 @@
+"""What a report says of checkpoints: how many, what they cost, what was restored."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from outlast.events.report.model import Saves
+from outlast.events.report.sentences import duration, plural
+from outlast.events.types import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    CheckpointRestored,
+    Event,
+)
+
+__all__ = ["saves_in", "words_on"]
+
+
+def saves_in(events: Iterable[Event]) -> Saves | None:
+    """The checkpoints in an event log; `None` if there is no word of any."""
+    own = [event for event in events if event.rank == 0]
+    done = [event for event in own if isinstance(event, CheckpointCommitted)]
+    failed = [event for event in own if isinstance(event, CheckpointFailed)]
+    restored = [event for event in own if isinstance(event, CheckpointRestored)]
+    passed = [event for event in own if isinstance(event, CheckpointPassedOver)]
+    if not (done or failed or restored or passed):
+        return None
+    return Saves(
+        committed=len(done),
+        size_bytes=max(done, key=lambda e: e.time).size_bytes if done else 0,
+        blocked_median=statistics.median(e.blocked_seconds for e in done) if done else 0.0,
+        blocked_worst=max((e.blocked_seconds for e in done), default=0.0),
+        durable_median=statistics.median(e.seconds for e in done) if done else 0.0,
+        failed=tuple((e.step, e.cause) for e in failed),
+        restored=tuple((e.step, e.source) for e in restored),
+        passed_over=tuple((e.step, e.cause) for e in passed),
+    )
+
+
+def words_on(saves: Saves) -> list[str]:
+    """Sentences about them."""
+    said = []
+    if saves.committed:
+        said.append(
+            f"{plural(saves.committed, 'checkpoint')} of {saves.size_bytes / 1e6:.3g} MB "
+            f"committed: each held the training up for {duration(saves.blocked_median)} (median; "
+            f"{duration(saves.blocked_worst)} at worst), and was durable after "
+            f"{duration(saves.durable_median)}."
+        )
+    if saves.failed:
+        steps = ", ".join(str(step) for step, _ in saves.failed)
+        said.append(f"Not committed, on any rank: step {steps}.")
+    if saves.passed_over:
+        steps = ", ".join(str(step) for step, _ in saves.passed_over)
+        said.append(f"Damaged, and passed over by a restore: step {steps}.")
+    if saves.restored:
+        each = ", ".join(f"step {step} from {source}" for step, source in saves.restored)
+        said.append(f"Restored: {each}.")
+    return said

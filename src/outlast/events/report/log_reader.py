@@ -1,0 +1,88 @@
+"""Reads the event logs of a run, strictly: what is not an event is an error with a place.
+
+One thing is forgiven: the last line of a file may be torn, because its process was killed while
+it wrote. It is passed over, and a `Note` named `TORN_LINE` takes its place, so that the report
+can say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from outlast.errors import EventLogError
+from outlast.events.run_folders import Run, choose_run, logs_in, runs_in
+from outlast.events.types import Event, Note, event_from_dict
+
+__all__ = ["TORN_LINE", "load", "load_run"]
+
+TORN_LINE = "outlast.torn_line"
+"""Name of the note that stands for a torn last line; `data["file"]` is the file's name."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "dict[str, Any]": (dict,),
+}
+
+
+def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
+    """The events of a run, from all its `*.jsonl` files, each in its own order.
+
+    Args:
+        directory: of events; or the folder of one run in it.
+        run: its name or id (see `run_folders.py`); the newest by default.
+
+    Raises:
+        EventLogError: if there is no such directory, run or log, if a file cannot be read, or if a
+            line (other than a torn last one) is not an event; names file and line.
+    """
+    return load_run(choose_run(runs_in(directory), run))
+
+
+def load_run(run: Run) -> list[Event]:
+    """As `load`."""
+    return [event for path in logs_in(run.folder) for event in _load_file(path)]
+
+
+def _load_file(path: Path) -> list[Event]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise EventLogError(f"{path}: cannot be read: {error.strerror}") from error
+    events: list[Event] = []
+    *whole, last = content.split(b"\n")  # a sink ends each line, so that `last` is empty or torn
+    for number, line in enumerate(whole, start=1):
+        events.append(_parse(line, f"{path}, line {number}"))
+    if last:
+        try:
+            events.append(_parse(last, f"{path}, line {len(whole) + 1}"))
+        except EventLogError:
+            events.append(Note(name=TORN_LINE, data={"file": path.name}))
+    return events
+
+
+def _parse(line: bytes, place: str) -> Event:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EventLogError(f"{place}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise EventLogError(f"{place}: not a JSON object, but {type(values).__name__}")
+    try:
+        event = event_from_dict(values)
+    except EventLogError as error:
+        raise EventLogError(f"{place}: {error}") from error
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        # A bool is an int to Python, not to a reader of a log.
+        wrong = isinstance(value, bool) != (field.type == "bool")
+        if wrong or not isinstance(value, _TYPES[str(field.type)]):
+            raise EventLogError(
+                f"{place}: {field.name!r} of {event.kind!r} is {value!r}, not {field.type}"
+            )
+    return event

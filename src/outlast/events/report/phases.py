@@ -1,0 +1,136 @@
+"""Measures a restart: what each phase took for the survivors, and what time was productive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outlast.events.report.call import Call
+from outlast.events.report.model import Phases
+from outlast.events.types import (
+    AbortDone,
+    Assigned,
+    BarrierPassed,
+    Entered,
+    Event,
+    Fault,
+    FinalizeDone,
+    HealthCheckDone,
+    InitializeDone,
+    LeftFunction,
+    Lost,
+    Seen,
+)
+
+__all__ = ["measure_phases", "productive_time"]
+
+Timed = AbortDone | Assigned | BarrierPassed | FinalizeDone | HealthCheckDone | InitializeDone
+
+
+def measure_phases(call: Call, iteration: int, fault: Fault | None) -> Phases:
+    """What the restart after `iteration` took; `fault` is its first cause."""
+    windows = [call.recovery(member, iteration) for member in call.survivors(iteration)]
+    total, from_seen = _total(call, windows, iteration, fault)
+    term = [_seconds(window, BarrierPassed, "term") for window in windows]
+    start = [_seconds(window, BarrierPassed, "start") for window in windows]
+    return Phases(
+        detection=_detection(windows, fault),
+        abort=_longest(_seconds(window, AbortDone) for window in windows),
+        interrupt=_longest(_interrupt(window) for window in windows),
+        finalize=_longest(_seconds(window, FinalizeDone) for window in windows),
+        health_check=_longest(_seconds(window, HealthCheckDone) for window in windows),
+        termination_barrier=_shortest(term),
+        assignment=_longest(_seconds(window, Assigned) for window in windows),
+        start_barrier=_shortest(start),
+        initialize=_longest(_seconds(window, InitializeDone) for window in windows),
+        total=total,
+        total_from_seen=from_seen,
+    )
+
+
+def productive_time(call: Call) -> dict[str, tuple[float, float]]:
+    """For each host: seconds from its first entry to the end, and those that were productive."""
+    hosts: dict[str, tuple[float, float]] = {}
+    own = [event for event in call.events if event.member >= 0]  # not those of a launcher
+    for host in {event.host for event in own if isinstance(event, Entered)}:
+        here = [event for event in own if event.host == host]
+        first = next(event for event in here if isinstance(event, Entered))
+        end = here[-1].time
+        productive = 0.0
+        for iteration in call.views:
+            productive += _productive(call.during(iteration), host, end)
+        hosts[host] = end - first.time, productive
+    return hosts
+
+
+def _productive(events: Iterable[Event], host: str, end: float) -> float:
+    """From the last active rank's entry until the host knows of an end, or one of them leaves."""
+    here = [event for event in events if event.member >= 0 and event.host == host]
+    entered = [event for event in here if isinstance(event, Entered)]
+    working = [event for event in entered if event.active] or entered
+    if not working:
+        return 0.0
+    members = {event.member for event in working}
+    stops = [
+        event.time
+        for event in here
+        if isinstance(event, Fault | Seen | Lost)
+        or (isinstance(event, LeftFunction) and event.member in members)
+    ]
+    return max(0.0, min(stops, default=end) - working[-1].time)
+
+
+def _detection(windows: list[list[Event]], fault: Fault | None) -> float | None:
+    if fault is None:
+        return None
+    seen = [_first(window, Seen) for window in windows]
+    return _longest(
+        max(0.0, event.time - fault.time)
+        for event in seen
+        if event is not None and event.host == fault.host
+    )
+
+
+def _interrupt(window: list[Event]) -> float | None:
+    abort, left = _first(window, AbortDone), _first(window, LeftFunction)
+    if abort is None or left is None:
+        return None
+    return max(0.0, left.time - abort.time)  # a rank that failed by itself has left before
+
+
+def _total(
+    call: Call, windows: list[list[Event]], iteration: int, fault: Fault | None
+) -> tuple[float | None, bool]:
+    by_host: dict[str, list[float]] = {}
+    starts: dict[str, float] = {}
+    for window in windows:
+        seen = _first(window, Seen)
+        if seen is not None:
+            starts[seen.host] = min(seen.time, starts.get(seen.host, seen.time))
+        last = window[-1] if window else None
+        if isinstance(last, Entered) and last.iteration == iteration + 1:
+            by_host.setdefault(last.host, []).append(last.time)
+    if fault is not None and fault.host in by_host:
+        return max(0.0, max(by_host[fault.host]) - fault.time), False
+    spans = [max(by_host[host]) - starts[host] for host in by_host if host in starts]
+    return (max(0.0, *spans) if spans else None), bool(spans)
+
+
+def _first(window: list[Event], kind: type[Event]) -> Event | None:
+    return next((event for event in window if isinstance(event, kind)), None)
+
+
+def _seconds(window: list[Event], kind: type[Timed], name: str = "") -> float | None:
+    found = [
+        event.seconds
+        for event in window
+        if isinstance(event, kind) and (not name or getattr(event, "name", "") == name)
+    ]
+    return sum(found) if found else None
+
+
+def _longest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _shortest(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

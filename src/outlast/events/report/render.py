@@ -1,0 +1,164 @@
+"""Prints a report for people: the run in a line, two tables, and the story in plain words.
+
+All text from logs is printed as it is: never as markup, and without control characters, since a
+message may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from outlast.events.report.checkpoints import words_on
+from outlast.events.report.model import Party, Phases, Report, Restart
+from outlast.events.report.sentences import (
+    cause_words,
+    duration,
+    name_restart,
+    one_line,
+    plural,
+    share,
+    story,
+)
+
+__all__ = ["render_report"]
+
+_PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
+    ("detect", lambda phases: phases.detection),
+    ("abort", lambda phases: phases.abort),
+    ("leave", lambda phases: phases.interrupt),
+    ("finalize", lambda phases: phases.finalize),
+    ("health", lambda phases: phases.health_check),
+    ("meet", lambda phases: phases.termination_barrier),
+    ("assign", lambda phases: phases.assignment),
+    ("start", lambda phases: phases.start_barrier),
+    ("init", lambda phases: phases.initialize),
+    ("total", lambda phases: phases.total),
+)
+
+
+def render_report(report: Report, console: Console) -> None:
+    """Prints `report` to `console`."""
+    console.print(_summary(report))
+    if report.restarts:
+        console.print()
+        console.print(_restart_table(report.restarts, console.width))
+        console.print(_phase_table(report.restarts))
+        console.print()
+        for number, restart in enumerate(report.restarts, start=1):
+            console.print(Text(name_restart(number, restart, report.calls), style="bold"))
+            for sentence in story(restart):
+                console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+    console.print()
+    for sentence in _ending(report):
+        console.print(Text(sentence))
+
+
+def _summary(report: Report) -> Text:
+    parts = [
+        plural(report.world_size, "rank"),
+        plural(len(report.hosts), "host"),
+        plural(len(report.restarts), "restart"),
+        f"{report.lost} lost, {report.replaced} replaced",
+        f"{duration(report.recovery_seconds)} in recovery",
+    ]
+    if report.goodput is not None:
+        parts.append(f"goodput {share(report.goodput)}")
+    return Text(" · ".join(parts), style="bold")
+
+
+def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
+    table = _table("What happened")
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("at", justify="right", no_wrap=True)
+    # The one column of any length: it is cut to what the others, at their widest, leave.
+    table.add_column("first cause", no_wrap=True, overflow="ellipsis", max_width=width - 54)
+    table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=10)
+    table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=10)
+    table.add_column("ranks", no_wrap=True)
+    table.add_column("total", justify="right", no_wrap=True)
+    for number, restart in enumerate(restarts, start=1):
+        table.add_row(
+            str(number),
+            f"{restart.at:.3f} s",
+            Text(cause_words(restart)),
+            _ranks(restart.lost),
+            _ranks(restart.joined),
+            f"{restart.world_size_before} → {restart.world_size_after or '-'}",
+            _total(restart.phases) if restart.resumed else Text("ended", style="bold red"),
+        )
+    return table
+
+
+def _phase_table(restarts: Iterable[Restart]) -> Table:
+    table = _table("What each part took (of the slowest survivor, in ms)")
+    table.add_column("#", justify="right", no_wrap=True)
+    for name, _ in _PHASES:
+        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+    for number, restart in enumerate(restarts, start=1):
+        values = [_milliseconds(get(restart.phases)) for _, get in _PHASES]
+        table.add_row(str(number), *values)
+    table.caption = "leave: from the abort's end; meet, start: barriers, of the last to arrive"
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="italic",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        expand=False,
+    )
+
+
+def _ending(report: Report) -> list[str]:
+    sentences = []
+    if report.completed:
+        sentences.append(f"{plural(report.completed, 'rank')} completed the function.")
+    else:
+        sentences.append("No rank is known to have completed the function.")
+    for host in report.hosts:
+        if host.goodput is not None:
+            sentences.append(
+                f"{one_line(host.host)}: {duration(host.wall_seconds)} from the first entry to the "
+                f"end, {share(host.goodput)} of it with all ranks of the moment in the function."
+            )
+    if report.saves is not None:
+        sentences += [one_line(sentence) for sentence in words_on(report.saves)]
+    if report.monitors_restarted:
+        sentences.append(f"{plural(report.monitors_restarted, 'monitor process')} started anew.")
+    for party in report.waiting:
+        sentences.append(f"A process on {one_line(party.host)} asked to join and was never let in.")
+    if report.notes:
+        counted = ", ".join(f"{one_line(name)} {count}" for name, count in report.notes.items())
+        sentences.append(f"Noted by other rooms: {counted}.")
+    for file in report.torn_logs:
+        sentences.append(
+            f"{one_line(file)}: the last line is torn (its process died while it wrote), "
+            "and was passed over."
+        )
+    return sentences
+
+
+def _ranks(parties: Iterable[Party]) -> str:
+    return ", ".join(str(party.rank) for party in parties) or "-"
+
+
+def _total(phases: Phases) -> str:
+    return "-" if phases.total is None else duration(phases.total)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    milliseconds = seconds * 1000
+    return f"{milliseconds:.1f}" if milliseconds < 1000 else f"{milliseconds:,.0f}"

@@ -1,0 +1,1 @@
+"""torch.distributed and gloo: their sockets, waits, stores and process groups."""

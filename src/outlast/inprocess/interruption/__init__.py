@@ -1,0 +1,1 @@
+"""Interrupting the main thread: the interrupter, `atomic()`, the monitor thread."""

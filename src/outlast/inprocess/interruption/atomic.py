@@ -1,0 +1,70 @@
+"""`atomic()` against the start of a termination: one of the two comes first, never both at once.
+
+The termination (abort and interrupt) starts only while the function's thread is outside every
+`atomic()`; once it is due, the thread does not get into another one: it is interrupted at the
+entry. Both sides decide under one lock. The function's thread takes that lock under a shield
+(see `interruption/interrupter.py`), so an interrupt can never leave it locked.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption.interrupter import Interrupter
+
+__all__ = ["AtomicGate"]
+
+
+class AtomicGate:
+    """The context manager behind `CallWrapper.atomic()`; re-entrant, for one thread."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self._interrupter = interrupter
+        self._changed = threading.Condition(threading.Lock())
+        self._depth = 0
+        self._terminating = False
+
+    def __enter__(self) -> None:
+        self._interrupter.shield()
+        with self._changed:
+            refused = self._terminating and not self._depth
+            if not refused:
+                self._depth += 1
+        if refused:
+            self._interrupter.unshield()
+            raise RankShouldRestart("a restart is under way: atomic() is not entered")
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._depth = max(0, self._depth - 1)  # a generator may outlive its iteration
+            self._changed.notify_all()
+        self._interrupter.unshield()
+
+    def begin_termination(self) -> None:
+        """Waits until the thread is outside. From the start it does not get in again: a loop of
+        one `atomic()` after the other would hold the termination up for ever.
+        """
+        with self._changed:
+            self._terminating = True
+            self._changed.wait_for(lambda: self._depth == 0)
+
+    def left(self) -> None:
+        """The function has been left: what it still holds, in a generator that lives on, does not
+        hold up the termination.
+        """
+        with self._changed:
+            self._depth = 0
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """A new iteration: `atomic()` may be entered again."""
+        with self._changed:
+            self._terminating = False
+            self._depth = 0

@@ -1,0 +1,1 @@
+"""The monitor process: how it is started, and its loop."""

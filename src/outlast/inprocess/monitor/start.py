@@ -1,0 +1,214 @@
+"""The monitor process: a small fork of the main process that outlives it by as much as is needed.
+
+It sees the main process end (its pidfd, an event) and tells the others; sees it stop making
+progress (timestamps in shared memory) and applies the soft and the hard timeout; keeps a
+heartbeat in the store and watches that of the next member in the ring; on rank 0 it serves the
+store, where no launcher does. Where the main process served the store of an iteration, it stands
+in for that until all have left the iteration.
+
+It is forked, not spawned: torch is there already and its pages stay shared. In the child nothing
+of the parent's is touched but what is named in `MonitorPlan`; all other descriptors are closed, so
+that no connection of the main process outlives it. It is the leader of a session of its own: a
+signal to the process group of the main process does not reach it. It ends by itself: when the
+main process says so, or is gone and reported; a server stays until the last member has said
+goodbye or is known to be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outlast.errors import StoreError
+from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.store import StoreMixin
+
+__all__ = ["MonitorHandle", "MonitorPlan", "start_monitor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorPlan:
+    """What the monitor process needs to know. Durations are in seconds.
+
+    Attributes:
+        page: shared with the main process.
+        factory, kwargs, endpoint: the store; `serve` if this monitor is to serve it; `ready` is a
+            key that its server sets for this call, or an empty string.
+        prefix: of the call's keys.
+        rank, world_size, token: what the main process registers with.
+        interval, heartbeat: of the heartbeat, and when a member without one is lost.
+        soft, hard, grace: progress timeouts, and the pause between SIGTERM and SIGKILL.
+        patience: for reaching the store.
+        logfile: for what it has to say; nowhere by default.
+        events_dir: where to write events, or an empty string.
+        address: of this host, where the store of an iteration is served.
+    """
+
+    page: SharedPage
+    factory: type[StoreMixin]
+    kwargs: Mapping[str, Any]
+    endpoint: tuple[str, int] | None
+    serve: bool
+    ready: str
+    prefix: str
+    rank: int
+    world_size: int
+    token: str
+    interval: float
+    heartbeat: float
+    soft: float
+    hard: float
+    grace: float
+    patience: float
+    logfile: str | None
+    events_dir: str
+    address: str = ""
+
+
+class MonitorHandle:
+    """The main process's side of its monitor process.
+
+    Attributes:
+        pid: of the monitor process.
+        endpoint: of the store; with the port that the server was given, if it is served here.
+        socket: readable when the monitor process has ended.
+    """
+
+    def __init__(self, pid: int, end: socket.socket, endpoint: tuple[str, int] | None) -> None:
+        self.pid = pid
+        self.socket = end
+        self.endpoint = endpoint
+
+    def watch_threads(self) -> None:
+        """The ids of the threads to watch are in the shared page."""
+        with contextlib.suppress(OSError):  # it has ended: the watchdog sees that
+            self.socket.send(b"T")
+
+    def dismiss(self, timeout: float) -> None:
+        """The main process is done. Waits until the monitor has ended, at most `timeout`
+        seconds: a server may have to stay for others.
+        """
+        with contextlib.suppress(OSError):  # it has ended already
+            self.socket.send(b"B")
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN | select.POLLHUP)
+        ended = bool(poll.poll(timeout * 1000))
+        self.socket.close()
+        if ended:
+            self.reap()
+
+    def reap(self) -> None:
+        """Takes the exit status of a monitor that has ended, so that no zombie stays."""
+        # Nothing to take where the program ignores SIGCHLD, or reaps all children itself.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def start_monitor(plan: MonitorPlan) -> MonitorHandle:
+    """Forks the monitor process, and waits until it serves the store, if it is to.
+
+    Raises:
+        StoreError: naming host and port, if the store cannot be served there.
+    """
+    ours, theirs = socket.socketpair()
+    main = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a daemon may have none
+            with contextlib.suppress(OSError, ValueError):  # or one that nobody reads, or closed
+                stream.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads. The child takes no lock but those that Python
+        # itself reinitializes after a fork, and makes its own connection.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _child(plan, main, theirs)
+    theirs.close()
+    ours.settimeout(plan.patience)
+    try:
+        said = json.loads(ours.recv(65536) or b'{"error": "the monitor process ended"}')
+    except TimeoutError:
+        said = {"error": f"the monitor process was not up within {plan.patience} s"}
+    ours.settimeout(None)
+    if "error" in said:
+        ours.close()
+        os.waitpid(pid, 0)
+        raise StoreError(said["error"])
+    endpoint = plan.endpoint
+    if plan.serve and endpoint is not None:
+        endpoint = (endpoint[0], said["port"])
+    return MonitorHandle(pid, ours, endpoint)
+
+
+def _child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
+    """Never returns: the parent's stack below is not ours to unwind."""
+    code = 1
+    try:
+        end = _detach(plan, end)
+        from outlast.inprocess.monitor.loop import MonitorLoop  # what only the child needs
+
+        _serve_and_watch(plan, main, end, MonitorLoop)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the last frame of this process
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _serve_and_watch(
+    plan: MonitorPlan, main: int, end: socket.socket, loop: Callable[..., Any]
+) -> None:
+    server = None
+    if plan.serve:
+        try:
+            server = plan.factory.serve(**plan.kwargs)
+        except (StoreError, RuntimeError) as e:
+            end.send(json.dumps({"error": str(e).partition("\n")[0]}).encode())
+            return
+        port = server.port
+        server.set(plan.ready, "1")
+        if plan.endpoint is not None:
+            plan = dataclasses.replace(plan, endpoint=(plan.endpoint[0], port))
+        end.send(json.dumps({"port": port}).encode())
+    else:
+        end.send(b"{}")
+    loop(plan, main, end, server).run()
+
+
+def _detach(plan: MonitorPlan, end: socket.socket) -> socket.socket:
+    """Leaves everything behind that is the parent's, but `end`, which it returns."""
+    gc.disable()  # a collection would write to, and so copy, the pages shared with the parent
+    os.setsid()
+    for number in signal.valid_signals():
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
+    # Where the main process has closed these three, anything may have got their numbers.
+    keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)
+    log = fcntl.fcntl(
+        os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fcntl.F_DUPFD, 3
+    )
+    null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD, 3)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the process's life
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    return socket.socket(fileno=keep)

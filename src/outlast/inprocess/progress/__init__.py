@@ -1,0 +1,1 @@
+"""Progress of the function: timestamps, heartbeats, timeouts."""

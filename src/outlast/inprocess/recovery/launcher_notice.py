@@ -1,0 +1,68 @@
+"""Tells a launcher what the job is at, so that it knows when replacements are of use.
+
+One key in the launcher's store holds the newest call that has begun. Each change names what it
+replaces: another rank may be in the next call already, and a newcomer comes to a call that has
+ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from outlast.inprocess.distributed.connection import Connection
+
+__all__ = ["Announcement"]
+
+_KEY = "outlast/job"
+
+
+class Announcement:
+    """Of one call.
+
+    Args:
+        connection: to the job's store.
+        call: the number of the call.
+        names_processes: whether the launcher is told who has completed the call.
+    """
+
+    def __init__(self, connection: Connection, call: int, *, names_processes: bool) -> None:
+        self._connection = connection
+        self._call = call
+        self._names_processes = names_processes
+        self._running = self._record("running")
+
+    def running(self) -> None:
+        """The call has begun."""
+        held = json.loads(self._connection.claim(_KEY, self._running.encode()))
+        while held["call"] < self._call:
+            held = json.loads(self._change(json.dumps(held), self._running))
+
+    def aborted(self) -> None:
+        """The job was ended by one of its members."""
+        self._change(self._running, self._record("aborted"))
+
+    def completed(self) -> None:
+        """The call has completed. `outlast run` is also told by whom: one of these that fails
+        afterwards fails the job, and any other was lost on the way. No other launcher asks.
+        """
+        if not self._names_processes:
+            self._change(self._running, self._record("completed"))
+            return
+        held = self._running
+        while True:
+            record = json.loads(held)
+            if record["call"] != self._call or record["state"] == "aborted":
+                return
+            pids = [*record.get("pids", ()), os.getpid()]
+            told = json.dumps({**record, "state": "completed", "pids": pids})
+            now = self._change(held, told)
+            if now == told:
+                return
+            held = now  # another rank was first
+
+    def _record(self, state: str) -> str:
+        return json.dumps({"call": self._call, "state": state})
+
+    def _change(self, before: str, after: str) -> str:
+        return bytes(self._connection.torch_store.compare_set(_KEY, before, after)).decode()

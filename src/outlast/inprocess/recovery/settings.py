@@ -1,0 +1,149 @@
+"""The wrapper's arguments, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast.inprocess.abort import Abort
+from outlast.inprocess.compose import iter_parts
+from outlast.inprocess.finalize import Finalize
+from outlast.inprocess.health_check import HealthCheck
+from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.progress.adaptive import Adaptive
+from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
+from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.store import PrefixStore, StoreMixin
+
+__all__ = ["Settings"]
+
+_DURATIONS = (
+    "monitor_thread_interval",
+    "monitor_process_interval",
+    "progress_watchdog_interval",
+    "hard_timeout",
+    "heartbeat_timeout",
+    "barrier_timeout",
+    "completion_timeout",
+    "last_call_wait",
+    "termination_grace_time",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that `Wrapper` was given; see there for what each means.
+
+    Raises:
+        TypeError, ValueError: naming the argument that is wrong.
+    """
+
+    store_factory: Callable[..., Any]
+    store_kwargs: Mapping[str, Any]
+    initialize: Initialize | None
+    abort: Abort | None
+    finalize: Finalize | None
+    health_check: HealthCheck | None
+    rank_assignment: RankAssignment
+    rank_filter: RankFilter | None
+    monitor_thread_interval: datetime.timedelta
+    monitor_process_interval: datetime.timedelta
+    progress_watchdog_interval: datetime.timedelta
+    soft_timeout: datetime.timedelta | Adaptive
+    hard_timeout: datetime.timedelta
+    heartbeat_timeout: datetime.timedelta
+    barrier_timeout: datetime.timedelta
+    completion_timeout: datetime.timedelta
+    last_call_wait: datetime.timedelta
+    termination_grace_time: datetime.timedelta
+    monitor_process_logfile: str | None
+    grow_policy: GrowPolicy
+
+    def __post_init__(self) -> None:
+        self._check_parts()
+        self._check_durations()
+        logfile = self.monitor_process_logfile
+        if logfile is not None:
+            if not isinstance(logfile, str):
+                raise TypeError(
+                    f"monitor_process_logfile must be a string, not {type(logfile).__name__}"
+                )
+            if not Path(logfile).is_absolute():
+                raise ValueError(f"monitor_process_logfile must be an absolute path: {logfile!r}")
+
+    @property
+    def soft(self) -> datetime.timedelta:
+        """The soft timeout; of an adaptive one, its upper bound."""
+        return (
+            self.soft_timeout.initial
+            if isinstance(self.soft_timeout, Adaptive)
+            else self.soft_timeout
+        )
+
+    @property
+    def await_replacements(self) -> datetime.timedelta | None:
+        """How long a restart is held for replacements; `None` for not at all."""
+        for part in iter_parts(self.rank_assignment):
+            if isinstance(part, AwaitReplacements):
+                return part.timeout
+        return None
+
+    def _check_parts(self) -> None:
+        factory = self.store_factory
+        if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
+            raise TypeError(f"store_factory must be a subclass of StoreMixin, not {factory!r}")
+        if issubclass(factory, PrefixStore):
+            raise ValueError(
+                "store_factory must make a connection at each call, but all PrefixStores over one "
+                "store share its connection: give the factory of that store; each call of a "
+                "wrapped function has its own prefix anyway"
+            )
+        if not isinstance(self.store_kwargs, Mapping):
+            raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
+        kinds: dict[str, tuple[type, bool]] = {
+            "initialize": (Initialize, True),
+            "abort": (Abort, True),
+            "finalize": (Finalize, True),
+            "health_check": (HealthCheck, True),
+            "rank_assignment": (RankAssignment, False),
+            "rank_filter": (RankFilter, True),
+            "grow_policy": (GrowPolicy, False),
+        }
+        for name, (kind, optional) in kinds.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (optional and value is None)):
+                wanted = f"{kind.__name__}{' or None' if optional else ''}"
+                raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
+
+    def _check_durations(self) -> None:
+        if not isinstance(self.soft_timeout, datetime.timedelta | Adaptive):
+            raise TypeError(
+                f"soft_timeout must be a timedelta or Adaptive, not {self.soft_timeout!r}"
+            )
+        for name in (*_DURATIONS, "soft"):
+            value = getattr(self, name)
+            shown = "soft_timeout" if name == "soft" else name
+            if not isinstance(value, datetime.timedelta):
+                raise TypeError(f"{shown} must be a timedelta, not {value!r}")
+            if value < datetime.timedelta(0) or (not value and name != "last_call_wait"):
+                raise ValueError(f"{shown} must be positive, not {value}")
+        chains = (
+            ("soft", "hard_timeout", "barrier_timeout"),
+            ("monitor_process_interval", "heartbeat_timeout", "barrier_timeout"),
+            ("monitor_thread_interval", "soft"),
+            ("progress_watchdog_interval", "soft"),
+        )
+        for chain in chains:
+            for small, large in itertools.pairwise(chain):
+                if not getattr(self, small) < getattr(self, large):
+                    name = "soft_timeout" if small == "soft" else small
+                    other = "soft_timeout" if large == "soft" else large
+                    raise ValueError(
+                        f"{name} ({getattr(self, small)}) must be less than {other} "
+                        f"({getattr(self, large)})"
+                    )

@@ -1,0 +1,1 @@
+"""The output of the workers and of the launcher."""

@@ -1,0 +1,1 @@
+"""Reaping of child processes, and the end of orphans."""

@@ -1,0 +1,1 @@
+"""The deterministic simulation: the real protocol, in one process, in every interleaving."""

@@ -1,0 +1,166 @@
+"""What must hold in every step of a simulated job, and at its end: R1, R2, R5 and R6."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outlast.coordination import barrier
+from outlast.coordination.membership import COMPLETED
+from outlast.coordination.records import FaultRecord, lines
+from outlast.coordination.view import ViewRecord
+from outlast.errors import RankLostError, RestartAbort, RestartError
+from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.testing.scheduler import Simulation, Task
+from outlast.testing.simulated_host import HOLD_S, SimulatedHost
+
+if TYPE_CHECKING:
+    from outlast.testing.membership import Schedule
+
+__all__ = ["Invariants"]
+
+
+class Invariants:
+    """See `membership.py`.
+
+    Args:
+        schedule, sim: of the run.
+        hosts: who lives, kept up to date by the world.
+    """
+
+    def __init__(
+        self, schedule: Schedule, sim: Simulation, hosts: dict[Task, SimulatedHost]
+    ) -> None:
+        self.schedule, self.sim, self.hosts = schedule, sim, hosts
+        self.sizes: dict[int, int] = {}
+        self.finished: dict[int, set[int]] = {}
+        self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
+        self.suspected: set[int] = set()
+        self.causes: dict[int, int] = {}
+        self.broken: list[str] = []
+        self.timeouts_seen = 0
+
+    def _ledger(self) -> frozenset[int]:
+        table = self.sim.store.table
+        return frozenset(record["member"] for record in lines(table.get(barrier.LEDGER)))
+
+    def must(self, holds: bool, what: str) -> None:
+        """Keeps what is broken: whoever finds it may die before it can say so."""
+        if not holds:
+            self.broken.append(what)
+
+    def started(self, host: SimulatedHost) -> None:
+        """R1 and R2, when a member has passed the barrier `start/k`."""
+        k, place, expected = host.iteration, host.place, host.machine.record.expected
+        assert place is not None
+        arrived = lines(self.sim.store.table.get(f"start/{k}/arrived"))
+        ranks = sorted(said["rank"] for said in arrived)
+        self.must(ranks == list(range(place.world_size)), f"R1: ranks {ranks} in {k}: {place}")
+        size = self.sizes.setdefault(k, place.world_size)
+        self.must(size == place.world_size, f"R1: world sizes {size}, {place.world_size} in {k}")
+        lost = self._ledger()
+        for other in self.hosts.values():
+            if other is host or other.leaving or other.member in lost:
+                continue
+            self.must(
+                not other.inside or other.iteration == k,
+                f"R2: {host.name} enters {k} while {other.name} is in {other.iteration}",
+            )
+            self.must(
+                other.place is None or other.member in expected,
+                f"R1: {other.name} is alive, and not in the view of {k}",
+            )
+
+    def deciding(self, k: int) -> None:
+        """Somebody is about to decide the view of k+1: all have left k (R2), and what is known by
+        now must be in the view.
+        """
+        lost = self._ledger()
+        for other in self.hosts.values():
+            inside = other.inside and other.iteration == k and not other.leaving
+            self.must(
+                not inside or other.member in lost,
+                f"R2: what follows {k} is decided while {other.name} is in it",
+            )
+        asked = [said["member"] for said in lines(self.sim.store.table.get("joins"))]
+        self.known.setdefault(k + 1, (lost, asked))
+
+    def decided(self, record: ViewRecord) -> None:
+        """R1 of a view, when a member goes by it."""
+        if record.iteration not in self.known:
+            return
+        lost, asked = self.known[record.iteration]
+        self.must(not record.expected & lost, f"R1: {record} has lost members: {sorted(lost)}")
+        if self.schedule.grow is GrowPolicy.NEVER:
+            return
+        left_out = set(asked) - record.expected - self._ledger()
+        self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, who asked before")
+
+    def caused(self, iteration: int, cause: FaultRecord | None) -> None:
+        """R6: all members name the same first cause. Not of one that was taken for dead, and may
+        still come to the barrier while the others read what happened.
+        """
+        if self.suspected:
+            return
+        member = -1 if cause is None else cause.member
+        named = self.causes.setdefault(iteration, member)
+        self.must(named == member, f"R6: the cause of {iteration} is member {named}, and {member}")
+
+    def check_holds(self) -> None:
+        """A hold that was over in vain: the job had not got its size, nor had anyone decided."""
+        table = self.sim.store.table
+        for task, key in self.sim.timeouts[self.timeouts_seen :]:
+            self.timeouts_seen += 1
+            if not key.startswith("joined/"):
+                self.must(False, f"R5: it took a timeout of the wait for {key}")
+            elif (host := self.hosts.get(task)) is not None:
+                k = host.iteration
+                known = lines(table.get("joins")) + lines(table.get(f"start/{k}/arrived"))
+                present = {said["member"] for said in known} - self._ledger()
+                full = len(present) >= self.schedule.members
+                told = range(1, int(table.get("joined", b"0")) + 1)
+                if not all(f"joined/{number}" in table for number in told):
+                    continue  # who was to end the hold died before it could
+                self.must(not full, f"R5: the restart of {k} was held, and the job was full")
+                ahead = any(other.iteration > k for other in self.hosts.values())
+                self.must(not ahead, f"R5: {k} was held, and was decided")
+
+    def completed(self, task: Task, host: SimulatedHost) -> None:
+        k, record, table = host.iteration, host.machine.record, self.sim.store.table
+        assert table.get(f"over/{k}") == COMPLETED, f"R5: {host.name} completed {k}, which is not"
+        if host.member not in record.expected or record.iteration != k:
+            assert task.value is None, f"R5: {host.name} was in no view, and returned a value"
+            return
+        arrived = {said["member"] for said in lines(table.get(f"start/{k}/arrived"))}
+        missing = arrived - self.finished.get(k, set())
+        assert not missing, f"R5: {k} completed without members {sorted(missing)}"
+        assert host.place is not None
+        wanted = host.name if host.place.active else None
+        assert task.value == wanted, f"R5: {host.name} returned {task.value!r}"
+
+    def failed(self, error: BaseException, host: SimulatedHost) -> None:
+        allowed = error is host.given
+        if isinstance(error, RestartAbort):
+            allowed |= any(said.get("ends_job") for said in self._lost_records())
+        elif isinstance(error, RankLostError):
+            allowed |= host.member in self.suspected
+        elif type(error) is RestartError and self.schedule.grow is GrowPolicy.NEVER:
+            allowed |= host.member < 0
+        assert allowed, f"R5: {host.name} ended with {error!r}"
+
+    def _lost_records(self) -> list[dict[str, Any]]:
+        return lines(self.sim.store.table.get(barrier.LEDGER))
+
+    def finish(self, ended: list[tuple[Task, SimulatedHost]], born: int) -> None:
+        """What must hold when everybody has ended."""
+        self.check_holds()
+        assert not self.broken, "; ".join(self.broken)
+        completed = {host.iteration for task, host in ended if task.error is None}
+        assert len(completed) <= 1, f"R5: members completed in iterations {sorted(completed)}"
+        enders = {host.member for _, host in ended if isinstance(host.given, RestartAbort)}
+        assert not (completed and enders - self.suspected), "R5: a job that was ended has completed"
+        if completed:
+            done = self.sim.store.table.get(barrier.done_key("goodbye"))
+            assert done is not None, "R5: the store's host waits for a goodbye for ever"
+        # Each decision may be held once, and once more by a newcomer after the death of all.
+        held = HOLD_S * (len(self.known) + born)
+        assert self.sim.clock.now() <= held, f"R5: it took {self.sim.clock.now()} s"

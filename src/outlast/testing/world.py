@@ -1,0 +1,158 @@
+"""What may happen to a simulated job: deaths, suspicions, newcomers, and how calls end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from outlast.coordination.membership import Job
+from outlast.coordination.ops import Link, Op, _perform
+from outlast.coordination.records import LostRecord, lines
+from outlast.errors import RestartAbort
+from outlast.testing.invariants import Invariants
+from outlast.testing.scheduler import Simulation, Task
+from outlast.testing.simulated_host import SimulatedHost
+
+if TYPE_CHECKING:
+    from outlast.testing.membership import Schedule
+
+__all__ = ["SimulatedWorld"]
+
+
+class SimulatedWorld:
+    """The members, the monitors of the dead, and the budgets that a schedule gives."""
+
+    def __init__(self, seed: int, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.budget = dataclasses.asdict(schedule)
+        self.sim = Simulation(seed, self._choose)
+        self.hosts: dict[Task, SimulatedHost] = {}
+        self.reporters: dict[Task, SimulatedHost] = {}
+        self.ended: list[tuple[Task, SimulatedHost]] = []
+        self.invariants = Invariants(schedule, self.sim, self.hosts)
+        self.born = 0
+        for rank in range(schedule.members):
+            self.start(rank)
+
+    # -- what may happen ---------------------------------------------------------------------
+
+    def start(self, rank: int) -> None:
+        """A new process, started as `rank`."""
+        self.born += 1
+        host = SimulatedHost(self, f"p{self.born}", rank)
+        slow = self.sim.random.choice([1, 1, 1, 10])
+        task = Task(host.name, host.live(), slow=slow, on_end=self._ended)
+        self.hosts[task] = host
+        self.sim.add(task)
+
+    def spend(self, what: str, probability: float) -> bool:
+        """Whether one of a budget is spent now."""
+        if self.budget[what] > 0 and self.sim.random.random() < probability:
+            self.budget[what] -= 1
+            return True
+        return False
+
+    def before_step(self) -> None:
+        """Deaths, of main processes and of reporting monitors, suspicions, and newcomers."""
+        self.invariants.check_holds()
+        assert not self.invariants.broken
+        if not self.hosts:
+            return
+        if self.spend("deaths", self.schedule.p_death):
+            task = self.sim.random.choice(list(self.hosts))
+            host = self.hosts.pop(task)
+            self.sim.kill(task)
+            self._watch(host, self._monitor(host))
+            if self.spend("joins", 0.7):
+                self.start(host.preferred_rank)
+        elif self.reporters and self.spend("double_deaths", 0.05):
+            task = self.sim.random.choice(list(self.reporters))
+            host = self.reporters.pop(task)
+            self.sim.kill(task)
+            self._watch(host, self._observer(host))
+        elif self.spend("suspicions", 0.01):
+            host = self.sim.random.choice(list(self.hosts.values()))
+            self._watch(host, self._observer(host, suspected=True))
+        elif self.spend("joins", 0.002):
+            self.start(self.sim.random.randrange(self.schedule.members + 1))
+
+    def _watch(self, host: SimulatedHost, report: Any) -> None:
+        task = Task(f"{report.__name__} of {host.name}", report, on_end=self._ended)
+        self.reporters[task] = host
+        self.sim.add(task)
+
+    async def _monitor(self, host: SimulatedHost) -> None:
+        """The monitor of a dead member tells the others."""
+        job = Job(Link(), self.schedule.members)
+        fault = host.fault(host.iteration, "TERMINATED", "killed")
+        await job.report_killed(host.preferred_rank, host.token, host.member, fault)
+
+    async def _observer(self, host: SimulatedHost, suspected: bool = False) -> None:
+        """The monitor of another member hears no heartbeat of this one any more."""
+        member = self._id_of(host)
+        at = await _perform(Op("heartbeat", str(member)))
+        if at is None or not (suspected or self._is_silent(member)):
+            return
+        self.invariants.suspected.add(member)
+        fault = host.fault(at, "UNRESPONSIVE", "not heard of")
+        job = Job(Link(), self.schedule.members)
+        await job.report_lost(LostRecord(member, fault.cause), at, fault)
+
+    def _id_of(self, host: SimulatedHost) -> int:
+        """The member that `host` is to the others, or that they wait for in its place."""
+        table = self.sim.store.table
+        if host.member >= 0:
+            return host.member
+        asked = [said["member"] for said in lines(table.get("joins")) if said["token"] == host.name]
+        claimed = table.get(f"claim/{host.preferred_rank}", host.name.encode())
+        first = host.preferred_rank < self.schedule.members and claimed == host.name.encode()
+        return host.preferred_rank if first else next(iter(asked), -1)
+
+    def _is_silent(self, member: int) -> bool:
+        return all(self._id_of(host) != member for host in self.hosts.values())
+
+    def _choose(self, task: Task, op: Op) -> Any:
+        return self._heartbeat(op) if op.name == "heartbeat" else self._function(op)
+
+    def _heartbeat(self, op: Op) -> Any:
+        """Whoever has the member in its view sees it missing."""
+        watched = int(op.key)
+        watching = [
+            host.iteration
+            for host in self.hosts.values()
+            if host.member not in (-1, watched) and watched in host.machine.record.expected
+        ]
+        if not self.hosts:  # the server's own monitor stays, and goes by the newest view
+            ended = [host for _, host in self.ended]
+            last = max(ended, key=lambda host: host.iteration, default=None)
+            seen = last is not None and watched in last.machine.record.expected
+            return lambda: last.iteration if last is not None and seen else None
+        return (lambda: self.sim.random.choice(watching)) if watching else None
+
+    def _function(self, op: Op) -> Any:
+        over = self.sim.store.table.get(op.key)
+
+        def end() -> Any:
+            if over is not None:
+                return self.sim.random.choice(["interrupt", "interrupt", "raise", "return"])
+            if self.spend("faults", 0.5):
+                return "raise"
+            if self.spend("leaves", 0.2):
+                return SystemExit(3)
+            if self.spend("aborts", 0.1):
+                return RestartAbort("function")
+            return "return"
+
+        return end
+
+    def _ended(self, task: Task) -> None:
+        if self.reporters.pop(task, None) is not None:
+            if task.error is not None:
+                raise AssertionError(f"{task.name}: {task.error!r}") from task.error
+            return
+        host = self.hosts.pop(task)
+        self.ended.append((task, host))
+        if task.error is None:
+            self.invariants.completed(task, host)
+        else:
+            self.invariants.failed(task.error, host)

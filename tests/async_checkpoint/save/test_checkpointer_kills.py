@@ -1,0 +1,186 @@
+"""C4: a save that is killed at any moment leaves every earlier checkpoint, and no half one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_checkpoint.checkpoints import (
+    NET,
+    blank,
+    left_over,
+    restored,
+    same,
+    save_steps,
+    state_of,
+    valid_steps,
+)
+from async_checkpoint.staged_writer import Plan
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.errors import CheckpointError
+from procs import Job
+
+Ranks = Callable[..., Job]
+KILLS = 50
+LARGE = 1_000_000  # elements: a save takes long enough to be hit
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    return Plan(tmp_path / "plan").use(monkeypatch)
+
+
+def check_killed_at_every_operation(path: Path, plan: Plan, operations: range) -> None:
+    """The writer is killed before the n-th thing that it does to the storage, for each n."""
+    save_steps(path, 1)
+    with Checkpointer(path) as checkpointer:
+        for number in operations:
+            plan.set({"number": number, "do": "kill"})
+            with pytest.raises(CheckpointError, match=r"process .* was killed by signal 9"):
+                checkpointer.save(2, state_of(2)).wait(NET)
+            published = any(
+                note["op"] == "publish" and "step-00000002" in note["folder"]
+                for note in plan.notes()
+            )
+            assert valid_steps(path) == ([1, 2] if published else [1])
+        plan.set()
+        state = blank()
+        assert checkpointer.restore(state, step=1) == 1
+        assert same(state, state_of(1))
+        checkpointer.save(3, state_of(3)).wait(NET)
+
+
+def operations_of_a_save(path: Path, plan: Plan) -> range:
+    with Checkpointer(path) as checkpointer:
+        before = len(plan.notes())
+        checkpointer.save(1, state_of(1)).wait(NET)
+    notes = plan.notes()[before:]
+    plan.folder.joinpath("notes").unlink()
+    assert notes[-2]["op"] == "publish"
+    return range(1, notes[-2]["number"] + 1)
+
+
+def test_killed_at_every_operation(tmp_path: Path, plan: Plan) -> None:
+    operations = operations_of_a_save(tmp_path / "first", plan)
+    assert len(operations) >= 10
+    check_killed_at_every_operation(tmp_path / "c", plan, operations)
+    assert valid_steps(tmp_path / "c") == [1, 3]
+    assert restored(tmp_path / "c") == 3
+    assert left_over(tmp_path / "c") == []  # the next job has cleaned up
+
+
+def test_the_check_finds_a_save_that_is_written_in_place(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_place(self: LocalStorage, step: int, save_id: str) -> tuple[str, str]:
+        return f"step-{step:08d}", f"step-{step:08d}"
+
+    save_steps(tmp_path / "c", 1)
+    monkeypatch.setattr(LocalStorage, "names_for", in_place)
+    monkeypatch.setattr(Saver, "_clean", lambda saver, save: None)  # as if all had been killed
+    plan.set({"op": "finish", "do": "kill"})
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        handle = checkpointer.save(2, state_of(2))
+        with pytest.raises(CheckpointError, match="killed"):
+            handle.wait(NET)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        valid_steps(tmp_path / "c")
+
+
+def test_killed_after_the_commit_it_is_whole(tmp_path: Path, plan: Plan) -> None:
+    plan.set({"op": "publish", "when": "after", "do": "kill"})
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        with pytest.raises(CheckpointError, match=r"was not committed|killed by signal 9"):
+            checkpointer.save(2, state_of(2)).wait(NET)
+        plan.set()
+    assert valid_steps(tmp_path / "c") == [2]
+    assert restored(tmp_path / "c") == 2
+
+
+@pytest.mark.slow
+def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    state = state_of(0, LARGE)
+    outcomes = {True: 0, False: 0}
+    with Checkpointer(tmp_path) as checkpointer:
+        durations = []
+        for step in range(4):
+            began = time.monotonic()
+            checkpointer.save(step, state).wait(NET)
+            durations.append(time.monotonic() - began)
+        good, seen = 3, set(range(4))
+        usual = statistics.median(durations[1:])
+        for step in range(4, 4 + KILLS):
+            pid = running_writer(checkpointer)
+            killer = threading.Timer(chance.uniform(0, 1.3 * usual), os.kill, (pid, signal.SIGKILL))
+            handle = checkpointer.save(step, state)
+            killer.start()
+            assert handle._ended.wait(60)
+            killer.join()
+            error = str(handle.exception or "")
+            assert not error or "killed by signal 9" in error or "was not committed" in error
+            outcomes[not error] += 1
+            found = valid_steps(tmp_path)
+            assert good in found or step in found
+            assert set(found) <= seen | {step}
+            seen.update(found)
+            good = step if step in found else good
+    assert outcomes[False] > KILLS // 5, outcomes
+    assert restored_large(tmp_path, state) == good
+    assert left_over(tmp_path) == []
+
+
+def running_writer(checkpointer: Checkpointer) -> int:
+    """Starts it, if the last kill has come after the save; so the next one hits the save."""
+    writer = checkpointer._engine.writer
+    while True:
+        with contextlib.suppress(CheckpointError):
+            writer.request({"op": "begin"})
+            assert writer.pid is not None
+            return writer.pid
+
+
+def restored_large(path: Path, expected: dict[str, object]) -> int | None:
+    with Checkpointer(path) as checkpointer:
+        state = {**blank(), "model": {**blank()["model"]}}
+        state["model"]["weight"] = state["model"]["weight"].new_zeros(LARGE)
+        step = checkpointer.restore(state)
+        assert same(state, expected)
+        return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_main_process_is_killed_at_random_moments(
+    ranks: Ranks, tmp_path: Path, nprocs: int
+) -> None:
+    chance = random.Random(nprocs)
+    committed = -1
+    for _ in range(5 if nprocs == 1 else 2):
+        with ranks("lives", "trains", str(tmp_path / "c"), nprocs=nprocs) as job:
+            job.start_all()
+            begun = job.wait_for_line(0, lambda line: line["event"] == "restored")
+            assert begun["left"] == []
+            assert begun["step"] is None if committed < 0 else begun["step"] >= committed
+            job.wait_for_line(0, lambda line: line["event"] == "committed")
+            time.sleep(chance.uniform(0, 0.1))
+            for rank in chance.sample(range(nprocs), nprocs):
+                job.send(rank, signal.SIGKILL)
+            job.wait_all()
+            done = [line["step"] for line in job.lines(0) if line["event"] == "committed"]
+            committed = max([committed, *done])
+        found = valid_steps(tmp_path / "c")
+        assert not found or found[-1] >= committed
+    assert committed > 0

@@ -1,0 +1,123 @@
+"""C5: memory in flight is bounded, with back-pressure rather than growth."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_checkpoint.checkpoints import NET, restored, state_of, valid_steps
+from async_checkpoint.staged_writer import Plan
+from inprocess.mutations import mutate
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.save.folder_session import Engine
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    return Plan(tmp_path / "plan").use(monkeypatch)
+
+
+@contextmanager
+def opened_when_blocked(plan: Plan) -> Iterator[None]:
+    """Lets the writer go on once this thread waits for room, or has left the block."""
+    main, left = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not left.is_set():
+            frame = sys._current_frames()[main]
+            names = set()
+            while frame is not None:
+                names.add(frame.f_code.co_name)
+                frame = frame.f_back  # type: ignore[assignment]
+            if {"take", "wait_for", "wait"} <= names:
+                break
+            time.sleep(0.001)  # nothing tells that another thread has begun to wait
+        plan.set()
+        gate.open()
+
+    gate = plan.gate()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        left.set()
+        watcher.join()
+
+
+def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
+    """The disk takes nothing; a save more than may be in flight waits for the first to end."""
+    with Checkpointer(path, max_in_flight=max_in_flight) as checkpointer:
+        plan.set({"op": "publish", "do": "wait"})
+        gate = plan.gate()
+        handles = [checkpointer.save(step, state_of(step)) for step in range(max_in_flight)]
+        gate.arrived()
+        assert not any(handle.done for handle in handles)
+        with opened_when_blocked(plan):
+            last: SaveHandle = checkpointer.save(9, state_of(9))
+            done = handles[0].done
+        last.wait(NET)
+        assert done
+        assert len(checkpointer._engine.slots) == max_in_flight
+    assert restored(path) == 9
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_save_waits_for_room(tmp_path: Path, plan: Plan, max_in_flight: int) -> None:
+    check_pressure(tmp_path / "c", plan, max_in_flight)
+
+
+def test_it_is_noticed_when_a_save_does_not_wait(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(
+        monkeypatch,
+        Engine.take,
+        "self._freed.wait_for(lambda: any(not slot.busy for slot in self.slots))",
+        "self.resize(len(self.slots) + all(slot.busy for slot in self.slots))",
+    )
+    with pytest.raises(AssertionError):
+        check_pressure(tmp_path / "c", plan, 1)
+
+
+def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
+    own = psutil.Process()
+    state = state_of(1, 1_000_000)
+    held = {}
+    with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
+        for count in range(60):
+            state["steps"] = count
+            checkpointer.save(count % 3, state)
+            if count in (10, 59):
+                checkpointer.wait(NET)
+                writer = psutil.Process(checkpointer._engine.writer.pid)
+                held[count] = (
+                    own.num_fds(),
+                    own.num_threads(),
+                    writer.num_fds(),
+                    len(own.children()),
+                    sum(slot.arena.size_bytes for slot in checkpointer._engine.slots if slot.arena),
+                )
+                memory = [p.memory_info().rss for p in (own, writer)]
+                held[-count] = tuple(memory)
+    assert held[10] == held[59]
+    for before, after in zip(held[-10], held[-59], strict=True):
+        assert after < before + (4 << 20), held  # a buffer has as much
+
+
+def test_a_state_that_changes_its_size_gives_room_back(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, elements in enumerate((1000, 2_000_000, 1000)):
+            checkpointer.save(step, state_of(step, elements)).wait(NET)
+            arena = checkpointer._engine.slots[0].arena
+            assert arena is not None
+            assert elements * 4 <= arena.size_bytes <= elements * 8 + (2 << 20)
+    assert valid_steps(tmp_path) == [0, 1, 2]

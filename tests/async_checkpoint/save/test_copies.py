@@ -1,0 +1,307 @@
+"""How a snapshot is copied: past the caches, with its checksums, by threads that can be stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import NET, same
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.snapshot import chunks as chunks_module
+from outlast.async_checkpoint.snapshot import nontemporal_copy
+from outlast.async_checkpoint.snapshot.chunks import Chunks, Cutting, cut
+from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
+from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, Arena
+from outlast.async_checkpoint.writer.write_files import checksums_of
+from outlast.errors import CheckpointError
+
+LARGE = 3 << 20  # elements: several chunks
+
+
+def address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+@pytest.fixture(params=["streams", "does without"])
+def move(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The copy that was compiled, where there is one; and what takes its place."""
+    if request.param == "does without":
+        function, own = nontemporal_copy.load(tmp_path / "missing.so")
+        assert not own
+        return function
+    if not nontemporal_copy.streams:
+        pytest.skip("nothing was compiled here")
+    return nontemporal_copy.move
+
+
+def test_a_copy_is_exact_and_touches_nothing_else(move: Any) -> None:
+    chance = random.Random(0)
+    page = 16384  # of the copy: four pages at a time
+    sizes = [0, 1, 63, 64, (128 << 10) - 1, 128 << 10, (128 << 10) + 1, 10 * page, 10 * page + 63]
+    sizes += [chance.randrange(128 << 10, 1 << 20) for _ in range(40)]
+    for size in sizes:
+        to_at, from_at = chance.randrange(1, 128), chance.randrange(128)
+        source = bytearray(chance.randbytes(from_at + size))
+        to = bytearray(b"\xa5" * (to_at + size + 200))
+        move(address(to) + to_at, address(source) + from_at, size)
+        assert to[to_at : to_at + size] == source[from_at:]
+        assert to[:to_at] == b"\xa5" * to_at
+        assert to[to_at + size :] == b"\xa5" * 200
+
+
+def test_a_library_that_cannot_be_used_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = tmp_path / "wrong.so"
+    wrong.write_bytes(b"of another machine")
+    function, own = nontemporal_copy.load(wrong)
+    assert not own
+    assert str(wrong) in caplog.text
+    to, source = bytearray(10), bytearray(b"0123456789")
+    function(address(to), address(source), 10)
+    assert to == source
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(3 * CHUNK_BYTES + 8192)
+    arena.view[:] = random.Random(1).randbytes(len(arena.view))
+    yield arena
+    arena.close()
+
+
+def laid_out(arena: Arena, seed: int) -> tuple[Any, list[Any], bytes]:
+    """Two files, tensors at random places in them, and what must come out."""
+    chance = random.Random(seed)
+    cut = 2 * CHUNK_BYTES + 4096
+    files = [("one", 0, cut), ("two", cut, len(arena.view) - cut)]
+    expected = bytearray(arena.view)
+    whole = torch.frombuffer(arena.view, dtype=torch.uint8)
+    copies = []
+    at = chance.randrange(300)
+    while True:
+        size = chance.choice([1, 7, 64, 5000, 300_000, 900_000, CHUNK_BYTES + 1])
+        if at + size > len(arena.view):
+            return files, copies, bytes(expected)
+        if not at < cut < at + size:  # a tensor is never cut
+            source = torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8)
+            copies.append((source, whole[at : at + size]))
+            expected[at : at + size] = source.numpy().tobytes()
+        at += size + chance.choice([0, 0, 1, 200])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_are_copied_and_their_checksums_taken(arena: Arena, seed: int) -> None:
+    files, copies, expected = laid_out(arena, seed)
+    cutting = Cutting()
+    for hashed in (True, False, True, True):
+        for _, to in copies:
+            to.zero_()
+        filled = cutting.chunks(arena, files, copies, hashed=hashed)
+        EagerCopy(copies, filled).run()
+        assert bytes(arena.view) == expected
+        if hashed:
+            assert filled.told() == checksums_of(arena.view, files, {})
+
+
+def test_moves_that_are_not_in_order_are_refused(arena: Arena) -> None:
+    files, copies, _ = laid_out(arena, 0)
+    with pytest.raises(ValueError, match="order"):
+        Cutting().chunks(arena, files, [*copies[1:], copies[0]], hashed=True)
+
+
+def test_tensors_that_lie_elsewhere_next_time(arena: Arena) -> None:
+    files, copies, expected = laid_out(arena, 0)
+    cutting = Cutting()
+    EagerCopy(copies, cutting.chunks(arena, files, copies, hashed=True)).run()
+    for change in range(1, 3):
+        copies = [((source + change).clone(), to) for source, to in copies]
+        if change == 2:
+            del copies[3:6]  # what was there stays
+        before = bytearray(arena.view)
+        filled = cutting.chunks(arena, files, copies, hashed=True)
+        EagerCopy(copies, filled).run()
+        assert bytes(arena.view) != expected
+        assert bytes(arena.view) != before
+        assert all(torch.equal(source, to) for source, to in copies)
+        assert filled.told() == checksums_of(arena.view, files, {})
+
+
+@pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tensors_without_elements(tmp_path: Path, order: str, overlap: bool) -> None:
+    """They have no address. An empty shard of a DTensor is one."""
+    parameters = [
+        torch.nn.Parameter(torch.zeros(0, 4) if letter == "e" else torch.randn(300_000))
+        for letter in order
+    ]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    state = {str(i): p.detach() for i, p in enumerate(parameters)}
+    state["not of an optimizer"] = torch.zeros(0)
+    with Checkpointer(tmp_path, overlap=[optimizer] if overlap else []) as checkpointer:
+        for step in (1, 2):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(1.0)
+            checkpointer.save(step, state).wait(NET)
+            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            assert checkpointer.restore(found) == step
+            assert same(found, state)
+    with Checkpointer(tmp_path) as checkpointer:
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)
+
+
+def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    source = torch.ones(len(arena.view), dtype=torch.uint8)
+    chunks = cut([("file", 0, source.nbytes)], [(0, source.nbytes)], all_of_them=False)
+    helped = threading.Event()
+
+    class Failing(Chunks):
+        def fill(self, number: int, *args: Any) -> int:
+            if threading.current_thread().name == "outlast-copy":
+                helped.set()
+                raise MemoryError("no room")
+            assert helped.wait(60)
+            return super().fill(number, *args)
+
+    with pytest.raises(MemoryError, match="no room"):
+        EagerCopy([], Failing(arena, chunks, [source.data_ptr()], None)).run()
+
+
+def test_an_interrupted_copy_is_called_off_with_its_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that copied on would write into the memory of the save after."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    helping, go = threading.Event(), threading.Event()
+    ended: list[bool] = []
+    real = Chunks.fill
+
+    def fill(self: Chunks, number: int, called_off: Any = lambda: False) -> int:
+        if threading.current_thread().name == "outlast-copy":
+            helping.set()
+            assert go.wait(60)
+            assert called_off()
+            ended.append(True)
+            return real(self, number, called_off)
+        assert helping.wait(60)
+        raise KeyboardInterrupt
+
+    call_off = EagerCopy.call_off
+
+    def calling_off(copy: EagerCopy) -> None:
+        copy._called_off = True
+        go.set()
+        call_off(copy)
+
+    state = {"w": torch.ones(LARGE)}
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Chunks, "fill", fill)
+            patch.setattr(EagerCopy, "call_off", calling_off)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state)
+            assert ended == [True]
+        checkpointer.save(2, state).wait(NET)
+        assert checkpointer.restore({"w": torch.zeros(LARGE)}) == 2
+
+
+def test_a_tensor_that_another_thread_writes_to_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(LARGE)}
+    real = Chunks.fill
+
+    def fill(self: Chunks, number: int, *args: Any) -> int:
+        upto = real(self, number, *args)
+        if number == 1:
+            writing = threading.Thread(target=lambda: state["w"].add_(1))
+            writing.start()
+            writing.join()
+        return upto
+
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Chunks, "fill", fill)
+            handle = checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match="by another thread"):
+            handle.wait(NET)
+        assert checkpointer.list() == []
+
+
+class Told:
+    """Notes of each save whether its checksums were taken on the way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hashed: list[bool] = []
+        add = Saver.add
+
+        def noted(saver: Saver, save: Any) -> None:
+            self.hashed.append(save.hashed)
+            add(saver, save)
+
+        monkeypatch.setattr(Saver, "add", noted)
+
+
+def test_a_write_that_torch_does_not_count_is_never_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the copy of a byte and its checksum."""
+    told = Told(monkeypatch)
+    parameter = torch.nn.Parameter(torch.ones(LARGE))
+    state = {"w": parameter.detach()}
+    raw = state["w"].numpy()
+    with Checkpointer(tmp_path, overlap=torch.optim.SGD([parameter], 0.1)) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+        with monkeypatch.context() as patch:
+
+            def moved(to: int, source: int, size_bytes: int) -> None:
+                nontemporal_copy.move(to, source, size_bytes)
+                raw[0] = 7.0
+
+            patch.setattr(chunks_module, "move", moved)
+            checkpointer.save(2, state).wait(NET)
+        assert told.hashed == [True, True]
+        for _ in range(2):  # from memory, and what is then left: from disk
+            found = {"w": torch.zeros(LARGE)}
+            assert checkpointer.restore(found) == 1
+            assert torch.equal(found["w"], torch.ones(LARGE))
+
+
+@pytest.mark.parametrize("what", ["shared", "eager", "eager, strided"])
+def test_what_is_not_hashed_on_the_way_is_hashed_by_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    told = Told(monkeypatch)
+    parameter = torch.nn.Parameter(torch.randn(LARGE // 1024, 1024))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    state = {"w": parameter.detach()}
+    if what == "shared":
+        parameter.share_memory_()
+        state = {"w": parameter.detach()}
+    if what == "eager, strided":
+        state = {"w": parameter.detach().t()}
+    with Checkpointer(tmp_path, overlap=[optimizer] if what == "shared" else []) as checkpointer:
+        checkpointer.save(1, {"fine": torch.ones(LARGE)}).wait(NET)
+        checkpointer.save(2, state)
+        checkpointer.wait(NET)
+        assert told.hashed == [False, False]
+        found = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)
+        assert checkpointer.verify(2).step == 2
+    with Checkpointer(tmp_path) as checkpointer:
+        found = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(found) == 2
+        assert same(found, state)

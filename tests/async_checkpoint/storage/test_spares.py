@@ -1,0 +1,227 @@
+"""Files of a removed checkpoint are written over, and nobody's checkpoint changes meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import NET, folder_of, left_over, valid_steps
+from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.storage.recycled_files import SPARE, Spares
+from outlast.async_checkpoint.writer.write_files import write_files
+from outlast.events import CheckpointRemoved, Event, MemorySink
+
+ELEMENTS = 1 << 18
+
+
+@pytest.fixture(autouse=True)
+def _usable(tmp_path: Path) -> None:
+    if not Spares(tmp_path)._usable:
+        pytest.skip("files are not written over on this file system")
+
+
+class Removals(MemorySink):
+    """Tells when a checkpoint is removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Semaphore(0)
+
+    def write(self, event: Event) -> None:
+        super().write(event)
+        if isinstance(event, CheckpointRemoved):
+            self.told.release()
+
+
+class Saving:
+    """Saves one after another, and keeps the last."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self._removals = Removals()
+        self.checkpointer = Checkpointer(path, keep=Retention(last=1), events=self._removals)
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpointer.close()
+
+    def save(self, elements: int = ELEMENTS) -> Path:
+        """Returns when the one before is removed, or its files are ready to be written over."""
+        self.count += 1
+        step = self.count
+        self.checkpointer.save(step, {"w": torch.full((elements,), float(step))}).wait(NET)
+        if step > 1:
+            assert self._removals.told.acquire(timeout=60)
+            self.checkpointer._engine.writer.request({"op": "settle", "tidy": False})
+        found = {"w": torch.zeros(elements)}
+        assert self.checkpointer.restore(found, step=step) == step
+        assert torch.equal(found["w"], torch.full((elements,), float(step)))
+        assert self.checkpointer.verify(step).step == step
+        return folder_of(self.path, step) / "__0_0.distcp"
+
+
+def test_a_save_writes_over_the_files_of_the_checkpoint_removed_last(tmp_path: Path) -> None:
+    with Saving(tmp_path) as saving:
+        files = {saving.save().stat().st_ino for _ in range(6)}
+        assert len(files) == 2  # one that is there, one that is written
+        survey = folders.survey(LocalStorage(str(tmp_path)))
+        (spare,) = [each for each in survey if each.step is None]
+        assert "writes over" in spare.wrong
+    assert valid_steps(tmp_path) == [6]
+    assert left_over(tmp_path) == []
+
+
+def keep_open(file: Path) -> Callable[[], bytes]:
+    opened = file.open("rb")
+
+    def content() -> bytes:
+        with opened:
+            return opened.read()
+
+    return content
+
+
+def keep_mapped(file: Path) -> Callable[[], bytes]:
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+
+    def content() -> bytes:
+        with mapped:
+            return mapped.read()
+
+    return content
+
+
+def keep_linked(file: Path) -> Callable[[], bytes]:
+    link = file.parents[1] / "backup"
+    os.link(file, link)
+    return link.read_bytes
+
+
+@pytest.mark.parametrize("keep", [keep_open, keep_mapped, keep_linked])
+def test_what_somebody_still_has_does_not_change(
+    tmp_path: Path, keep: Callable[[Path], Callable[[], bytes]]
+) -> None:
+    with Saving(tmp_path) as saving:
+        file = saving.save()
+        expected = file.read_bytes()
+        content = keep(file)
+        for _ in range(4):
+            saving.save()
+        assert content() == expected
+
+
+def test_files_of_another_size_are_not_written_over(tmp_path: Path) -> None:
+    with Saving(tmp_path) as saving:
+        for elements in (ELEMENTS, 2 * ELEMENTS, ELEMENTS // 2, ELEMENTS, ELEMENTS):
+            saving.save(elements)
+
+
+@pytest.mark.parametrize("what", ["protected", "a hole", "a link", "a pipe"])
+def test_what_is_not_as_it_was_left_is_not_written_over(tmp_path: Path, what: str) -> None:
+    size = 1 << 20
+    spares = Spares(tmp_path)
+    (tmp_path / "hidden").mkdir()
+    file = tmp_path / "hidden" / "file"
+    if what == "a pipe":
+        os.mkfifo(file)
+    elif what == "a link":
+        (tmp_path / "elsewhere").write_bytes(bytes(size))
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.write_bytes(b"" if what == "a hole" else bytes(size))
+        os.truncate(file, size)
+        file.chmod(0o444 if what == "protected" else 0o644)
+    assert spares.keep(tmp_path / "hidden")
+    assert not spares.take(tmp_path / "file", size)
+    assert not os.path.lexists(tmp_path / "file")
+    spares.drop()
+
+
+def test_a_job_that_follows_finds_nothing_of_them(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    saving.save()
+    saving.save()
+    saving.checkpointer.abort()
+    saving.checkpointer._engine.close(0.0)  # as if it had been killed: nothing is tidied
+    assert (tmp_path / SPARE).is_dir()
+    with Checkpointer(tmp_path):
+        assert not (tmp_path / SPARE).exists()
+    assert valid_steps(tmp_path) == [2]
+
+
+def test_a_full_disk_takes_the_room_of_what_is_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.make("step-00000001")
+    storage.put("step-00000001", "other", bytes(8192))
+    storage.recycle(storage.hide("step-00000001"))
+    allocate = os.posix_fallocate
+    asked = []
+
+    def full(fd: int, offset: int, size: int) -> None:
+        if (tmp_path / SPARE).exists():
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        allocate(fd, offset, size)
+
+    def make_room() -> None:
+        asked.append(True)
+        storage.tidy()
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    arena = Arena(4096)
+    write_files(
+        storage,
+        "a",
+        arena.view,
+        [("file", 0, 4096)],
+        {},
+        threads=1,
+        dropped=threading.Event(),
+        make_room=make_room,
+    )
+    arena.close()
+    assert asked == [True]
+    assert storage.get("a", "file") == bytes(4096)
+
+
+def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    """A checkpoint that somebody has moved to an archive, and left a link to."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    with Saving(tmp_path / "c") as saving:
+        moved = archive / "step"
+        saving.save().parent.rename(moved)
+        folder_of(tmp_path / "c", 1).symlink_to(moved)
+        expected = {file.name: file.read_bytes() for file in moved.iterdir()}
+        for _ in range(3):
+            saving.save()
+        assert {file.name: file.read_bytes() for file in moved.iterdir()} == expected
+    assert left_over(tmp_path / "c") == []
+
+
+def test_what_cannot_be_taken_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / SPARE).symlink_to(tmp_path / "loop")
+    (tmp_path / "loop").symlink_to(tmp_path / SPARE)
+    spares = Spares(tmp_path)
+    assert not spares.take(tmp_path / "file", 4096)
+    (tmp_path / "hidden").mkdir()
+    assert spares.keep(tmp_path / "hidden")
+    assert not spares.keep(tmp_path / "gone")
+    spares.drop()
+    assert not os.path.lexists(tmp_path / SPARE)
+    assert os.path.lexists(tmp_path / "loop")

@@ -1,0 +1,229 @@
+"""The ledger of calls: every interleaving of what ranks say gives one verdict, and no key stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore, process_group_store
+from outlast.coordination.call_failure import CallFailure, Verdict
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.errors import AsyncCallError
+
+
+class Died(Exception):
+    pass
+
+
+class Mortal:
+    """A rank's connection that is gone after some operations."""
+
+    def __init__(self, store: MemoryStore, steps: int) -> None:
+        self._store = store
+        self._steps = steps
+
+    def __getattr__(self, name: str) -> object:
+        if self._steps == 0:
+            raise Died
+        self._steps -= 1
+        return getattr(self._store, name)
+
+
+def ledgers(world_size: int, store: Store | None = None) -> tuple[MemoryStore, list[CallLedger]]:
+    table = MemoryStore()
+    used = table if store is None else store
+    return table, [CallLedger(used, used, "p", rank, world_size) for rank in range(world_size)]
+
+
+def failure(rank: int, call: int = 0) -> CallFailure:
+    return CallFailure(call, "save", rank, f"host{rank}", f"ValueError: {rank}", "Traceback ...")
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[int, list[tuple[int, str]]]:
+    """Some ranks finish, some fail, some are dropped after they finished; in any order."""
+    world_size = draw(st.integers(1, 5))
+    said: list[list[tuple[int, str]]] = []
+    for rank in range(world_size):
+        kinds = [["finish"], ["fail"], ["finish", "fail"]]
+        said.append([(rank, what) for what in draw(st.sampled_from(kinds))])
+    order = draw(st.permutations([rank for rank in range(world_size) for _ in said[rank]]))
+    return world_size, [said[rank].pop(0) for rank in order]
+
+
+@given(stories())
+def test_whatever_is_said_in_whatever_order_there_is_one_verdict(
+    story: tuple[int, list[tuple[int, str]]],
+) -> None:
+    world_size, order = story
+    table, ranks = ledgers(world_size)
+    first: Verdict | None = None
+    finished: set[int] = set()
+    for rank, what in order:
+        if what == "finish":
+            ranks[rank].finish(0)
+            finished.add(rank)
+        else:
+            won = ranks[rank].fail(0, failure(rank))
+            assert won == (first is None)
+        seen = {ledger.verdict(0) for ledger in ranks}
+        assert len(seen) == 1
+        (verdict,) = seen
+        if first is not None:
+            assert verdict == first, "a verdict that was seen never changes"
+        elif verdict is not None:
+            first = verdict
+            assert verdict.done == (len(finished) == world_size)
+            if not verdict.done:
+                assert verdict.failure == failure(rank)
+    assert first is not None, "there is a verdict when everyone has said something"
+    for ledger in ranks:
+        assert table.table
+        ledger.forget(0)
+    assert table.table == {}
+
+
+@given(st.permutations(range(3)), st.integers(0, 3))
+def test_a_death_between_two_steps_never_makes_a_call_done(order: list[int], steps: int) -> None:
+    """A rank that dies while it says that it has finished leaves the call open, or done by all."""
+
+    table, ranks = ledgers(3)
+    mortal = Mortal(table, steps)
+    ranks[2] = CallLedger(mortal, mortal, "p", 2, 3)  # type: ignore[arg-type]
+    died = False
+    for rank in order:
+        try:
+            ranks[rank].finish(0, b"part")
+        except Died:
+            died = True
+    verdict = ranks[0].verdict(0)
+    assert verdict in (None, Verdict())
+    if verdict is None:
+        assert died
+    else:
+        assert ranks[0].parts(0) == [b"part"] * 3
+
+
+def test_a_number_of_operations_that_does_not_depend_on_the_ranks() -> None:
+    counts = []
+    for world_size in (2, 64):
+        table, ranks = ledgers(world_size)
+        before = 0
+        most = 0
+        for ledger in ranks:
+            ledger.announce(0, "save")
+            ledger.finish(0, b"part")
+            ledger.forget(0)
+            now = sum(table.ops.values())
+            most, before = max(most, now - before), now
+        counts.append(most)
+    assert counts[0] == counts[1]
+
+
+def test_parts_and_a_conclusion() -> None:
+    _, ranks = ledgers(3)
+    for ledger in reversed(ranks):
+        ledger.finish(4, b"" if ledger.rank == 1 else json.dumps(ledger.rank).encode())
+    assert ranks[0].parts(4) == [b"0", b"", b"2"]
+    with pytest.raises(KeyTimeout):
+        ranks[1].await_conclusion(4, 0.0)
+    ranks[0].conclude(4, b"committed")
+    assert [ledger.await_conclusion(4, None) for ledger in ranks] == [b"committed"] * 3
+
+
+def test_a_part_is_text() -> None:
+    table, (ledger,) = ledgers(1)
+    with pytest.raises(ValueError, match="utf-8"):
+        ledger.finish(0, b"\xff")
+    for payload, why in ((b"\xff", "utf-8"), (b"", "says something")):
+        with pytest.raises(ValueError, match=why):
+            ledger.conclude(0, payload)
+    assert table.table == {}
+
+
+def test_another_name_fails_the_call_for_all() -> None:
+    _, ranks = ledgers(2)
+    ranks[0].announce(0, "save")
+    with pytest.raises(AsyncCallError, match="scheduled in different order") as caught:
+        ranks[1].announce(0, "export")
+    for word in ("'save' on rank 0", "'export' on rank 1"):
+        assert word in str(caught.value)
+    verdict = ranks[0].verdict(0)
+    assert verdict is not None
+    assert verdict.failure is not None
+    assert str(verdict.failure.to_error()) == str(caught.value)
+
+
+def test_a_wait_for_the_verdict() -> None:
+    _, ranks = ledgers(2)
+    with pytest.raises(KeyTimeout):
+        ranks[0].await_verdict(0, 0.001)
+    assert ranks[0].verdict(0) is None
+    ranks[1].fail(0, failure(1))
+    assert ranks[0].await_verdict(0, None) == Verdict(failure(1))
+
+
+def test_a_failure_goes_through_json_and_names_everything() -> None:
+    said = CallFailure(3, "save", 1, "node7", "ValueError: \udc80", "Traceback\n  line\n")
+    assert CallFailure.decode(said.encode()) == said
+    text = str(failure(1, call=3).to_error())
+    assert text == (
+        "background call 3 (save) failed on rank 1 on host1: ValueError: 1\nTraceback ..."
+    )
+    for garbage in (b"", b"[]", b"{}", b"nothing", b'{"call": "x"}'):
+        with pytest.raises(AsyncCallError, match="no record"):
+            CallFailure.decode(garbage)
+
+
+def torch_store(kind: str, folder: Path) -> dist.Store:
+    if kind == "tcp":
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    if kind == "file":
+        return dist.FileStore(str(folder / "store"), -1)  # type: ignore[attr-defined]
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_a_connection_of_its_own_where_torch_cannot_clone(kind: str, tmp_path: Path) -> None:
+    store = torch_store(kind, tmp_path)
+    other = process_group_store._cloned(object(), store)  # torch before 2.8 has no `clone`
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.delete_key("key")
+    assert not other.check(["key"])
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_on_torch_stores(kind: str, tmp_path: Path) -> None:
+    store = torch_store(kind, tmp_path)
+    table = TorchStore(dist.PrefixStore("group", store), kind)  # type: ignore[attr-defined]
+    _, ranks = ledgers(2, table)
+    for ledger in ranks:
+        ledger.announce(0, "save")
+        ledger.finish(0, f"part {ledger.rank}".encode())
+    assert ranks[0].parts(0) == [b"part 0", b"part 1"]
+    ranks[0].conclude(0, b"committed")
+    for ledger in ranks:
+        assert ledger.await_verdict(0, 10.0).done
+        assert not ledger.fail(0, failure(ledger.rank))
+        assert ledger.await_conclusion(0, 10.0) == b"committed"
+    for ledger in ranks:
+        ledger.forget(0)
+    for name in ("name", "count", "verdict", "conclusion", "left", "part/0", "part/1"):
+        assert table.read(f"p/0/{name}") is None
+
+
+def test_without_a_group_it_is_in_this_process() -> None:
+    ledger = connect_ledger("calls")
+    ledger.announce(0, "save")
+    ledger.finish(0)
+    assert ledger.await_verdict(0, None).done
+    other = connect_ledger("calls")
+    assert other.verdict(0) is None, "every ledger has keys of its own"
+    with pytest.raises(ValueError, match="no process group"):
+        connect_ledger("calls", group=object())

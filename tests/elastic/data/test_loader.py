@@ -1,0 +1,250 @@
+"""The loader: what was trained on counts, and not what was fetched."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from outlast.elastic import ElasticLoader, ElasticSampler
+from outlast.elastic.data.loader import place_of
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its own number."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loader(length: int = 20, **options: Any) -> ElasticLoader:
+    return ElasticLoader(Numbers(length), **{"global_batch_size": 6, "seed": 1, **options})
+
+
+def order(length: int = 20, epoch: int = 0, **options: Any) -> list[int]:
+    """The samples of an epoch, in the order in which they come."""
+    sampler = ElasticSampler(length, **{"global_batch_size": 6, "seed": 1, **options})
+    sampler.epoch = epoch
+    return [i for share in sampler.shares(0, 1) for part in share.indices for i in part]
+
+
+@settings(derandomize=True, max_examples=40)
+@given(
+    length=st.integers(1, 40),
+    batch=st.integers(1, 12),
+    max_batch=st.none() | st.integers(1, 5),
+    stages=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(0, 6), st.booleans()), min_size=1, max_size=4
+    ),
+)
+def test_left_and_come_back_to_with_other_sizes(
+    length: int, batch: int, max_batch: int | None, stages: list[tuple[int, int, bool]]
+) -> None:
+    state: dict[str, Any] | None = None
+    found: list[int] = []
+    for replicas, steps, says_done in stages:
+        ranks = [
+            loader(
+                length,
+                global_batch_size=batch,
+                max_batch_size=max_batch,
+                rank=rank,
+                replicas=replicas,
+            )
+            for rank in range(replicas)
+        ]
+        states = []
+        trained: list[list[list[int]]] = []
+        for each in ranks:
+            if state is not None:
+                each.load_state_dict(state)
+            trained.append(steps_of(each, steps, says_done))
+            states.append(each.state_dict())
+        assert all(s == states[0] for s in states)
+        state = states[0]
+        for shares in zip(*trained, strict=True):
+            found += [i for share in shares for i in share]
+    expected: list[int] = []
+    epoch = 0
+    while len(expected) < len(found):
+        expected += order(length, epoch, global_batch_size=batch)
+        epoch += 1
+    assert found == expected[: len(found)]
+
+
+def steps_of(loader: ElasticLoader, steps: int, says_done: bool) -> list[list[int]]:
+    """What counts of each of so many global batches. Then the loop is left."""
+    found: list[list[int]] = []
+    share: list[int] = []
+    while len(found) < steps:
+        for data in loader:
+            if loader.weight > 0:
+                share += data.tolist()
+            if loader.boundary:
+                found.append(share)
+                share = []
+                if says_done:
+                    loader.done()
+                if len(found) == steps:
+                    break
+    return found
+
+
+@pytest.fixture
+def _child_handler() -> Iterator[None]:
+    """torch's loader takes the signal of a child's end, for life."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("_child_handler")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_have_fetched_ahead_does_not_count(workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:
+        options.update(prefetch_factor=4, multiprocessing_context="fork")
+    each = loader(60, **options)
+    seen: list[int] = []
+    for number, data in enumerate(each):
+        seen += data.tolist()
+        if number == 2:
+            break
+    assert each.state_dict()["position"] == 18
+    again = loader(60, **options)
+    again.load_state_dict(each.state_dict())
+    for data in again:
+        seen += data.tolist()
+    assert seen == order(60)
+    assert (again.epoch, again.sampler.position) == (1, 0)
+
+
+def test_a_batch_counts_when_the_loop_asks_for_more_or_says_so() -> None:
+    each = loader()
+    batches = iter(each)
+    next(batches)
+    assert each.sampler.position == 0
+    next(batches)
+    assert each.sampler.position == 6
+    assert each.done() == 6
+    assert each.sampler.position == 12
+    assert each.done() == 0
+    next(batches)
+    assert each.sampler.position == 12
+    assert each.state_dict()["position"] == 18, "saved after the optimizer's step"
+
+
+def test_a_loop_that_is_left_goes_on_at_the_next_batch() -> None:
+    each = loader()
+    seen: list[int] = []
+    for _ in range(4):
+        for data in each:
+            seen += data.tolist()
+            break
+    assert seen == order()
+    assert each.done() == 2
+    assert each.epoch == 1
+
+
+def test_a_batch_of_which_only_some_parts_came_does_not_count() -> None:
+    each = loader(max_batch_size=2)
+    first = []
+    for data in each:
+        first.append(data.tolist())
+        if len(first) == 2:
+            break
+    assert each.state_dict()["position"] == 0
+    assert [data.tolist() for data in each][:2] == first
+
+
+def test_len_is_of_what_is_left() -> None:
+    each = loader()
+    assert len(each) == 4
+    for left, _ in zip((4, 3, 2, 1), each, strict=True):
+        assert len(each) == left
+    assert len(each) == 4
+
+
+def test_an_iteration_from_another_position_ends() -> None:
+    each = loader()
+    batches = iter(each)
+    next(batches)
+    each.load_state_dict({**each.state_dict(), "position": 12})
+    with pytest.raises(RuntimeError, match="given another position"):
+        next(batches)
+    assert each.sampler.position == 12
+    first, second = iter(each), iter(each)
+    next(first)
+    next(second)
+    with pytest.raises(RuntimeError, match="iterated again"):
+        next(first)
+    assert each.done() == 2, "the batch of the second: the first has no say in it"
+
+
+def test_the_generators_of_the_training_are_left_alone() -> None:
+    """A training that was stopped in an epoch makes one loader more than one that was not."""
+    before = torch.get_rng_state()
+    for _ in loader():
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_worker_seeds_are_those_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    for seed, position, rank in ((1, 0, 0), (1, 0, 0), (2, 0, 0), (1, 6, 0), (1, 0, 1)):
+        each = loader(seed=seed, rank=rank, replicas=2)
+        each.sampler.position = position
+        seeds.append(each._generator().initial_seed())
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 4
+
+
+def test_the_users_own_generator() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    next(iter(loader(generator=generator)))
+    assert not torch.equal(generator.get_state(), before)
+
+
+def test_a_data_set_that_changed_its_length() -> None:
+    each = loader(20)
+    state = loader(21).state_dict()
+    with pytest.raises(ValueError, match="length is 20, 21 was saved"):
+        each.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "sampler", "batch_sampler"])
+def test_options_that_follow_from_others(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        loader(**{name: 3})
+
+
+def test_batches_in_no_order() -> None:
+    with pytest.raises(ValueError, match="in_order=False"):
+        loader(num_workers=2, in_order=False)
+
+
+def test_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_of(None, None) == (0, 1)
+    monkeypatch.setitem(os.environ, "RANK", "2")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "5")
+    assert place_of(None, None) == (2, 5)
+    assert place_of(1, 3) == (1, 3)
+    for rank, replicas in ((None, 3), (1, None)):
+        with pytest.raises(ValueError, match="together"):
+            place_of(rank, replicas)
+    with pytest.raises(ValueError, match="below replicas=2"):
+        place_of(2, 2)

@@ -1,0 +1,314 @@
+"""A job of one process: what `restore` loads, and what it puts back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from outlast.elastic import Job
+from outlast.elastic.job import attached_states
+from outlast.errors import CheckpointError
+
+Made = Callable[..., Job]
+
+
+class InPlace(torch.optim.Adam):
+    """Loads into the tensors that it has, and not into others."""
+
+    refuses = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = copy.copy(self.state)
+        super().load_state_dict(state_dict)
+        for parameter, moments in before.items():
+            for name, value in moments.items():
+                loaded = self.state[parameter].get(name)
+                if loaded is not None:
+                    self.state[parameter][name] = value.copy_(loaded)
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("no more")
+
+
+class Kept:
+    """A state that can be told to refuse."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(2)
+        self.refuses = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses and not torch.equal(state["tensor"], torch.full((2,), 7.0)):
+            raise RuntimeError("not this one")
+        self.tensor.copy_(state["tensor"])
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    jobs: list[Job] = []
+
+    def made(optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> Job:
+        torch.manual_seed(len(jobs))
+        module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        given = {"lr": 0.1, **options}
+        job = Job(
+            tmp_path / f"checkpoints{len(jobs) // 2}",
+            model=module,
+            optimizer=optimizer(module.parameters(), **given),
+            states={"kept": Kept()},
+            every=None,
+            signals=(),
+        )
+        jobs.append(job)
+        return job
+
+    yield made
+    for job in jobs:
+        job.close()
+
+
+def train(job: Job, steps: int = 1) -> None:
+    for _ in range(steps):
+        job.optimizer.zero_grad()
+        job.model(torch.randn(2, 3, 5, 5)).square().sum().backward()
+        job.optimizer.step()
+        job.step(samples=2)
+
+
+def all_of(job: Job) -> dict[str, Any]:
+    """Copies."""
+    moments = [
+        {name: value.clone() for name, value in each.items()}
+        for each in job.optimizer.state.values()
+    ]
+    return {
+        "weights": [p.detach().clone() for p in job.module.parameters()],
+        "moments": [value for each in moments for value in each.values()],
+        "rate": job.optimizer.param_groups[0]["lr"],
+        "kept": job.states["kept"].tensor.clone(),
+        "counters": (job.steps, job.samples),
+        "random": (random.getstate(), numpy.random.get_state()[1].tolist()),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_one_that_survived_finds_back_to_what_was_saved(made: Made) -> None:
+    job = made()
+    job.restore()
+    train(job, 2)
+    random.gauss(0, 1)  # half of a pair is kept for the next one
+    job.save().wait()
+    saved = all_of(job)
+    train(job, 3)
+    job.optimizer.param_groups[0]["lr"] = 0.5
+    job.states["kept"].tensor.fill_(3)
+    random.random()
+    numpy.random.rand()
+    assert not same(all_of(job), saved)
+    assert job.restore() == 2
+    assert same(all_of(job), saved)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, InPlace])
+def test_where_a_state_refuses_one_that_has_trained_is_as_it_was(
+    made: Made, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    job = made(optimizer)
+    job.restore()
+    train(job, 2)
+    job.save().wait()
+    train(job, 3)
+    kept = job.states["kept"]
+    kept.tensor.fill_(7)
+    kept.refuses = True
+    before = all_of(job)
+    with pytest.raises(CheckpointError, match="the state 'kept' could not be loaded"):
+        job.restore()
+    assert same(all_of(job), before)
+    train(job)
+    assert job.steps == 6
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, InPlace])
+def test_where_the_optimizer_refuses_all_is_as_it_was(
+    made: Made, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    job = made(optimizer)
+    job.restore()
+    train(job, 2)
+    job.save().wait()
+    train(job, 3)
+    before = all_of(job)
+
+    def refuses(_: Any) -> None:
+        hook.remove()
+        raise RuntimeError("no more")
+
+    if isinstance(job.optimizer, InPlace):
+        job.optimizer.refuses = True
+    else:
+        hook = job.optimizer.register_load_state_dict_post_hook(refuses)
+    with pytest.raises(RuntimeError, match="no more"):
+        job.restore()
+    assert same(all_of(job), before)
+
+
+def test_one_that_survived_finds_back_to_the_beginning(made: Made) -> None:
+    job = made()
+    job.restore()
+    beginning = all_of(job)
+    train(job, 2)
+    assert job.restore() == 0
+    assert not job.optimizer.state
+    assert same(all_of(job), beginning)
+
+
+def test_a_fused_optimizer_goes_on_over_parameters_that_are_laid_out_otherwise(made: Made) -> None:
+    """It pairs numbers by their address."""
+    one = made(fused=True)
+    one.restore()
+    train(one, 2)
+    one.save().wait()
+    one.checkpointer.close()  # the folder is for the next one
+    other = made(fused=True)
+    assert other.restore() == 2
+    for job in (one, other):
+        torch.manual_seed(5)
+        for p in job.module.parameters():
+            for value in job.optimizer.state[p].values():
+                assert value.dim() == 0 or value.stride() == p.stride()
+        job.optimizer.zero_grad()
+        job.model(torch.randn(2, 3, 5, 5)).square().sum().backward()
+        job.optimizer.step()
+    assert same(list(one.module.parameters()), list(other.module.parameters()))
+
+
+class Told:
+    """A state that is what it is told to be."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "refuse" in self.state:
+            del self.state["refuse"]
+            raise RuntimeError("no more")
+        self.state = state
+
+
+SMALL: list[dict[str, Any]] = [
+    {},
+    {"best": 1.5, "history": []},
+    {"history": [1, 2], "seen": Counter("aab"), "inner": {"empty": {}, 3: (None, b"x")}},
+    {"history": [1], "flag": True},
+]
+WITH_TENSORS: list[dict[str, Any]] = [
+    {"shadow": torch.ones(3), "count": 2},
+    {"shadow": torch.zeros(3), "count": 3, "more": torch.ones(2), "extra": {}},
+    {"history": [torch.ones(1), torch.ones(2)], "best": None, "inner": OrderedDict(b=1, a={})},
+    {"history": [torch.ones(1)] * 3, "best": torch.ones(1), "pair": (torch.ones(1), 2)},
+]
+
+
+def job_with(path: Path, state: Told) -> Job:
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    states = {"told": state}
+    return Job(path, model=module, optimizer=optimizer, states=states, every=None, signals=())
+
+
+@contextlib.contextmanager
+def saved_with(path: Path, told: Told) -> Iterator[Job]:
+    """A job that has saved once, after a step."""
+    with job_with(path, told) as job:
+        job.restore()
+        job.step()
+        job.save().wait()
+        yield job
+
+
+@pytest.mark.parametrize("now", [*SMALL, *WITH_TENSORS], ids=range(8))
+@pytest.mark.parametrize("saved", [*SMALL, *WITH_TENSORS], ids=range(8))
+def test_a_state_comes_back_as_it_was_and_no_mixture(
+    tmp_path: Path, saved: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """Whatever has become of it, in the process that saved it or in another one."""
+    told = Told(copy.deepcopy(saved))
+    with saved_with(tmp_path, told) as job:
+        told.state = copy.deepcopy(now)
+        assert job.restore() == 1
+        assert str(told.state) == str(saved)
+    told = Told(copy.deepcopy(now))
+    with job_with(tmp_path, told) as job:
+        assert job.restore() == 1
+        assert str(told.state) == str(saved)
+
+
+def test_a_state_that_is_loaded_in_place_is_no_mixture_either() -> None:
+    """One on a GPU, or sharded: what is there now, and was not saved, goes."""
+    saved = attached_states.packed({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    room = {"a": torch.ones(1), "h": [torch.ones(1), torch.ones(2)], "n": 2, "new": torch.ones(1)}
+    found = attached_states.opened({**room, "(skeleton)": saved["(skeleton)"]})
+    assert str(found) == str({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    with pytest.raises(CheckpointError, match=r"'h\.0' was saved, and has no place here"):
+        attached_states.opened({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
+
+
+@pytest.mark.parametrize("now", SMALL[1:], ids=str)
+def test_a_state_that_refuses_is_as_it_was(tmp_path: Path, now: dict[str, Any]) -> None:
+    told = Told({"best": 2})
+    with saved_with(tmp_path, told) as job:
+        told.state = {**copy.deepcopy(now), "refuse": True}
+        with pytest.raises(CheckpointError, match="'told' could not be loaded: no more"):
+            job.restore()
+        assert str(told.state) == str({**now, "refuse": True})
+
+
+def test_a_scheduler_of_torch(tmp_path: Path) -> None:
+    def scheduled() -> tuple[Job, torch.optim.lr_scheduler.MultiStepLR]:
+        module = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+        states = {"scheduler": scheduler}
+        options: dict[str, Any] = {"every": None, "signals": ()}
+        return Job(tmp_path, model=module, optimizer=optimizer, states=states, **options), scheduler
+
+    job, scheduler = scheduled()
+    with job:
+        job.restore()
+        for _ in range(3):
+            job.optimizer.step()
+            scheduler.step()
+        job.step()
+        job.save().wait()
+    job, restored = scheduled()
+    with job:
+        assert job.restore() == 1
+        assert restored.state_dict() == scheduler.state_dict()
+        assert type(restored.milestones) is Counter

@@ -1,0 +1,77 @@
+"""The README's example: restart in place, background saves and elastic state in one program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "readme.py"
+STEPS = 40  # ten epochs of 300 samples, 96 a step
+
+
+def run(results: Path, fault: str, every: int = 100) -> str:
+    """What it has printed."""
+    results.mkdir()
+    command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(results), fault, str(every)],
+        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def trained_on(results: Path) -> dict[int, list[list[int]]]:
+    """What each rank took in each step, the last time that it was made."""
+    found: dict[int, list[list[int]]] = {}
+    for rank in range(2):
+        steps: dict[int, list[int]] = {}
+        for line in (results / f"rank{rank}").read_text().splitlines():
+            said = json.loads(line)
+            steps[said["step"]] = said["indices"]
+        for step, indices in steps.items():
+            found.setdefault(step, []).append(indices)
+    return found
+
+
+def weights(results: Path) -> str:
+    first, second = ((results / f"weights{rank}").read_text() for rank in range(2))
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run without a fault."""
+    results = tmp_path_factory.mktemp("whole") / "results"
+    run(results, "none")
+    return results
+
+
+@pytest.mark.parametrize(
+    ("fault", "every"),
+    [("exception", 6), ("SIGKILL", 100)],
+)
+def test_a_fault_in_the_middle_of_an_epoch_changes_nothing(
+    tmp_path: Path, whole: Path, fault: str, every: int
+) -> None:
+    results = tmp_path / "results"
+    printed = run(results, fault, every)
+    for rank in range(2):
+        assert f"[{rank}] rank {rank}: {STEPS} steps, 3000 samples\n" in printed
+    assert (results / "fault").exists()
+    steps = trained_on(results)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for epoch in range(10):
+        seen = [i for step in range(4) for taken in steps[4 * epoch + step + 1] for i in taken]
+        assert sorted(seen) == list(range(300))
+    assert steps == trained_on(whole)
+    assert weights(results) == weights(whole)

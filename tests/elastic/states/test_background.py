@@ -1,0 +1,124 @@
+"""A save in the background: what is saved is the state as it was when the save was asked for."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic.text_state import Text
+from outlast.elastic import load_state, save_all_states
+from outlast.elastic.states import save as saving_module
+from outlast.errors import CheckpointError, TimeoutError
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writing waits for it."""
+    gate = threading.Event()
+    write = saving_module._write
+
+    def wait(path: str, writes: saving_module.Writes, world_size: int) -> str:
+        assert gate.wait(60)
+        return write(path, writes, world_size)
+
+    monkeypatch.setattr(saving_module, "_write", wait)
+    return gate
+
+
+def test_it_saves_what_was_there(folder: Path, gate: threading.Event) -> None:
+    state = Text("a", "then")
+    handle = save_all_states(asynchronous=True)
+    assert handle is not None
+    assert state.calls == ["sync", "save"]
+    assert not handle.done
+    assert handle.exception is None
+    assert handle.directory is None
+    with pytest.raises(TimeoutError, match="not committed after"):
+        handle.wait(datetime.timedelta(milliseconds=1))
+    state.text = "later"
+    gate.set()
+    handle.wait()
+    assert handle.done
+    assert handle.directory == str(folder / "states-00000001")
+    assert load_state(state)
+    assert state.text == "then"
+
+
+def test_a_second_one_waits_for_the_first(folder: Path, gate: threading.Event) -> None:
+    state = Text("a", "1")
+    first = save_all_states(asynchronous=True)
+    assert first is not None
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    state.text = "2"
+    second = save_all_states(asynchronous=True)  # at most one is held in memory
+    assert first.done
+    opener.join()
+    assert second is not None
+    second.wait()
+    assert load_state(state)
+    assert state.text == "2"
+    assert second.directory == str(folder / "states-00000002")
+
+
+def test_a_load_waits_for_it(folder: Path, gate: threading.Event) -> None:
+    state = Text("a", "1")
+    handle = save_all_states(asynchronous=True)
+    assert handle is not None
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    state.text = ""
+    assert load_state(state)
+    assert handle.done
+    assert state.text == "1"
+    opener.join()
+
+
+def test_a_failure_is_the_handles(folder: Path) -> None:
+    state = Text("a", "1")
+    folder.write_text("in the way")
+    handle = save_all_states(asynchronous=True)
+    assert handle is not None
+    with pytest.raises(CheckpointError, match=r"the save into .* failed: FileExistsError"):
+        handle.wait()
+    assert isinstance(handle.exception, CheckpointError)
+    assert "failed" in repr(handle)
+    folder.unlink()
+    assert save_all_states() is not None
+    assert state.calls.count("save") == 2
+
+
+def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(folder: Path) -> None:
+    state = Text("a", "1")
+    folder.write_text("in the way")
+    save_all_states(asynchronous=True)
+    with pytest.raises(CheckpointError, match="FileExistsError"):
+        save_all_states()
+    folder.unlink()
+    assert save_all_states() is not None
+    assert state.calls.count("save") == 2
+
+
+def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from elastic.text_state import Text\n"
+        "from outlast.elastic import save_all_states, saving\n"
+        "write = saving._write\n"
+        "def slow(*args):\n"
+        "    time.sleep(0.2)\n"
+        "    return write(*args)\n"
+        "saving._write = slow\n"
+        "state = Text('a', 'x' * 10_000_000)\n"
+        "save_all_states(asynchronous=True)\n"
+    )
+    tests = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": tests, "OUTLAST_CHECKPOINT_PATH": str(tmp_path / "c")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert (tmp_path / "c" / "states-00000001" / "a.state").stat().st_size == 10_000_000

@@ -1,0 +1,48 @@
+"""A save that is killed anywhere leaves the old checkpoint or the new one, and nothing between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.states.test_saving import names_in
+from elastic.text_state import Text
+from outlast.elastic import load_all_states, save_all_states
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+@pytest.mark.parametrize("asynchronous", ["", "yes"])
+def test_every_point_at_which_a_save_can_be_killed(
+    ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str
+) -> None:
+    """The save of a child process is killed before its first call to the system, before its second,
+    and so on, until one comes through.
+    """
+    states = [Text("a", "old"), Text("b", "old")]
+    outcomes = []
+    for point in range(1000):
+        for state in states:
+            state.text = "old"
+        save_all_states()  # also removes what the kill before has left
+        assert len(names_in(folder)) == 1
+        with ranks("killed", str(point), asynchronous, str(tmp_path / "other"), nprocs=1) as job:
+            job.start_all()
+            code = job.wait(0)
+        for state in states:
+            state.text = "neither"
+        assert load_all_states() == ["a", "b"]
+        found = {state.text for state in states}
+        assert found in ({"old"}, {"new"})
+        outcomes.append(found.pop())
+        if code == 0:
+            break
+        assert code == -9, job.errors(0)
+    assert outcomes[-1] == "new"
+    # Once it is there, it stays: the commit is one of these points.
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert outcomes.count("old") > 10
+    assert outcomes.count("new") > 1

@@ -1,0 +1,139 @@
+"""Connections to the store: patient, limited, named in errors, and broken by another thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess.distributed.connection import connect
+from outlast.inprocess.store import DEFAULT_TIMEOUT, FileStore, TCPStore
+from procs import free_port
+
+NET_S = 60.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, int]]:
+    """Of a store that is served for as long as the test runs."""
+    server = TCPStore.serve(host_name="127.0.0.1", port=0)
+    yield "127.0.0.1", server.port
+    del server
+
+
+def test_nobody_listens_and_the_error_names_the_place() -> None:
+    port = free_port()
+    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{port} .*within 0\.2 s"):
+        connect(TCPStore, {}, ("127.0.0.1", port), 0.2)
+
+
+def test_who_listens_is_no_store_and_the_error_names_the_place() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
+            connect(TCPStore, {}, ("127.0.0.1", port), 0.5)
+
+
+def test_a_store_that_comes_up_late_is_waited_for() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(connect, TCPStore, {}, ("127.0.0.1", port), NET_S)
+        server = TCPStore.serve(host_name="127.0.0.1", port=port)
+        late.result(NET_S).put("key", b"value")
+    assert server.get("key") == b"value"
+
+
+def test_what_connecting_was_limited_to_does_not_limit_the_waits(endpoint: Any) -> None:
+    connection = connect(TCPStore, {}, endpoint, 5.0)
+    assert connection.torch_store.timeout == DEFAULT_TIMEOUT
+
+
+def test_the_server_of_another_call_is_not_the_one(endpoint: Any) -> None:
+    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{endpoint[1]} did not serve this call"):
+        connect(TCPStore, {}, endpoint, 0.2, "call/served")
+    connect(TCPStore, {}, endpoint, NET_S).put("call/served", b"1")
+    assert connect(TCPStore, {}, endpoint, NET_S, "call/served").read("call/served") == b"1"
+
+
+def test_a_broken_connection_wakes_its_waiter_and_no_other(endpoint: Any) -> None:
+    broken, whole = (connect(TCPStore, {}, endpoint, NET_S) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(c.wait_for, "key", None) for c in (broken, whole)]
+        broken.break_off()
+        with pytest.raises(StoreError, match=f"127.0.0.1:{endpoint[1]}"):
+            waits[0].result(NET_S)
+        connect(TCPStore, {}, endpoint, NET_S).put("key", b"value")
+        assert waits[1].result(NET_S) == b"value"
+
+
+def test_a_store_without_a_server_has_nothing_to_break(tmp_path: Any) -> None:
+    connection = connect(FileStore, {"file_name": str(tmp_path / "store")}, None, NET_S)
+    connection.break_off()
+    connection.put("key", b"value")
+    assert connection.read("key") == b"value"
+    assert connection.where == str(tmp_path / "store")
+
+
+SERVER = """
+import sys, time
+from outlast.inprocess.store import TCPStore
+server = TCPStore.serve(host_name="127.0.0.1", port=0)
+print(server.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
+    command = [sys.executable, "-c", SERVER]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        ExitStack() as stack,
+    ):
+        assert server.stdout is not None
+        stack.callback(server.kill)
+        connection = connect(TCPStore, {}, ("127.0.0.1", int(server.stdout.readline())), NET_S)
+        assert connection.add("key", 1) == 1
+        server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(connection.add, "key", 1)
+            while not answer.done():
+                connection.end_overdue(0.0)
+                wait([answer], 0.01)
+            with pytest.raises(StoreError, match="cannot be reached"):
+                answer.result()
+
+
+class Busy(TCPStore):
+    """Stands for a thread that opens a connection of its own while the store connects."""
+
+    other: socket.socket
+
+    def __init__(self, **options: Any) -> None:
+        Busy.other = socket.create_connection(PLACE[0])
+        super().__init__(**options)
+
+
+PLACE: list[tuple[str, int]] = []
+
+
+def test_only_the_stores_own_connection_is_broken(endpoint: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        PLACE[:] = [listener.getsockname()]
+        connection = connect(Busy, {}, endpoint, NET_S)
+        peer, _ = listener.accept()
+        with peer, Busy.other as other:
+            connection.break_off()
+            with pytest.raises(StoreError):
+                connection.read("key")
+            other.sendall(b"whole")
+            assert peer.recv(5) == b"whole"

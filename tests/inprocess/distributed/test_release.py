@@ -1,0 +1,91 @@
+"""The releaser: after it no group is left, whatever state torch's registries were in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from outlast.inprocess.distributed import gloo_sockets
+from outlast.inprocess.distributed.release import Releaser
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def releaser() -> Iterator[Releaser]:
+    made = Releaser()
+    yield made
+    made.release()  # should the test have failed
+    made.join()
+
+
+def make_groups() -> list[str]:
+    """The default group and another; their names."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    dist.new_group([0])
+    return sorted(dist.distributed_c10d._world.pg_names.values())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def assert_nothing_is_left() -> None:
+    world = dist.distributed_c10d._world
+    assert not dist.is_initialized()
+    assert not world.pg_map
+    assert not world.pg_names
+    assert world.group_count == 0
+    assert not gloo_sockets.pair_sockets()
+
+
+def test_all_groups_are_gone_and_names_begin_anew(releaser: Releaser) -> None:
+    before = descriptors()
+    names = make_groups()
+    assert descriptors() > before
+    for _ in range(2):
+        releaser.hold()
+        releaser.release()
+        releaser.join()
+        assert_nothing_is_left()
+        assert descriptors() == before
+        assert make_groups() == names
+
+
+def test_what_an_interrupted_destruction_has_left(releaser: Releaser) -> None:
+    make_groups()
+    releaser.hold()
+    dist.distributed_c10d._update_default_pg(None)  # torch's own order, broken off half way
+    dist.distributed_c10d._world.pg_map.clear()
+    releaser.release()
+    releaser.join()
+    assert_nothing_is_left()
+
+
+def test_a_destruction_that_fails_holds_nothing_up(
+    releaser: Releaser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such group")
+
+    make_groups()
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    releaser.release()
+    releaser.join()
+    assert_nothing_is_left()
+    assert "the restart goes on" in caplog.text
+
+
+def test_without_groups_there_is_nothing_to_do(releaser: Releaser) -> None:
+    releaser.hold()
+    releaser.release()
+    releaser.join()
+    assert_nothing_is_left()

@@ -1,0 +1,45 @@
+"""Exceptions as facts: echoes of broken connections, circles, messages that cannot be made."""
+
+from __future__ import annotations
+
+from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption.fault_echo import describe, is_consequence, is_interrupt, let_go
+
+
+def raised(error: BaseException, cause: BaseException | None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as e:  # noqa: BLE001 - to be looked at
+        return e
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no message")
+
+
+def test_an_echo_is_known_by_its_words_also_behind_another_error() -> None:
+    echo = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert is_consequence(echo)
+    assert is_consequence(raised(ValueError("mine"), echo))
+    assert not is_consequence(ValueError("Connection closed by peer"))
+
+
+def test_an_error_raised_from_itself_is_no_endless_chain() -> None:
+    circle = ValueError("mine")
+    circle.__cause__ = circle
+    assert not is_consequence(circle)
+    let_go(circle)
+
+
+def test_an_error_without_a_message_is_described_by_its_type() -> None:
+    assert describe(Mute()).startswith("Mute: ")
+    assert not is_consequence(Mute())
+    assert describe(ValueError()) == "ValueError"
+
+
+def test_what_was_made_of_the_interrupt_is_an_interrupt_but_for_an_exit() -> None:
+    assert is_interrupt(RankShouldRestart())
+    assert is_interrupt(raised(ValueError("wrapped"), RankShouldRestart()))
+    assert not is_interrupt(raised(SystemExit(1), RankShouldRestart()))
+    assert not is_interrupt(ValueError("mine"))

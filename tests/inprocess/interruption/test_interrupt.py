@@ -1,0 +1,511 @@
+"""The interrupt: it lands in user code, wherever that is, and never anywhere else."""
+
+from __future__ import annotations
+
+import _thread
+import builtins
+import functools
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption import interrupter as interrupter_module
+from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.interrupter import INTERRUPT_SIGNAL, Interrupter
+
+
+@pytest.fixture
+def interrupter() -> Iterator[Interrupter]:
+    made = Interrupter()
+    made.install()
+    yield made
+    made.restore()
+
+
+@pytest.fixture
+def without_signal() -> Interrupter:
+    """By asynchronous exception: the signal is not taken."""
+    return Interrupter()
+
+
+class Requester(threading.Thread):
+    """Asks, once the function has begun, until it has been left."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        super().__init__(daemon=True)
+        self.interrupter = interrupter
+        self.begin, self.left = threading.Event(), threading.Event()
+        self.told: list[str] = []
+
+    def run(self) -> None:
+        self.begin.wait()
+        while not self.left.is_set():
+            self.told.append(self.interrupter.request())
+            self.left.wait(0.01)
+
+    def __enter__(self) -> Requester:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.begin.set()
+        self.left.set()
+        self.join()
+
+
+def interrupted(interrupter: Interrupter, function: Callable[[], Any]) -> Requester:
+    """Runs `function` until it is interrupted; fails if it ends in another way."""
+    with Requester(interrupter) as requester:
+
+        def begin() -> Any:
+            requester.begin.set()
+            return function()
+
+        value, error = interrupter.run(begin)
+    assert isinstance(error, RankShouldRestart)
+    assert value is None
+    return requester
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def recurse(depth: int = 0) -> None:
+    if depth < 100:
+        recurse(depth + 1)
+    for _ in iter(int, 1):
+        sum(range(10))
+
+
+def wait_for_an_event() -> None:
+    threading.Event().wait()
+
+
+def wait_for_a_lock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()  # not timed: CPython gives a signal its turn here too
+
+
+BLOCKED = [
+    spin,
+    recurse,
+    functools.partial(time.sleep, 1000),
+    lambda: queue.SimpleQueue[int]().get(),
+    lambda: queue.Queue[int]().get(),
+    wait_for_an_event,
+    wait_for_a_lock,
+]
+
+
+@pytest.mark.parametrize("function", BLOCKED)
+def test_a_signal_wakes(interrupter: Interrupter, function: Callable[[], Any]) -> None:
+    requester = interrupted(interrupter, function)
+    assert set(requester.told) <= {"signal", "none"}
+    assert interrupter.landed == 1
+
+
+def test_a_signal_wakes_a_read_of_a_socket(interrupter: Interrupter) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        interrupted(interrupter, lambda: ours.recv(1))
+
+
+def test_a_function_written_in_c_is_interrupted(interrupter: Interrupter) -> None:
+    with Requester(interrupter) as requester:
+        requester.begin.set()
+        _, error = interrupter.run(functools.partial(time.sleep, 1000))
+    assert isinstance(error, RankShouldRestart)
+
+
+@pytest.mark.parametrize("function", [spin, recurse])
+def test_an_asynchronous_exception_lands_in_python(
+    without_signal: Interrupter, function: Callable[[], Any]
+) -> None:
+    requester = interrupted(without_signal, function)
+    assert set(requester.told) <= {"async", "none"}
+    assert without_signal.landed >= 1
+
+
+def test_the_user_may_swallow_it_and_it_comes_again(interrupter: Interrupter) -> None:
+    caught = 0
+
+    def stubborn() -> None:
+        nonlocal caught
+        while caught < 5:
+            try:
+                time.sleep(1000)
+            except BaseException:  # noqa: BLE001 - what users do
+                caught += 1
+        time.sleep(1000)
+
+    interrupted(interrupter, stubborn)
+    assert caught == 5
+    assert interrupter.landed == 6
+
+
+def test_it_tells_where_the_thread_is(interrupter: Interrupter) -> None:
+    begun, asked = threading.Event(), threading.Event()
+    places: list[str] = []
+
+    def ask() -> None:
+        begun.wait()
+        places.append(interrupter.where())
+        asked.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+
+    def the_users_function() -> None:
+        begun.set()
+        asked.wait()
+
+    interrupter.run(the_users_function)
+    thread.join()
+    assert "the_users_function" in places[0]
+    assert "run" not in places[0].split()
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_goes_on_through_an_interrupt(
+    interrupter: Interrupter, ending: type[BaseException]
+) -> None:
+    def function() -> None:
+        try:
+            raise ending("leave")
+        finally:
+            raise RankShouldRestart("it lands in the clean-up")
+
+    _, error = interrupter.run(function)
+    assert type(error) is ending
+
+
+def test_outside_a_call_nothing_is_asked_for(interrupter: Interrupter) -> None:
+    assert interrupter.request() == "none"
+    interrupter.run(lambda: None)
+    assert interrupter.request() == "none"
+    signal.raise_signal(INTERRUPT_SIGNAL)  # one that comes late does nothing
+    assert interrupter.landed == 0
+
+
+def test_an_old_request_does_not_reach_the_next_call(interrupter: Interrupter) -> None:
+    interrupted(interrupter, spin)
+    value, error = interrupter.run(lambda: signal.raise_signal(INTERRUPT_SIGNAL) or 5)
+    assert (value, error) == (5, None)
+
+
+def test_what_the_function_raises_comes_back(interrupter: Interrupter) -> None:
+    for raised in (ValueError("mine"), SystemExit(3), KeyboardInterrupt()):
+
+        def fail(error: BaseException = raised) -> None:
+            raise error
+
+        assert interrupter.run(fail) == (None, raised)
+
+
+# -- handlers ------------------------------------------------------------------------------
+
+
+def test_the_handler_is_there_between_install_and_restore() -> None:
+    before = signal.getsignal(INTERRUPT_SIGNAL)
+    made = Interrupter()
+    assert not made.by_signal
+    made.install()
+    assert made.by_signal
+    made.restore()
+    assert signal.getsignal(INTERRUPT_SIGNAL) is before
+    made.restore()  # once more is nothing
+    assert signal.getsignal(INTERRUPT_SIGNAL) is before
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    def mine(number: int, frame: FrameType | None) -> None: ...
+
+    before = signal.signal(INTERRUPT_SIGNAL, mine)
+    try:
+        made = Interrupter()
+        made.install()
+        assert not made.by_signal
+        assert set(interrupted(made, spin).told) <= {"async", "none"}
+        made.restore()
+        assert signal.getsignal(INTERRUPT_SIGNAL) is mine
+    finally:
+        signal.signal(INTERRUPT_SIGNAL, before)
+
+
+def test_a_signal_that_the_user_takes_in_the_function_stays_the_users(
+    interrupter: Interrupter,
+) -> None:
+    def mine(number: int, frame: FrameType | None) -> None: ...
+
+    try:
+
+        def take() -> None:
+            signal.signal(INTERRUPT_SIGNAL, mine)
+            spin()
+
+        requester = interrupted(interrupter, take)
+        assert requester.told[-1] in ("async", "none")
+        interrupter.restore()
+        assert signal.getsignal(INTERRUPT_SIGNAL) is mine
+    finally:
+        signal.signal(INTERRUPT_SIGNAL, signal.SIG_DFL)
+
+
+def test_in_another_thread_it_goes_without_a_signal() -> None:
+    told: list[str] = []
+
+    def work() -> None:
+        made = Interrupter()
+        made.install()
+        assert not made.by_signal
+        told.extend(interrupted(made, spin).told)
+
+    before = signal.getsignal(INTERRUPT_SIGNAL)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "async" in told
+    assert set(told) <= {"async", "none"}
+    assert signal.getsignal(INTERRUPT_SIGNAL) is before
+
+
+# -- every interleaving with the library's own code -----------------------------------------
+#
+# A request is made exactly at the n-th bytecode of the library's code, for every n. Where Python
+# would run the signal handler, the tracer runs it, with the traced frame; what it raises is raised
+# there. An asynchronous exception that is set while the tracer runs is raised there as well.
+
+
+class At:
+    """Traces the bytecodes of some functions of this thread; calls `act` at the n-th."""
+
+    def __init__(self, codes: set[CodeType], n: int, act: Callable[[FrameType], None]) -> None:
+        self.codes, self.left, self.act = codes, n, act
+        self.reached: str | None = None
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code not in self.codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                self.reached = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                self.act(frame)
+        return self.trace
+
+    def end(self) -> None:
+        """After the traced call."""
+
+
+LIBRARY = {
+    Interrupter.run.__code__,
+    interrupter_module._user_region.__code__,
+    Interrupter._let_requests_land.__code__,
+    Interrupter.shield.__code__,
+    Interrupter.unshield.__code__,
+    AtomicGate.__enter__.__code__,
+    AtomicGate.__exit__.__code__,
+}
+
+
+class Told:
+    """What a function under interrupts saw of the library."""
+
+    def __init__(self) -> None:
+        self.inside = self.after = 0
+
+
+def user(gate: AtomicGate, told: Told) -> str:
+    """Enters two atomic blocks, one in the other; keeps account of what it went through."""
+    with gate:
+        told.inside += 1
+        with gate:
+            told.inside += 1
+        told.after += 1
+    return "done"
+
+
+def check_after(interrupter: Interrupter, gate: AtomicGate, told: Told, where: str | None) -> None:
+    """Nothing of the library is half done."""
+    assert interrupter._shields == 0, where
+    assert gate._depth == 0, where
+    assert gate._changed.acquire(blocking=False), where  # nobody holds the lock
+    gate._changed.release()
+    assert told.inside in (0, 2), where  # an atomic block runs to its end or not at all
+    assert told.after == told.inside / 2, where
+    # And the next call is not disturbed.
+    assert interrupter.run(lambda: user(gate, Told())) == ("done", None), where
+
+
+def interleavings(act: Callable[[int, Interrupter, AtomicGate, Told], At]) -> int:
+    """Goes through n = 1, 2, ... until the call ends before its n-th bytecode."""
+    n, landed = 0, 0
+    while True:
+        n += 1
+        interrupter = Interrupter()
+        gate, told = AtomicGate(interrupter), Told()
+        at = act(n, interrupter, gate, told)
+        function = functools.partial(user, gate, told)
+        before = sys.gettrace()
+        sys.settrace(at.trace)
+        try:
+            value, error = interrupter.run(function)
+        finally:
+            sys.settrace(before)
+        at.end()
+        if error is None:
+            assert value == "done"
+        else:
+            assert isinstance(error, RankShouldRestart), at.reached
+            landed += 1
+        check_after(interrupter, gate, told, at.reached)
+        if at.reached is None:
+            assert n > 150  # it was traced indeed
+            return landed
+
+
+def test_a_signal_at_any_bytecode_of_the_library() -> None:
+    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+        def handle(frame: FrameType) -> None:
+            if interrupter._inside:  # as `request` does
+                interrupter._wanted = True
+            interrupter._handle(INTERRUPT_SIGNAL, frame)
+
+        return At(LIBRARY, n, handle)
+
+    assert interleavings(act) > 5
+
+
+def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
+    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+        def request(frame: FrameType) -> None:
+            asked = _thread.allocate_lock()
+            asked.acquire()
+            _thread.start_new_thread(lambda: (interrupter.request(), asked.release()), ())
+            asked.acquire()  # and here it is raised, and goes on in the traced frame
+
+        return At(LIBRARY, n, request)
+
+    assert interleavings(act) > 5
+
+
+@pytest.mark.parametrize("later", [1, 2, 3, 5, 8, 13, 21, 34])
+def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
+    later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked whether the thread is in user code at bytecode n, and raises at n + later, or
+    when the thread has come to wait for it.
+    """
+    sleep = time.sleep
+
+    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+        looked, go_on = threading.Event(), threading.Event()
+        look = interrupter._still_inside
+
+        def slow_look() -> bool:
+            inside = look()
+            looked.set()
+            go_on.wait()
+            return inside
+
+        def yield_to_requester(seconds: float) -> None:
+            go_on.set()
+            sleep(0.0001)
+
+        monkeypatch.setattr(interrupter, "_still_inside", slow_look)
+        monkeypatch.setattr(interrupter_module.time, "sleep", yield_to_requester)
+
+        def begin(frame: FrameType) -> None:
+            def request() -> None:
+                interrupter.request()
+                looked.set()
+
+            thread = threading.Thread(target=request)
+            thread.start()
+            looked.wait()
+
+            def end(frame: FrameType) -> None:
+                go_on.set()
+                thread.join()
+
+            at.left, at.act = later, end
+            at.thread, at.go_on = thread, go_on  # type: ignore[attr-defined]
+
+        at = HeldUp(LIBRARY, n, begin)
+        return at
+
+    assert interleavings(act) > 5
+
+
+class HeldUp(At):
+    """Lets the requester go on at the end, if nothing else did."""
+
+    thread: threading.Thread | None = None
+    go_on: threading.Event
+
+    def end(self) -> None:
+        if self.thread is not None:
+            self.go_on.set()
+            self.thread.join()
+
+
+def test_a_generator_that_dies_in_an_atomic_block_later_harms_nothing(
+    interrupter: Interrupter,
+) -> None:
+    gate = AtomicGate(interrupter)
+
+    def generate() -> Iterator[int]:
+        with gate:
+            yield 1
+
+    held = generate()
+    assert interrupter.run(lambda: next(held)) == (1, None)
+    gate.reset()
+    interrupted(interrupter, spin)  # the next iteration is not shielded by it
+    held.close()
+    gate.begin_termination()  # and it is not counted twice
+    assert interrupter._shields == 0
+
+
+def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interrupt comes amid the import of a package, and lands after it.
+    (tmp_path / "slowly_imported.py").write_text(
+        "import builtins, time\n"
+        "builtins.request_amid_import()\n"
+        "for _ in range(1000): pass\n"
+        "done = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    interrupter = Interrupter()
+    interrupter.install()
+    monkeypatch.setattr(builtins, "request_amid_import", interrupter.request, raising=False)
+
+    def function() -> None:
+        import slowly_imported
+
+        assert slowly_imported.done
+        interrupter.request()
+        while True:
+            pass
+
+    try:
+        value, error = interrupter.run(function)
+    finally:
+        interrupter.restore()
+        sys.modules.pop("slowly_imported", None)
+    assert isinstance(error, RankShouldRestart), (value, error)
+    assert interrupter.landed == 1

@@ -1,0 +1,231 @@
+"""The monitor thread: it waits for others, guards an iteration, and never leaves anyone hanging."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outlast.clock import FakeClock
+from outlast.coordination.membership import COMPLETED, RESTART
+from outlast.coordination.ops import Op
+from outlast.coordination.stores.store import KeyTimeout
+from outlast.errors import RankShouldRestart, StoreError
+from outlast.events import AbortDone, Emitter, Event, MemorySink, Seen
+from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.interruption.monitor_thread import Guard, Watcher
+from outlast.inprocess.progress.shared_page import Activity, SharedPage
+
+NET_S = 60.0
+
+
+class Answers:
+    """A connection on which the test answers every wait."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        self.asked.put(key)
+        answer = self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    can_break_off = True
+
+    def break_off(self) -> None:
+        self.answers.put(StoreError("broken off"))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FullDisk(MemorySink):
+    def write(self, event: Event) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Rig:
+    """A watcher over this thread."""
+
+    def __init__(self) -> None:
+        self.connection = Answers()
+        self.interrupter = Interrupter()
+        self.interrupter.install()
+        self.gate = AtomicGate(self.interrupter)
+        self.page = SharedPage()
+        self.emitter = Emitter(MemorySink(), clock=FakeClock(5.0))
+        self.aborts: list[bool] = []
+        self.abort: Callable[[bool], None] = self.aborts.append
+        connection: Any = self.connection
+        self.next = Answers()
+        renewed: Any = self.next
+        self.watcher = Watcher(
+            connection,
+            self.gate,
+            self.interrupter,
+            self.page,
+            lambda again: self.abort(again),
+            self.emitter,
+            renew=lambda: renewed,
+        )
+
+    def run(self, answer: bytes | Exception, function: Callable[[], Any] | None = None) -> Guard:
+        """Is in the function when the answer comes; leaves as it must."""
+        guard = self.watcher.guard("over/0")
+        self.page.activity = Activity.FUNCTION
+
+        def work() -> None:
+            self.connection.answers.put(answer)
+            while True:
+                pass
+
+        value, error = self.interrupter.run(function or work)
+        guard.left.set()
+        assert isinstance(error, RankShouldRestart) or function is not None, (value, error)
+        return guard
+
+    def close(self) -> None:
+        self.watcher.close(NET_S)
+        self.interrupter.restore()
+        self.page.close()
+
+    @property
+    def events(self) -> list[Event]:
+        assert isinstance(self.emitter.sink, MemorySink)
+        return self.emitter.sink.events
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_a_wait_that_timed_out_goes_on_for_who_asks_again(rig: Rig) -> None:
+    with pytest.raises(KeyTimeout):
+        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+    rig.connection.answers.put(b"value")
+    assert rig.watcher.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
+    assert rig.connection.asked.get() == "key"
+    assert rig.connection.asked.empty()
+
+
+def test_a_wait_that_nobody_wants_any_more_is_broken_off(rig: Rig) -> None:
+    with pytest.raises(KeyTimeout):
+        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+    rig.next.answers.put(b"value")
+    assert rig.watcher.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
+    assert rig.next.asked.get() == "other"
+
+
+def test_a_wait_is_answered_in_the_thread_that_asked(rig: Rig) -> None:
+    rig.connection.answers.put(b"value")
+    assert rig.watcher.wait_for(Op("wait_for", "key")) == b"value"
+    assert rig.connection.asked.get() == "key"
+    rig.connection.answers.put(StoreError("lost"))
+    with pytest.raises(StoreError, match="lost"):
+        rig.watcher.wait_for(Op("wait_for", "key"))
+
+
+def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
+    seen: dict[str, Any] = {}
+
+    def abort(again: bool) -> None:
+        rig.aborts.append(again)
+        seen.setdefault("activity", rig.page.activity)
+        seen.setdefault("landed", rig.interrupter.landed)
+
+    rig.abort = abort
+    guard = rig.run(RESTART)
+    assert guard.wait(NET_S) == RESTART
+    assert guard.seen.is_set()
+    assert guard.found is not None
+    assert "test_watcher" in guard.found.where
+    assert not guard.found.waits
+    assert seen == {"activity": Activity.LEAVING, "landed": 0}
+    assert rig.aborts[0] is False
+    assert all(rig.aborts[1:])
+    assert rig.page.progress == 5.0
+    assert [type(event) for event in rig.events[:2]] == [Seen, AbortDone]
+    with pytest.raises(RankShouldRestart), rig.gate:  # atomic() is not entered any more
+        pass
+
+
+def test_a_completed_iteration_is_left_alone(rig: Rig) -> None:
+    rig.connection.answers.put(COMPLETED)
+    guard = rig.watcher.guard("over/0")
+    assert guard.wait(NET_S) == COMPLETED
+    assert not guard.seen.is_set()
+    assert (rig.aborts, rig.events) == ([], [])
+
+
+def test_a_lost_store_ends_the_iteration_and_is_told(rig: Rig) -> None:
+    guard = rig.run(StoreError("lost"))
+    with pytest.raises(StoreError, match="lost"):
+        guard.wait(NET_S)
+    assert isinstance(rig.events[0], Seen)
+    assert rig.events[0].reason == "lost"
+
+
+def test_an_abort_that_raises_does_not_hold_the_restart_up(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def abort(again: bool) -> None:
+        raise KeyError("no group")
+
+    rig.abort = abort
+    assert rig.run(RESTART).wait(NET_S) == RESTART
+    (done,) = [event for event in rig.events if isinstance(event, AbortDone)]
+    assert done.error == "KeyError('no group')"
+    assert "abort raised an exception" in caplog.text
+
+
+def test_an_interrupt_that_is_swallowed_is_repeated(rig: Rig) -> None:
+    def swallow() -> int:
+        rig.connection.answers.put(RESTART)
+        for _ in range(3):
+            try:
+                while True:
+                    pass
+            except RankShouldRestart:
+                pass
+        return 3
+
+    assert rig.run(RESTART, swallow).wait(NET_S) == RESTART
+    assert rig.interrupter.landed >= 3
+    assert "InterruptSwallowed" in [type(event).__name__ for event in rig.events]
+
+
+def test_a_full_disk_under_the_events_is_logged_and_stops_nobody(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.emitter.sink = FullDisk()
+    guard = rig.run(RESTART)
+    assert guard.wait(NET_S) == RESTART
+    assert guard.seen.is_set()
+    assert [r.name for r in caplog.records].count("outlast.events") == 1
+    rig.connection.answers.put(b"value")  # and the thread lives
+    assert rig.watcher.wait_for(Op("wait_for", "key")) == b"value"
+
+
+def test_a_guard_is_waited_for_within_a_limit() -> None:
+    with pytest.raises(KeyTimeout, match=r"not over within 0\.0 s"):
+        Guard().wait(0.0)
+
+
+def test_closing_breaks_off_a_wait(rig: Rig) -> None:
+    guard = rig.watcher.guard("over/0")
+    guard.left.set()
+    assert rig.connection.asked.get() == "over/0"
+    rig.watcher.close(0.01)
+    with pytest.raises(StoreError, match="broken off"):
+        guard.wait(NET_S)
+    assert "outlast-monitor" not in [thread.name for thread in threading.enumerate()]

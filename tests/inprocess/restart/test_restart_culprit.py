@@ -1,0 +1,36 @@
+"""R6 for hangs: the rank that hangs is named, and not one of those that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inprocess.story import assert_never_together, errors, full, views
+from outlast.events.report.log_reader import load
+from outlast.events.report.story import build
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+@pytest.mark.parametrize("how", ["collective", "work", "receive"])
+def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
+    ranks: Ranks, tmp_path: Path, how: str
+) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("culprit", "one_hangs_and_others_time_out", how, nprocs=4, env=env) as job:
+        job.start_all()
+        assert job.wait_all() == dict.fromkeys(range(4), 0), errors(job)
+        assert views(job) == {0: full(4), 1: full(4)}
+        assert_never_together(job)
+        for rank in range(4):
+            assert "restart of iteration 0: rank 2 on " in job.errors(rank), errors(job)
+        (restart,) = build(load(logs)).restarts
+        assert restart.cause is not None
+        assert (restart.cause.rank, restart.cause.consequence) == (2, False)
+        assert all(other.consequence for other in restart.others), restart.others
+        assert restart.phases.detection is not None

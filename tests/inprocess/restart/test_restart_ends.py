@@ -1,0 +1,98 @@
+"""Functions that end in ways of their own, and calls that come after one another."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inprocess.story import errors, events, full, returned, views
+from outlast.events import Fault
+from outlast.events.report.log_reader import load
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+def test_a_handler_that_exits_in_order_under_the_hard_timeout_is_not_killed(ranks: Ranks) -> None:
+    # The grace is longer than the net of the test: nothing but the exit ends the rank.
+    with ranks("ends", "exits_on_sigterm", nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all(45) == {0: 0, 1: 7}, errors(job)
+        assert views(job) == {0: full(2), 1: full(1)}
+        assert events(job, 1, "raised")[0]["type"] == "SystemExit"
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 5), ("return", 0)])
+def test_a_forked_child_that_leaves_the_function_is_no_member(
+    ranks: Ranks, how: str, code: int
+) -> None:
+    with ranks("ends", "forks", how, nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert events(job, 1, "child")[0]["code"] == code
+        assert views(job) == {0: full(2)}
+        assert returned(job) == {0: 0, 1: 1}
+        assert ("ValueError: a fault of the child" in job.errors(1)) == (how == "raise")
+
+
+def test_an_exception_made_of_the_interrupt_is_no_fault(ranks: Ranks, tmp_path: Path) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("ends", "wraps_the_interrupt", nprocs=2, env=env) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+    faults = [event for event in load(logs) if isinstance(event, Fault)]
+    assert [(fault.rank, fault.cause) for fault in faults] == [(0, "OSError: the fault")]
+
+
+def test_an_atomic_block_that_outlasts_the_barrier_ends_its_rank_alone(ranks: Ranks) -> None:
+    with ranks("ends", "long_atomic", nprocs=3) as job:
+        job.start_all()
+        codes = job.wait_all()
+        assert codes == {0: 0, 1: -signal.SIGTERM, 2: 0}, errors(job)
+        assert views(job) == {0: full(3), 1: full(2)}
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 3)])
+def test_a_rank_that_connects_to_a_store_that_has_gone_is_not_stuck(
+    ranks: Ranks, how: str, code: int
+) -> None:
+    with ranks("ends", "connects_when_the_store_is_gone", how, nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == {0: code, 1: 0, 2: 0}, errors(job)
+        assert views(job) == {0: full(3), 1: full(2)}
+
+
+def test_the_file_of_an_earlier_run_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    with ranks("ends", "on_a_file", str(file), nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert returned(job) == {0: 0, 1: 1}
+    with ranks("ends", "on_a_file", str(file), nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 1, 1: 1}, errors(job)
+        for rank in (0, 1):
+            (raised,) = events(job, rank, "raised")
+            assert raised["type"] == "StoreError"
+            assert f"{file} holds a job that has completed" in raised["message"]
+
+
+def test_a_daemon_without_standard_streams(ranks: Ranks, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    with ranks("ends", "without_standard_streams", str(result), nprocs=1) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0}, errors(job)
+        assert result.read_text() == "1"
+
+
+def test_a_call_gives_back_its_descriptors_without_a_garbage_collection(ranks: Ranks) -> None:
+    with ranks("ends", "many_calls", nprocs=1) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0}, errors(job)
+        (line,) = events(job, 0, "held")
+        assert len(set(line["descriptors"][2:])) == 1, line

@@ -1,0 +1,29 @@
+"""Under a real torchrun, which hosts the store: exceptions and hangs recover in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inprocess.story import errors, events, full, views
+from procs import Job
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [("faults", ("one_fails", "exception")), ("lost", ("one_hangs", "python", "pings"))],
+    ids=["exception", "hang"],
+)
+def test_a_fault_recovers_in_place(tmp_path: Path, script: str, args: tuple[str, ...]) -> None:
+    path = str(SCRIPTS / f"{script}.py")
+    with Job(tmp_path, "-m", nprocs=1, args=(*TORCHRUN, path, *args)) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0}, errors(job)
+        assert views(job) == {0: full(2), 1: full(2)}
+        pids = {(line["rank"], line["pid"]) for line in events(job, 0, "entered")}
+        assert len(pids) == 2, "a process was started anew"
+        assert sorted(line["value"] for line in events(job, 0, "returned")) == [0, 1]

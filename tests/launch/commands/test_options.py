@@ -1,0 +1,226 @@
+"""What can be typed, and what is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import outlast
+from outlast.launch.cli import app
+from outlast.launch.commands.run import _with_options_of
+from outlast.launch.config.job_spec import Job, job_from_options
+from outlast.launch.config.options import RunOptions
+from outlast.launch.config.streams import Std, parse_std
+
+
+def parsed(*words: str) -> RunOptions:
+    """The options as `outlast run` gets them for a command line."""
+    got: list[RunOptions] = []
+    sub = typer.Typer()
+    settings: dict[str, Any] = {
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
+    sub.command(context_settings=settings)(_with_options_of(RunOptions, got.append))
+    result = CliRunner().invoke(sub, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return got[0]
+
+
+def job(**options: Any) -> Job:
+    return job_from_options(RunOptions(**{"script": __file__, **options}))
+
+
+def test_both_spellings() -> None:
+    dashes = parsed("--nproc-per-node", "4", "--max-restarts=2", "--log-dir", "d", "s.py")
+    scores = parsed("--nproc_per_node", "4", "--max_restarts=2", "--log_dir", "d", "s.py")
+    assert dashes == scores
+    assert (dashes.nproc_per_node, dashes.max_restarts, dashes.log_dir) == ("4", 2, Path("d"))
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    options = parsed("-m", "a_module", "--nproc_per_node", "3", "--", "-m", "--tee=1")
+    assert (options.script, options.module, options.nproc_per_node) == ("a_module", True, "1")
+    assert options.args == ["--nproc_per_node", "3", "--", "-m", "--tee=1"]
+
+
+def test_a_torchrun_command_line() -> None:
+    options = parsed(
+        *("--nnodes=1:1", "--node_rank=0", "--nproc_per_node=8", "--standalone"),
+        *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:29400", "--rdzv_id=run7"),
+        *("--monitor_interval=5", "--start_method=fork", "--local_addr=localhost"),
+        *("--role=trainer", "-t", "3", "s.py"),
+    )
+    made = job_from_options(dataclasses.replace(options, script=__file__))
+    assert (made.nproc, made.run_id, made.role) == (8, "run7", "trainer")
+    assert (made.master_addr, made.master_port) == ("localhost", 29400)
+
+
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [
+        ({}, ("127.0.0.1", 0)),
+        ({"master_addr": "localhost", "master_port": 5}, ("localhost", 5)),
+        ({"local_addr": "localhost"}, ("localhost", 0)),
+        ({"rdzv_endpoint": "[::1]:77"}, ("::1", 77)),
+        ({"rdzv_endpoint": "node1"}, ("node1", 0)),
+        ({"rdzv_endpoint": "a:1", "master_addr": "b", "master_port": 2}, ("b", 2)),
+    ],
+)
+def test_addresses(options: dict[str, Any], address: tuple[str, int]) -> None:
+    made = job(**options)
+    assert (made.master_addr, made.master_port) == address
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"nnodes": "2"}, "--nnodes 2"),
+        ({"nnodes": "1:4"}, "--nnodes 1:4"),
+        ({"node_rank": 1}, "--node-rank 1"),
+        ({"nproc_per_node": "0"}, "--nproc-per-node 0"),
+        ({"nproc_per_node": "-1"}, "--nproc-per-node -1"),
+        ({"nproc_per_node": "many"}, "--nproc-per-node many"),
+        ({"script": "no/such.py"}, "no such script: no/such.py"),
+        ({"script": "no-module!", "module": True}, "-m no-module!"),
+        ({"module": True, "no_python": True}, "--module and --no-python"),
+        ({"chaos": Path("no/plan.json")}, "--chaos no/plan.json: no such file"),
+        ({"chaos": Path(__file__), "no_python": True}, "--chaos and --no-python"),
+        ({"tee": "4"}, "--tee '4'"),
+        ({"redirects": "0:1,9:1"}, "--redirects '0:1,9:1'"),
+        ({"redirects": "0:1,1"}, "--redirects '0:1,1'"),
+        ({"local_ranks_filter": "a"}, "--local-ranks-filter a"),
+        ({"run_id": "../x"}, "--run-id '../x'"),
+        ({"run_id": ""}, "--run-id ''"),
+        ({"rdzv_endpoint": "host:port"}, "--rdzv-endpoint host:port"),
+        ({"grace": float("inf")}, "--grace and --backoff"),
+    ],
+)
+def test_bad_values(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(complaint)):
+        job(**options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        ('{"faults": [', "not JSON: "),
+        ("[]", "plan: is "),
+        ('{"faults": [{"rank": 0, "kind": "hang"}, {"rank": 1, "kind": "fire"}]}', "faults[1]"),
+        ('{"faults": [{"rank": 0, "kind": "hang", "stop": 3}]}', "unknown field 'stop'"),
+        ("{}", "no faults"),
+    ],
+)
+def test_a_wrong_fault_plan_is_refused_before_anything_starts(
+    tmp_path: Path, plan: str, complaint: str
+) -> None:
+    path, script = tmp_path / "plan.json", tmp_path / "script.py"
+    path.write_text(plan)
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    with pytest.raises(ValueError, match="^" + re.escape(f"--chaos {path}: ")) as error:
+        job(chaos=path)
+    assert complaint in str(error.value)
+    command = [sys.executable, "-m", "outlast.launch", "run", f"--chaos={path}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "plan.json" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_plan_is_read_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"faults": [{"rank": 0, "kind": "hang"}]}')
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from outlast.launch.config.job_spec import job_from_options\n"
+        "from outlast.launch.config.options import RunOptions\n"
+        "job_from_options(RunOptions(script='-', no_python=False, chaos=Path(sys.argv[1])))\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    (tmp_path / "-").touch()
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=tmp_path, check=True)
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"outlast {version('outlast')}\n")
+    assert outlast.__version__ == version("outlast")
+
+
+def test_the_version_costs_an_import_nothing() -> None:
+    code = "import sys, outlast; sys.exit('importlib.metadata' in sys.modules)"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-restarts=-1", __file__],
+        ["--grace=-1", __file__],
+        ["--master-port=65536", __file__],
+        ["--nproc-per-node=x", __file__],
+        ["--no-such-option", __file__],
+        [],
+    ],
+)
+def test_bad_command_lines_end_with_2(words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["run", *words])
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_nproc_by_devices() -> None:
+    assert job(nproc_per_node="cpu").nproc == len(os.sched_getaffinity(0))
+    assert job(nproc_per_node="auto").nproc >= 1
+
+
+def test_commands_of_workers() -> None:
+    def command(chaos: bool = False, **options: Any) -> list[str]:
+        return job(args=["--a"], **options).program.command("py", chaos)
+
+    assert command() == ["py", "-u", __file__, "--a"]
+    assert command(script="m.n", module=True) == ["py", "-u", "-m", "m.n", "--a"]
+    assert command(script="prog", no_python=True) == ["prog", "--a"]
+    bootstrap = ["py", "-u", "-m", "outlast.chaos.bootstrap"]
+    assert command(chaos=True) == [*bootstrap, __file__, "--a"]
+    assert command(chaos=True, script="m", module=True) == [*bootstrap, "-m", "m", "--a"]
+
+
+def test_streams() -> None:
+    assert parse_std("3", 2) == {0: Std.ALL, 1: Std.ALL}
+    assert parse_std("=1", 1) == {0: Std.OUT}  # as argparse reads `-r=1`
+    assert parse_std("1:2", 3) == {0: Std.NONE, 1: Std.ERR, 2: Std.NONE}
+
+
+def test_the_help_is_quick_because_it_imports_little() -> None:
+    code = (
+        "import sys, json\n"
+        "from outlast.launch.cli import app\n"
+        "for words in (['--help'], ['run', '--help'], ['report', '--help']):\n"
+        "    app(words, standalone_mode=False)\n"
+        "slow = ('torch', 'numpy', 'outlast.inprocess', 'outlast.chaos', 'outlast.coordination')\n"
+        "print(json.dumps([name for name in slow if name in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_the_environment_is_read_in_one_module() -> None:
+    folder = Path(sys.modules[Job.__module__].__file__ or "").parents[1]
+    readers = [
+        path.name
+        for path in folder.rglob("*.py")
+        if re.search(r"os\.(environ|getenv)", path.read_text())
+    ]
+    assert readers == ["environment.py"]
