@@ -98,7 +98,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path, command: list[str]) -> None:
     steps = [1] if command[0] == "rm" else []
     name = "not-there"
-    assert f"{name} is no folder" in error(outlast(*command, tmp_path / name, *steps))
+    assert f"{name} is not a folder" in error(outlast(*command, tmp_path / name, *steps))
     assert "nowhere" in error(outlast(*command, "nowhere://a", *steps))
     assert not (tmp_path / name).exists()
 
@@ -153,7 +153,7 @@ def test_the_last_valid_one_stays(storage: LocalStorage) -> None:
     assert outlast("rm", "--yes", storage.root, 10).exit_code == 0
     # Step 20 is there, but of no use.
     said = error(outlast("rm", "--yes", storage.root, 30))
-    assert "step 30 would be the last valid checkpoint to go" in said
+    assert "step 30: no valid checkpoint would be left" in said
     assert outlast("rm", "--yes", storage.root, 20).exit_code == 0
     assert outlast("rm", "--yes", "--force", storage.root, 30).exit_code == 0
     assert storage.folders() == []

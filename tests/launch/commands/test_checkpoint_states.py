@@ -107,13 +107,13 @@ def test_one_checkpoint_instead_of_the_folder_of_all(states: Path, tmp_path: Pat
     save(LocalStorage(str(tmp_path / "run")), 10)
     for one in (states / "states-00000003", tmp_path / "run" / "step-00000010"):
         said = error(outlast("ls", one))
-        assert f"{one} is one checkpoint: give the folder it lies in, {one.parent}\n" in said
+        assert f"{one} is a single checkpoint: give its parent, {one.parent}\n" in said
 
 
 def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "file is no folder: give the folder" in error(outlast("ls", tmp_path / "file"))
-    assert "missing is no folder: there is nothing of that name; give" in error(
+    assert "file is not a folder: give the folder" in error(outlast("ls", tmp_path / "file"))
+    assert "missing is not a folder: it does not exist; give" in error(
         outlast("ls", tmp_path / "missing")
     )
 
