@@ -92,15 +92,15 @@ def _job(job: ElasticJob) -> dict[str, float]:
     memory = time.perf_counter() - began
     # What lies in memory is of no use to a new process: the checkpoint is read.
     settle()
-    slots = job.checkpointer._engine.slots
-    kept = [slot.snapshot for slot in slots]
-    for slot in slots:
-        slot.snapshot = None
+    buffers = job.checkpointer._session.buffers
+    kept = [buffer.snapshot for buffer in buffers]
+    for buffer in buffers:
+        buffer.snapshot = None
     began = time.perf_counter()
     job.restore()
     storage = time.perf_counter() - began
-    for slot, snapshot in zip(slots, kept, strict=True):
-        slot.snapshot = snapshot
+    for buffer, snapshot in zip(buffers, kept, strict=True):
+        buffer.snapshot = snapshot
     return {
         "Job.save": blocked,
         "Job.save, durable": durable,

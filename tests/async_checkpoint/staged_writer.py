@@ -211,11 +211,13 @@ def _set_up() -> None:
             mutate(pytest.MonkeyPatch(), found, old, new)
     real_open, real_write = main.open_storage, main.write_files
 
-    def early(storage: Any, folder: str, arena: Any, files: Any, small: Any, **options: Any) -> Any:
+    def early(
+        storage: Any, folder: str, memory: Any, files: Any, small: Any, **options: Any
+    ) -> Any:
         threading.Thread(
-            target=real_write, args=(storage, folder, arena, files, small), kwargs=options
+            target=real_write, args=(storage, folder, memory, files, small), kwargs=options
         ).start()
-        return main.checksums_of(arena, files, small)
+        return main.checksums_of(memory, files, small)
 
     os.fsync = _fsync
     main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]

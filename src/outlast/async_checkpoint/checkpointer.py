@@ -34,9 +34,9 @@ from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.completion import AfterSave
-from outlast.async_checkpoint.save.folder_session import engine_for
-from outlast.async_checkpoint.save.pipeline import Saver
-from outlast.async_checkpoint.save.structure_exchange import Exchange
+from outlast.async_checkpoint.save.folder_session import session_for
+from outlast.async_checkpoint.save.pipeline import SavePipeline
+from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.snapshot.take import Snapshots
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
@@ -106,7 +106,7 @@ class Checkpointer:
             raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
         self._closed = True  # until it is made
         given = os.fspath(path)
-        # One name for one folder: two engines on it would not know of each other.
+        # One name for one folder: two sessions on it would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
         optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
         self._timeout = timeout.total_seconds()
@@ -118,21 +118,21 @@ class Checkpointer:
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._engine, taken_over = engine_for(
+        self._session, taken_over = session_for(
             self._url, threads=threads, linger_s=linger.total_seconds()
         )
         if taken_over:
             self._take_over()
         if self.rank != 0:
-            self._engine.unlock()  # this process may have been rank 0 before
-        self._engine.resize(max_in_flight)
-        self._emitter = Emitter(events if events is not None else self._engine.sink(self.rank))
+            self._session.unlock()  # this process may have been rank 0 before
+        self._session.resize(max_in_flight)
+        self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
         self._emitter.place(rank=self.rank)
-        described = self._engine.described
+        described = self._session.described
         everywhere = dist.is_available() and dist.is_initialized()
         described.move(dist.get_rank() if everywhere else 0, self.rank, self.world_size)
         self._restorer = Restorer(
-            self._engine,
+            self._session,
             described,
             connect_ledger("restore", group),
             group,
@@ -143,13 +143,13 @@ class Checkpointer:
             self._restorer.open(self._owner_name())
         except BaseException:
             if not taken_over:  # nobody else knows of it
-                self._engine.close(0.0)
+                self._session.close(0.0)
             raise
-        self._exchange = Exchange(
-            connect_ledger("structure", group), self._timeout, self._engine.agreed
+        self._exchange = StructureExchange(
+            connect_ledger("structure", group), self._timeout, self._session.agreed
         )
         self._snapshots = Snapshots(
-            self._engine,
+            self._session,
             self._exchange,
             described,
             optimizers,
@@ -158,9 +158,9 @@ class Checkpointer:
             self._job,
         )
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        self._after = AfterSave(self._engine, keep or Retention(), policy, self._emitter)
-        self._saver = Saver(
-            self._engine,
+        self._after = AfterSave(self._session, keep or Retention(), policy, self._emitter)
+        self._pipeline = SavePipeline(
+            self._session,
             ledger,
             self._exchange,
             self._after.committed,
@@ -171,7 +171,7 @@ class Checkpointer:
         self._saves = 0
         self._closed = False
         self._at_exit = _close_at_exit(self)
-        self._engine.owner = self
+        self._session.owner = self
 
     # ------------------------------------------------------------------------------ saving
 
@@ -202,7 +202,7 @@ class Checkpointer:
         index, self._saves = self._saves, self._saves + 1
         try:
             # Other ranks may see it ended: so it counts as a save, that fails for all.
-            if any(save.step == step for save in self._saver.pending):
+            if any(save.step == step for save in self._pipeline.pending):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
             save = self._snapshots.take(index, step, metric, state_dict)
         except Exception as e:
@@ -212,10 +212,10 @@ class Checkpointer:
             save.began = began
             save.blocked_s = self._emitter.clock.now() - began
             self._after.watch(save.handle)
-            self._saver.add(save)
-        except BaseException:  # an interrupt: a slot that nobody gives back would be waited for
-            if save not in self._saver.pending:
-                self._engine.give_back(save.slot)
+            self._pipeline.add(save)
+        except BaseException:  # an interrupt: a buffer that nobody gives back would be waited for
+            if save not in self._pipeline.pending:
+                self._session.give_back(save.buffer)
             raise
         # Last: other ranks may hear of it later, and the saves of all ranks stay in step.
         self._after.raise_unseen()
@@ -226,12 +226,12 @@ class Checkpointer:
         # If the store is out of reach, theirs is too; the error of this rank comes first.
         with contextlib.suppress(StoreError):
             self._exchange.refuse(index, str(error))
-            self._saver.refuse(index, step, error)
+            self._pipeline.refuse(index, step, error)
 
     def _seal_all(self) -> None:
-        for save in self._saver.pending:
-            if save.guard is not None:
-                save.guard.seal()
+        for save in self._pipeline.pending:
+            if save.copy is not None:
+                save.copy.seal()
 
     # --------------------------------------------------------------------------- restoring
 
@@ -280,7 +280,7 @@ class Checkpointer:
 
     def list(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first. Only their manifests are read."""
-        return folders.list_checkpoints(self._engine.storage)
+        return folders.list_checkpoints(self._session.storage)
 
     def verify(self, step: int) -> CheckpointInfo:
         """Reads the checkpoint of `step` whole, on this rank.
@@ -288,7 +288,7 @@ class Checkpointer:
         Raises:
             CheckpointError: naming the file and what is wrong with it.
         """
-        return folders.verify(self._engine.storage, step)
+        return folders.verify(self._session.storage, step)
 
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of `step`. To be called on one rank, and for no step that is
@@ -298,7 +298,7 @@ class Checkpointer:
             CheckpointError: if there is none.
         """
         self._check_open()
-        folders.delete(self._engine.storage, step)
+        folders.delete(self._session.storage, step)
 
     # ------------------------------------------------------------------------------ ending
 
@@ -310,7 +310,7 @@ class Checkpointer:
             TimeoutError: when it takes longer than `timeout`.
         """
         began = time.monotonic()
-        for save in self._saver.pending:
+        for save in self._pipeline.pending:
             spent = datetime.timedelta(seconds=time.monotonic() - began)
             save.handle.wait(None if timeout is None else max(timeout - spent, _NOTHING))
         self._after.raise_unseen()
@@ -336,14 +336,14 @@ class Checkpointer:
         if self._closed:
             return
         self._seal_all()
-        in_time = self._saver.finish(None if timeout is None else timeout.total_seconds())
-        late = [save.step for save in self._saver.pending]
+        in_time = self._pipeline.finish(None if timeout is None else timeout.total_seconds())
+        late = [save.step for save in self._pipeline.pending]
         if not in_time:
-            self._saver.abort()
+            self._pipeline.abort()
         self._closed = True
         self._at_exit()
-        self._engine.close(5.0 if in_time else 0.0)
-        self._engine.owner = None
+        self._session.close(5.0 if in_time else 0.0)
+        self._session.owner = None
         if late:
             raise CheckpointError(f"steps {late} were not committed within {timeout}, and dropped")
         self._after.raise_unseen()
@@ -366,16 +366,16 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ within
 
     def _take_over(self) -> None:
-        before = self._engine.owner
+        before = self._session.owner
         if before is not None:
             before._drop()  # also if it was aborted: an interrupt may have cut that short
             # A restart must not wait for a disk that is slow to make durable what is dropped.
-            self._engine.writer.free(_FOR_WRITER_S)
-        self._engine.give_back_all()
+            self._session.writer.free(_FOR_WRITER_S)
+        self._session.give_back_all()
 
     def _drop(self) -> None:
         self._closed = True
-        self._saver.abort()
+        self._pipeline.abort()
         self._snapshots.let_go()
         self._at_exit()
 

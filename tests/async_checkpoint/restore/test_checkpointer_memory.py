@@ -57,7 +57,7 @@ def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) 
             assert next_job.wait(0) == 0, next_job.errors(0)
             (line,) = next_job.lines(0)
             assert line["step"] == 2
-            assert line["inherited"] == 1
+            assert line["handed_over"] == 1
         have_ended(writers)
         if forks:
             os.killpg(job.pid(0), signal.SIGKILL)
@@ -102,7 +102,7 @@ def check_damaged_memory(path: Path) -> None:
     sink = MemorySink()
     with Checkpointer(path, events=sink) as checkpointer:
         checkpointer.save(2, state_of(2)).wait(NET)
-        checkpointer._engine.slots[0].targets[0][5] += 1
+        checkpointer._session.buffers[0].targets[0][5] += 1
         state = blank()
         assert checkpointer.restore(state) == 2
         assert same(state, state_of(2))

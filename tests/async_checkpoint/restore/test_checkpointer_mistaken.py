@@ -14,8 +14,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.save.folder_session import Engine
-from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, StoreError
@@ -82,26 +82,26 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go, done = threading.Event(), threading.Event(), threading.Event()
-    give_back, write = Engine.give_back, Saver._write
+    give_back, write = FolderSession.give_back, SavePipeline._write
     writing, written = threading.Event(), threading.Event()
 
-    def late(engine: Engine, *args: Any) -> None:
-        if threading.current_thread().name == "outlast-saver" and not held.is_set():
+    def late(session: FolderSession, *args: Any) -> None:
+        if threading.current_thread().name == "outlast-pipeline" and not held.is_set():
             held.set()
             go.wait()
-            give_back(engine, *args)
+            give_back(session, *args)
             done.set()
         else:
-            give_back(engine, *args)
+            give_back(session, *args)
 
-    def slow(saver: Saver, save: Any) -> Any:
+    def slow(pipeline: SavePipeline, save: Any) -> Any:
         if save.step == 2:
             writing.set()
             written.wait()
-        return write(saver, save)
+        return write(pipeline, save)
 
-    monkeypatch.setattr(Engine, "give_back", late)
-    monkeypatch.setattr(Saver, "_write", slow)
+    monkeypatch.setattr(FolderSession, "give_back", late)
+    monkeypatch.setattr(SavePipeline, "_write", slow)
     first = Checkpointer(tmp_path)
     first.save(1, {"w": full(1.0)})
     held.wait()
@@ -112,7 +112,7 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
         go.set()
         done.wait()
         third = threading.Thread(target=lambda: second.save(3, {"w": full(3.0)}))
-        third.start()  # it waits for the only slot
+        third.start()  # it waits for the only buffer
         written.set()
         handle.wait(NET)
         third.join()
@@ -127,14 +127,14 @@ def test_a_checkpoint_is_described_by_its_own_structure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save changes the structure before the thread of the saves has looked at this one."""
-    walk, go = Saver._walk, threading.Event()
+    walk, go = SavePipeline._walk, threading.Event()
 
-    def late(saver: Saver, save: Any) -> Any:
+    def late(pipeline: SavePipeline, save: Any) -> Any:
         if save.step == 2:
             go.wait()
-        return walk(saver, save)
+        return walk(pipeline, save)
 
-    monkeypatch.setattr(Saver, "_walk", late)
+    monkeypatch.setattr(SavePipeline, "_walk", late)
     with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
         checkpointer.save(1, {"a": full(1.0), "b": full(10.0)}).wait(NET)
         checkpointer.save(2, {"a": full(2.0), "b": full(20.0)})
@@ -153,16 +153,16 @@ def test_a_failed_allocation_is_over_with_the_save(
 ) -> None:
     from outlast.async_checkpoint.save import folder_session as module
 
-    arena, fails = module.Arena, [True]
+    memory, fails = module.SharedMemory, [True]
 
     def scarce(*args: Any) -> Any:
         if fails and fails.pop():
             raise MemoryError("no room")
-        return arena(*args)
+        return memory(*args)
 
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": full(1.0)}).wait(NET)
-        monkeypatch.setattr(module, "Arena", scarce)
+        monkeypatch.setattr(module, "SharedMemory", scarce)
         with pytest.raises(MemoryError):
             checkpointer.save(2, {"w": full(2.0, LARGE)})
         checkpointer.save(3, {"w": full(3.0, LARGE)}).wait(NET)
@@ -174,10 +174,10 @@ def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(tmp_path: Path) ->
     first = Checkpointer(folder)
     first.save(5, {"w": full(5.0)}).wait(NET)
     first.abort()
-    engine = first._engine
+    session = first._session
     shutil.rmtree(folder)
-    engine.storage.unlock()
-    engine.locked = False
+    session.storage.unlock()
+    session.locked = False
     with Checkpointer(folder) as second:
         assert second.restore({"w": full(0.0)}) is None
 

@@ -26,7 +26,7 @@ from async_checkpoint.checkpoints import (
 )
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.errors import CheckpointError
 from procs import Job
@@ -88,7 +88,9 @@ def test_the_check_finds_a_save_that_is_written_in_place(
 
     save_steps(tmp_path / "c", 1)
     monkeypatch.setattr(LocalStorage, "names_for", in_place)
-    monkeypatch.setattr(Saver, "_clean", lambda saver, save: None)  # as if all had been killed
+    monkeypatch.setattr(
+        SavePipeline, "_clean", lambda pipeline, save: None
+    )  # as if all had been killed
     plan.set({"op": "finish", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:
         handle = checkpointer.save(2, state_of(2))
@@ -144,7 +146,7 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
 
 def running_writer(checkpointer: Checkpointer) -> int:
     """Starts it, if the last kill has come after the save; so the next one hits the save."""
-    writer = checkpointer._engine.writer
+    writer = checkpointer._session.writer
     while True:
         with contextlib.suppress(CheckpointError):
             writer.request({"op": "begin"})

@@ -35,19 +35,19 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
         self.go = threading.Event()
-        real, await_copy = copies.Guard._fill, copies.Guard._await_copy
+        real, await_copy = copies.OverlappedCopy._fill, copies.OverlappedCopy._await_copy
 
-        def fill(guard: Any, *arguments: Any) -> int:
+        def fill(copy: Any, *arguments: Any) -> int:
             self.begun.set()
             assert self.go.wait(60)
-            return real(guard, *arguments)
+            return real(copy, *arguments)
 
-        def awaited(guard: Any) -> None:
+        def awaited(copy: Any) -> None:
             self.go.set()
-            await_copy(guard)
+            await_copy(copy)
 
-        monkeypatch.setattr(copies.Guard, "_fill", fill)
-        monkeypatch.setattr(copies.Guard, "_await_copy", awaited)
+        monkeypatch.setattr(copies.OverlappedCopy, "_fill", fill)
+        monkeypatch.setattr(copies.OverlappedCopy, "_await_copy", awaited)
 
     def again(self) -> None:
         self.begun.clear()
@@ -137,7 +137,7 @@ def test_it_is_saved_as_it_was(tmp_path: Path, held: HeldCopy, kind: str) -> Non
 def test_it_is_noticed_when_the_step_does_not_wait(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, copies.Guard._before_step, "self.seal()", "pass")
+    mutate(monkeypatch, copies.OverlappedCopy._before_step, "self.seal()", "pass")
     with pytest.raises(CheckpointError, match="torn"):
         check_saved_as_it_was(tmp_path, "adam", held)
 
@@ -191,14 +191,14 @@ class HalfCopied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        real = copies.Guard._fill
+        real = copies.OverlappedCopy._fill
 
-        def fill(guard: Any, chunks: Any, number: int) -> int:
+        def fill(copy: Any, chunks: Any, number: int) -> int:
             if number >= len(chunks) / 2:
                 assert self.go.wait(60)
-            return real(guard, chunks, number)
+            return real(copy, chunks, number)
 
-        monkeypatch.setattr(copies.Guard, "_fill", fill)
+        monkeypatch.setattr(copies.OverlappedCopy, "_fill", fill)
 
 
 def two_tensors() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
@@ -277,13 +277,13 @@ def test_a_save_that_is_given_up_while_it_is_written_leaves_nothing(
         half.go.set()
         optimizer.step()
     else:
-        await_copy = copies.Guard._await_copy
+        await_copy = copies.OverlappedCopy._await_copy
 
-        def awaited(guard: Any) -> None:
+        def awaited(copy: Any) -> None:
             half.go.set()  # the copy ends when it is waited for
-            await_copy(guard)
+            await_copy(copy)
 
-        monkeypatch.setattr(copies.Guard, "_await_copy", awaited)
+        monkeypatch.setattr(copies.OverlappedCopy, "_await_copy", awaited)
         checkpointer.abort()
     with pytest.raises(CheckpointError, match="written to" if how == "torn" else "dropped"):
         handle.wait(NET)
@@ -319,7 +319,7 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
 ) -> None:
     state, optimizer = two_tensors()
     with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
-        client = checkpointer._engine.writer
+        client = checkpointer._session.writer
         checkpointer.save(1, state).wait(NET)
         optimizer.step()
         ask = client.request
@@ -363,7 +363,7 @@ def test_an_interrupt_in_the_seal_is_made_up_for(
     with Checkpointer(tmp_path, overlap=optimizer) as checkpointer:
         handle = checkpointer.save(1, state)
         expected = copy_of(state)
-        client = checkpointer._engine.writer
+        client = checkpointer._session.writer
         tell = client.tell
 
         def interrupted(header: dict[str, Any], blob: bytes = b"") -> None:
@@ -392,16 +392,16 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     state, optimizer = two_tensors()
     checkpointer = Checkpointer(tmp_path, overlap=optimizer)
     checkpointer.save(1, state)
-    (save,) = checkpointer._saver.pending
-    assert save.guard is not None
+    (save,) = checkpointer._pipeline.pending
+    assert save.copy is not None
     with monkeypatch.context() as patch:
-        await_copy = copies.Guard._await_copy
+        await_copy = copies.OverlappedCopy._await_copy
 
-        def interrupted(guard: Any) -> None:
+        def interrupted(copy: Any) -> None:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            await_copy(guard)
+            await_copy(copy)
 
-        patch.setattr(copies.Guard, "_await_copy", interrupted)
+        patch.setattr(copies.OverlappedCopy, "_await_copy", interrupted)
         # Whoever starts the tests in the background has them ignore it.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -412,8 +412,8 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     over = threading.Event()
 
     def call_off() -> None:
-        assert save.guard is not None
-        save.guard.call_off()
+        assert save.copy is not None
+        save.copy.call_off()
         over.set()
 
     calling = threading.Thread(target=call_off)
@@ -422,7 +422,7 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     half.go.set()
     assert over.wait(60)
     calling.join()
-    assert save.guard.copied
+    assert save.copy.copied
     checkpointer.abort()
     with Checkpointer(tmp_path):
         pass

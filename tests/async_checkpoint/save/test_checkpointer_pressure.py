@@ -17,7 +17,7 @@ from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.folder_session import Engine
+from outlast.async_checkpoint.save.folder_session import FolderSession
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
             done = handles[0].done
         last.wait(NET)
         assert done
-        assert len(checkpointer._engine.slots) == max_in_flight
+        assert len(checkpointer._session.buffers) == max_in_flight
     assert restored(path) == 9
 
 
@@ -80,9 +80,9 @@ def test_it_is_noticed_when_a_save_does_not_wait(
 ) -> None:
     mutate(
         monkeypatch,
-        Engine.take,
-        "self._freed.wait_for(lambda: any(not slot.busy for slot in self.slots))",
-        "self.resize(len(self.slots) + all(slot.busy for slot in self.slots))",
+        FolderSession.take,
+        "self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))",
+        "self.resize(len(self.buffers) + all(buffer.busy for buffer in self.buffers))",
     )
     with pytest.raises(AssertionError):
         check_pressure(tmp_path / "c", plan, 1)
@@ -98,13 +98,17 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
             checkpointer.save(count % 3, state)
             if count in (10, 59):
                 checkpointer.wait(NET)
-                writer = psutil.Process(checkpointer._engine.writer.pid)
+                writer = psutil.Process(checkpointer._session.writer.pid)
                 held[count] = (
                     own.num_fds(),
                     own.num_threads(),
                     writer.num_fds(),
                     len(own.children()),
-                    sum(slot.arena.size_bytes for slot in checkpointer._engine.slots if slot.arena),
+                    sum(
+                        buffer.memory.size_bytes
+                        for buffer in checkpointer._session.buffers
+                        if buffer.memory
+                    ),
                 )
                 memory = [p.memory_info().rss for p in (own, writer)]
                 held[-count] = tuple(memory)
@@ -117,7 +121,7 @@ def test_a_state_that_changes_its_size_gives_room_back(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, elements in enumerate((1000, 2_000_000, 1000)):
             checkpointer.save(step, state_of(step, elements)).wait(NET)
-            arena = checkpointer._engine.slots[0].arena
-            assert arena is not None
-            assert elements * 4 <= arena.size_bytes <= elements * 8 + (2 << 20)
+            memory = checkpointer._session.buffers[0].memory
+            assert memory is not None
+            assert elements * 4 <= memory.size_bytes <= elements * 8 + (2 << 20)
     assert valid_steps(tmp_path) == [0, 1, 2]

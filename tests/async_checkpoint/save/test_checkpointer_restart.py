@@ -26,8 +26,8 @@ def test_restarts_with_a_save_in_flight(ranks: Callable[..., Job], tmp_path: Pat
             stories.append([line["step"] for line in began])
             # Taken over; an interrupt that comes while the writer is told something ends it.
             assert len({line["writer"] for line in began[1:]}) < RESTARTS // 2
-            used = [line["arenas"] for line in began[10:]]
-            assert all(arenas == used[0] for arenas in used)
+            used = [line["memories"] for line in began[10:]]
+            assert all(memories == used[0] for memories in used)
             early, late = (line["held"] for line in began if line["held"])
             assert early == late
         assert stories[0] == stories[1]

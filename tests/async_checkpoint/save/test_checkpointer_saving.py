@@ -169,7 +169,7 @@ def test_errors_are_let_pass_up_to_a_number_in_a_row(
 
 
 def _ended(checkpointer: Checkpointer) -> None:
-    for save in checkpointer._saver.pending:
+    for save in checkpointer._pipeline.pending:
         assert save.handle._ended.wait(60)
 
 

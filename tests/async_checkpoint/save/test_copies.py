@@ -14,12 +14,12 @@ import torch
 
 from async_checkpoint.checkpoints import NET, same
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.pipeline import Saver
+from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.snapshot import chunks as chunks_module
 from outlast.async_checkpoint.snapshot import nontemporal_copy
-from outlast.async_checkpoint.snapshot.chunks import Chunks, Cutting, cut
+from outlast.async_checkpoint.snapshot.chunks import ChunkCache, Chunks, cut
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
-from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, Arena
+from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, SharedMemory
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
 
@@ -71,25 +71,25 @@ def test_a_library_that_cannot_be_used_is_told_of(
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(3 * CHUNK_BYTES + 8192)
-    arena.view[:] = random.Random(1).randbytes(len(arena.view))
-    yield arena
-    arena.close()
+def memory() -> Iterator[SharedMemory]:
+    memory = SharedMemory(3 * CHUNK_BYTES + 8192)
+    memory.view[:] = random.Random(1).randbytes(len(memory.view))
+    yield memory
+    memory.close()
 
 
-def laid_out(arena: Arena, seed: int) -> tuple[Any, list[Any], bytes]:
+def laid_out(memory: SharedMemory, seed: int) -> tuple[Any, list[Any], bytes]:
     """Two files, tensors at random places in them, and what must come out."""
     chance = random.Random(seed)
     cut = 2 * CHUNK_BYTES + 4096
-    files = [("one", 0, cut), ("two", cut, len(arena.view) - cut)]
-    expected = bytearray(arena.view)
-    whole = torch.frombuffer(arena.view, dtype=torch.uint8)
+    files = [("one", 0, cut), ("two", cut, len(memory.view) - cut)]
+    expected = bytearray(memory.view)
+    whole = torch.frombuffer(memory.view, dtype=torch.uint8)
     copies = []
     at = chance.randrange(300)
     while True:
         size = chance.choice([1, 7, 64, 5000, 300_000, 900_000, CHUNK_BYTES + 1])
-        if at + size > len(arena.view):
+        if at + size > len(memory.view):
             return files, copies, bytes(expected)
         if not at < cut < at + size:  # a tensor is never cut
             source = torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8)
@@ -99,40 +99,40 @@ def laid_out(arena: Arena, seed: int) -> tuple[Any, list[Any], bytes]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_chunks_are_copied_and_their_checksums_taken(arena: Arena, seed: int) -> None:
-    files, copies, expected = laid_out(arena, seed)
-    cutting = Cutting()
+def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed: int) -> None:
+    files, copies, expected = laid_out(memory, seed)
+    cache = ChunkCache()
     for hashed in (True, False, True, True):
         for _, to in copies:
             to.zero_()
-        filled = cutting.chunks(arena, files, copies, hashed=hashed)
+        filled = cache.chunks(memory, files, copies, hashed=hashed)
         EagerCopy(copies, filled).run()
-        assert bytes(arena.view) == expected
+        assert bytes(memory.view) == expected
         if hashed:
-            assert filled.told() == checksums_of(arena.view, files, {})
+            assert filled.told() == checksums_of(memory.view, files, {})
 
 
-def test_moves_that_are_not_in_order_are_refused(arena: Arena) -> None:
-    files, copies, _ = laid_out(arena, 0)
+def test_moves_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
+    files, copies, _ = laid_out(memory, 0)
     with pytest.raises(ValueError, match="order"):
-        Cutting().chunks(arena, files, [*copies[1:], copies[0]], hashed=True)
+        ChunkCache().chunks(memory, files, [*copies[1:], copies[0]], hashed=True)
 
 
-def test_tensors_that_lie_elsewhere_next_time(arena: Arena) -> None:
-    files, copies, expected = laid_out(arena, 0)
-    cutting = Cutting()
-    EagerCopy(copies, cutting.chunks(arena, files, copies, hashed=True)).run()
+def test_tensors_that_lie_elsewhere_next_time(memory: SharedMemory) -> None:
+    files, copies, expected = laid_out(memory, 0)
+    cache = ChunkCache()
+    EagerCopy(copies, cache.chunks(memory, files, copies, hashed=True)).run()
     for change in range(1, 3):
         copies = [((source + change).clone(), to) for source, to in copies]
         if change == 2:
             del copies[3:6]  # what was there stays
-        before = bytearray(arena.view)
-        filled = cutting.chunks(arena, files, copies, hashed=True)
+        before = bytearray(memory.view)
+        filled = cache.chunks(memory, files, copies, hashed=True)
         EagerCopy(copies, filled).run()
-        assert bytes(arena.view) != expected
-        assert bytes(arena.view) != before
+        assert bytes(memory.view) != expected
+        assert bytes(memory.view) != before
         assert all(torch.equal(source, to) for source, to in copies)
-        assert filled.told() == checksums_of(arena.view, files, {})
+        assert filled.told() == checksums_of(memory.view, files, {})
 
 
 @pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
@@ -161,9 +161,11 @@ def test_tensors_without_elements(tmp_path: Path, order: str, overlap: bool) -> 
         assert same(found, state)
 
 
-def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_helper_is_raised(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    source = torch.ones(len(arena.view), dtype=torch.uint8)
+    source = torch.ones(len(memory.view), dtype=torch.uint8)
     chunks = cut([("file", 0, source.nbytes)], [(0, source.nbytes)], all_of_them=False)
     helped = threading.Event()
 
@@ -176,7 +178,7 @@ def test_an_error_of_a_helper_is_raised(arena: Arena, monkeypatch: pytest.Monkey
             return super().fill(number, *args)
 
     with pytest.raises(MemoryError, match="no room"):
-        EagerCopy([], Failing(arena, chunks, [source.data_ptr()], None)).run()
+        EagerCopy([], Failing(memory, chunks, [source.data_ptr()], None)).run()
 
 
 def test_an_interrupted_copy_is_called_off_with_its_helpers(
@@ -245,13 +247,13 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hashed: list[bool] = []
-        add = Saver.add
+        add = SavePipeline.add
 
-        def noted(saver: Saver, save: Any) -> None:
+        def noted(pipeline: SavePipeline, save: Any) -> None:
             self.hashed.append(save.hashed)
-            add(saver, save)
+            add(pipeline, save)
 
-        monkeypatch.setattr(Saver, "add", noted)
+        monkeypatch.setattr(SavePipeline, "add", noted)
 
 
 def test_a_write_that_torch_does_not_count_is_never_believed(

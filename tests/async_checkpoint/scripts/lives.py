@@ -65,7 +65,7 @@ def leaves_a_snapshot(path: str, plan: str, forks: str = "") -> None:
     if WORLD_SIZE > 1:
         dist.barrier()
     checkpointer.save(2, own_state(2))
-    say("saving", writer=checkpointer._engine.writer.pid)
+    say("saving", writer=checkpointer._session.writer.pid)
     time.sleep(600)
 
 
@@ -83,9 +83,9 @@ def takes_a_snapshot(path: str) -> None:
         step = checkpointer.restore(state)
         assert step is not None
         assert same(state, own_state(step))
-        say("restored", step=step, inherited=len(checkpointer._engine.inherited))
+        say("restored", step=step, handed_over=len(checkpointer._session.handed_over))
         checkpointer.save(3, own_state(3)).wait(NET)
-        assert checkpointer._engine.inherited == []
+        assert checkpointer._session.handed_over == []
         assert checkpointer.restore(state) == 3
         assert same(state, own_state(3))
 

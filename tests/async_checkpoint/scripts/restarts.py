@@ -34,7 +34,7 @@ def empty() -> dict[str, Any]:
 def held(writing: WriterClient) -> dict[str, int]:
     """What this process and its writer hold, when both have done what they were asked for."""
     for thread in threading.enumerate():
-        if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
+        if thread.name in ("outlast-release", "outlast-pipeline", "outlast-abort"):
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
@@ -72,15 +72,15 @@ def restarts(path: str, count: str) -> None:
             state = empty()
             step = checkpointer.restore(state)
             assert step is None or same(state, own_state(step))
-            engine = checkpointer._engine
+            session = checkpointer._session
             looks = call.iteration in (10, last)
             say(
                 "began",
                 iteration=call.iteration,
                 step=step,
-                writer=engine.writer.pid,
-                arenas=[id(slot.arena) for slot in engine.slots],
-                held=held(engine.writer) if looks else None,
+                writer=session.writer.pid,
+                memories=[id(buffer.memory) for buffer in session.buffers],
+                held=held(session.writer) if looks else None,
             )
             step = -1 if step is None else step
             dist.barrier()

@@ -184,7 +184,7 @@ def one_writer_does_not_answer(path: str, plan: str) -> None:
     join_group()
     with Checkpointer(path) as checkpointer:
         saves(checkpointer, 1, state_of(1))
-        writer = checkpointer._engine.writer
+        writer = checkpointer._session.writer
         ask = writer.request
 
         def lost(header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
@@ -214,7 +214,7 @@ def closes(path: str, plan: str) -> None:
         try:
             checkpointer.close(datetime.timedelta(milliseconds=100))
         except CheckpointError:
-            assert checkpointer._engine.writer.pid is None
+            assert checkpointer._session.writer.pid is None
             raise
 
     raising(close)

@@ -112,12 +112,12 @@ def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(s3: Server) -> Non
     first = Checkpointer(url)
     first.save(5, state(5)).wait()
     first.abort()
-    storage = first._engine.storage
+    storage = first._session.storage
     assert isinstance(storage, RemoteStorage)
     for key in keys(url):
         storage._fs.rm_file(f"{storage._root}/{key}")
     storage.unlock()
-    first._engine.locked = False
+    first._session.locked = False
     with Checkpointer(url) as second:
         assert second.restore(state(0)) is None
 
@@ -134,7 +134,7 @@ def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -
         # The commit is the manifest, although its writer does not know of it yet.
         committed = 2 if at.startswith("after:") else 1
         assert len({key for key in keys(url) if key.endswith("manifest.json")}) == committed
-        pid = checkpointer._engine.writer.pid
+        pid = checkpointer._session.writer.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match="killed by signal 9"):

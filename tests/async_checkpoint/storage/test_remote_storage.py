@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from async_checkpoint.storage.s3 import Server, call, keys, serving, uploads
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode
 from outlast.async_checkpoint.storage.remote import OWNER, RemoteStorage
@@ -168,7 +168,7 @@ def test_a_file_with_a_missing_piece_never_appears(storage: RemoteStorage) -> No
 def test_a_write_that_fails_ends_all_uploads_of_the_save(
     storage: RemoteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = Arena(4 * PIECE_BYTES)
+    memory = SharedMemory(4 * PIECE_BYTES)
     real = storage._fs.call_s3
 
     def failing(method: str, **arguments: Any) -> Any:
@@ -181,13 +181,13 @@ def test_a_write_that_fails_ends_all_uploads_of_the_save(
         write_files(
             storage,
             "step-00000001-aa",
-            arena.view,
+            memory.view,
             [("one", 0, 2 * PIECE_BYTES), ("two", 2 * PIECE_BYTES, 2 * PIECE_BYTES)],
             {},
             threads=2,
             dropped=threading.Event(),
         )
-    arena.close()
+    memory.close()
     assert uploads(storage.where) == []
     assert keys(storage.where) == []
 

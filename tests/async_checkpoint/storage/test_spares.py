@@ -14,7 +14,7 @@ import torch
 
 from async_checkpoint.checkpoints import NET, folder_of, left_over, valid_steps
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.recycled_files import SPARE, Spares
@@ -65,7 +65,7 @@ class Saving:
         self.checkpointer.save(step, {"w": torch.full((elements,), float(step))}).wait(NET)
         if step > 1:
             assert self._removals.told.acquire(timeout=60)
-            self.checkpointer._engine.writer.request({"op": "settle", "tidy": False})
+            self.checkpointer._session.writer.request({"op": "settle", "tidy": False})
         found = {"w": torch.zeros(elements)}
         assert self.checkpointer.restore(found, step=step) == step
         assert torch.equal(found["w"], torch.full((elements,), float(step)))
@@ -156,7 +156,7 @@ def test_a_job_that_follows_finds_nothing_of_them(tmp_path: Path) -> None:
     saving.save()
     saving.save()
     saving.checkpointer.abort()
-    saving.checkpointer._engine.close(0.0)  # as if it had been killed: nothing is tidied
+    saving.checkpointer._session.close(0.0)  # as if it had been killed: nothing is tidied
     assert (tmp_path / SPARE).is_dir()
     with Checkpointer(tmp_path):
         assert not (tmp_path / SPARE).exists()
@@ -183,18 +183,18 @@ def test_a_full_disk_takes_the_room_of_what_is_spare(
         storage.tidy()
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    arena = Arena(4096)
+    memory = SharedMemory(4096)
     write_files(
         storage,
         "a",
-        arena.view,
+        memory.view,
         [("file", 0, 4096)],
         {},
         threads=1,
         dropped=threading.Event(),
         make_room=make_room,
     )
-    arena.close()
+    memory.close()
     assert asked == [True]
     assert storage.get("a", "file") == bytes(4096)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from async_checkpoint.storage.s3 import Server, serving
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage, open_storage
@@ -119,39 +119,39 @@ def test_reading_in_ranges(storage: Storage) -> None:
 
 def test_a_save_with_all_that_belongs_to_it(storage: Storage) -> None:
     working, final = storage.names_for(42, "0123abcd")
-    arena = Arena(3 * PIECE_BYTES + 4096)
-    arena.view[:] = content(len(arena.view))
+    memory = SharedMemory(3 * PIECE_BYTES + 4096)
+    memory.view[:] = content(len(memory.view))
     cut = 2 * PIECE_BYTES + 4096
-    files = [("one", 0, cut), ("two", cut, len(arena.view) - cut)]
+    files = [("one", 0, cut), ("two", cut, len(memory.view) - cut)]
     told = write_files(
-        storage, working, arena.view, files, {"s": b"small"}, threads=3, dropped=threading.Event()
+        storage, working, memory.view, files, {"s": b"small"}, threads=3, dropped=threading.Event()
     )
     storage.put(working, "manifest.json", b"{}")
     storage.sync(working)
     storage.publish(working, final)
     assert storage.folders() == [final]
-    assert read(storage, final, "one") == arena.view[:cut]
-    assert read(storage, final, "two") == arena.view[cut:]
+    assert read(storage, final, "one") == memory.view[:cut]
+    assert read(storage, final, "two") == memory.view[cut:]
     assert read(storage, final, "s") == b"small"
     assert told["s"] == {"size_bytes": 5, "checksums": [checksum(b"small")]}
-    arena.close()
+    memory.close()
 
 
 def test_a_save_that_is_dropped_can_be_removed(storage: Storage) -> None:
-    arena = Arena(3 * PIECE_BYTES)
+    memory = SharedMemory(3 * PIECE_BYTES)
     dropped = threading.Event()
     dropped.set()
     with pytest.raises(Dropped):
         write_files(
-            storage, "a", arena.view, [("x", 0, len(arena.view))], {}, threads=2, dropped=dropped
+            storage, "a", memory.view, [("x", 0, len(memory.view))], {}, threads=2, dropped=dropped
         )
-    arena.close()
+    memory.close()
     storage.remove("a")
     assert storage.folders() == []
 
 
 def test_a_save_that_is_dropped_keeps_no_memory(storage: Storage) -> None:
-    arena = Arena(3 * PIECE_BYTES)
+    memory = SharedMemory(3 * PIECE_BYTES)
     dropped = threading.Event()
     dropped.set()
     gc.collect()
@@ -159,12 +159,12 @@ def test_a_save_that_is_dropped_keeps_no_memory(storage: Storage) -> None:
     try:
         with contextlib.suppress(Dropped):
             write_files(
-                storage, "a", arena.view, [("x", 0, PIECE_BYTES)], {}, threads=2, dropped=dropped
+                storage, "a", memory.view, [("x", 0, PIECE_BYTES)], {}, threads=2, dropped=dropped
             )
-        arena.view.release()  # an error if somebody still looks into it
+        memory.view.release()  # an error if somebody still looks into it
     finally:
         gc.enable()
-        arena.close()
+        memory.close()
 
 
 def test_an_abandoned_file_can_be_removed(storage: Storage) -> None:

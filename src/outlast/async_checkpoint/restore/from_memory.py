@@ -46,7 +46,7 @@ class InMemory:
 
     Args:
         snapshot: what this rank's writer says of its own.
-        view: the arena it lies in.
+        view: the memory it lies in.
         values: what belongs to it that is no tensor.
     """
 

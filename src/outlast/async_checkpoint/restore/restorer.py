@@ -24,7 +24,7 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_memory import InMemory
 from outlast.async_checkpoint.restore.verified_read import Source, StorageSource
-from outlast.async_checkpoint.save.folder_session import Engine
+from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage import directory as folders
@@ -48,7 +48,7 @@ class Restorer:
     """One rank's part in opening a folder and restoring from it.
 
     Args:
-        engine: of the folder.
+        session: of the folder.
         described: what this process remembers of state dicts.
         ledger: of its own.
         group: for sending snapshots between ranks.
@@ -58,14 +58,14 @@ class Restorer:
 
     def __init__(
         self,
-        engine: Engine,
+        session: FolderSession,
         described: Described,
         ledger: CallLedger,
         group: Any,
         timeout_s: float,
         emitter: Emitter,
     ) -> None:
-        self._engine = engine
+        self._session = session
         self._ledger = ledger
         self._group = group
         self._timeout = timeout_s
@@ -82,28 +82,28 @@ class Restorer:
 
         def prepare(_: list[Any]) -> dict[str, Any]:
             # All ranks are here: one that was rank 0 before has let go of the lock.
-            storage = self._engine.storage
-            ours = self._engine.locked
+            storage = self._session.storage
+            ours = self._session.locked
             if not ours:
                 storage.prepare()
                 storage.lock(owner)
-                self._engine.locked = True
+                self._session.locked = True
             # What is spare is still of use if it is of this very process.
             left = [name for name in folders.leftovers(storage) if not ours or name != SPARE]
             for name in left:
                 try:
-                    self._engine.writer.request({"op": "remove", "folders": [name]})
+                    self._session.writer.request({"op": "remove", "folders": [name]})
                 except CheckpointError as e:
                     # It is in nobody's way: its name is no checkpoint's.
                     log.warning("%s, which a save has left, cannot be removed: %s", name, e)
             return {"left": left, "identity": storage.identity()}
 
         found = self._from_rank_0(prepare, "here")
-        self._engine.identity = found["identity"]
+        self._session.identity = found["identity"]
         for name in found["left"]:
             log.info("removed %s, which a save that did not end has left", name)
         rank, world_size = self._ledger.rank, self._ledger.world_size
-        self._engine.inherit(rank, world_size)
+        self._session.take_handover(rank, world_size)
 
     def restore(
         self,
@@ -119,7 +119,7 @@ class Restorer:
         if not candidates:
             if step is not None:
                 raise CheckpointError(
-                    f"{self._engine.storage.where} has no checkpoint of step {step}"
+                    f"{self._session.storage.where} has no checkpoint of step {step}"
                 )
             return None
         wrong: list[str] = []
@@ -142,18 +142,18 @@ class Restorer:
             log.warning("passed over the checkpoint of step %s: %s", candidate["step"], text)
             self._emitter.emit(CheckpointPassedOver(step=found, source=source, cause=failure.cause))
         raise CheckpointError(
-            f"no checkpoint in {self._engine.storage.where} is valid:\n  " + "\n  ".join(wrong)
+            f"no checkpoint in {self._session.storage.where} is valid:\n  " + "\n  ".join(wrong)
         )
 
     # -------------------------------------------------------------------------- candidates
 
     def _snapshots(self) -> dict[str, dict[str, Any]]:
         """This rank's snapshots in memory, by save."""
-        slots = [*self._engine.slots, *self._engine.inherited]
-        if not any(slot.snapshot is not None for slot in slots):
+        buffers = [*self._session.buffers, *self._session.handed_over]
+        if not any(buffer.snapshot is not None for buffer in buffers):
             return {}
         try:
-            answer = self._engine.writer.request({"op": "snapshots"})
+            answer = self._session.writer.request({"op": "snapshots"})
         except WriterFailed as e:  # the other ranks need not wait for what this one does not have
             log.warning("snapshots in memory are of no use, storage is: %s", e)
             return {}
@@ -163,7 +163,7 @@ class Restorer:
             for s in answer["snapshots"]
             if (s["rank"], s["world_size"]) == place
             # Of this folder as it is, and not of one that stood there before.
-            and s["folder_id"] == self._engine.identity
+            and s["folder_id"] == self._session.identity
         }
 
     def _candidates(
@@ -175,7 +175,7 @@ class Restorer:
         ]
 
         def gather(parts: list[Any]) -> list[dict[str, Any]]:
-            storage = self._engine.storage
+            storage = self._session.storage
             found = [
                 {"kind": "storage", "step": s, "folder": name, "order": [s, 0, 0]}
                 for s, name in folders.candidates(storage)
@@ -249,7 +249,7 @@ class Restorer:
         """What the candidate holds, and the sources of it. Empty dicts are filled."""
         if candidate["kind"] == "memory":
             return self._found_in_memory(mine[candidate["save_id"]], state_dict)
-        storage, name = self._engine.storage, candidate["folder"]
+        storage, name = self._session.storage, candidate["folder"]
         manifests: list[Manifest] = []
         failure = self._attempt(lambda: manifests.append(folders.read_manifest(storage, name)))
         if failure is not None:
@@ -263,10 +263,12 @@ class Restorer:
     def _found_in_memory(
         self, snapshot: Mapping[str, Any], state_dict: dict[str, Any]
     ) -> tuple[Index, list[tuple[Source, Index]]] | CallFailure:
-        slots = {slot.number: slot for slot in (*self._engine.slots, *self._engine.inherited)}
-        slot = slots[snapshot["arena"]]
-        assert slot.arena is not None
-        memory = InMemory(snapshot, slot.arena.view, slot.values)
+        buffers = {
+            buffer.number: buffer for buffer in (*self._session.buffers, *self._session.handed_over)
+        }
+        buffer = buffers[snapshot["buffer"]]
+        assert buffer.memory is not None
+        memory = InMemory(snapshot, buffer.memory.view, buffer.values)
         # What the ranks have to tell one another comes first: one that finds a damaged byte later
         # must not leave the others waiting.
         suffices: list[bool] = []
@@ -355,7 +357,7 @@ class Restorer:
         except KeyTimeout as e:
             raise CheckpointError(
                 f"rank {self._ledger.rank} waits for the other ranks at the checkpointer of "
-                f"{self._engine.url}; not all came within {self._timeout:g} s"
+                f"{self._session.url}; not all came within {self._timeout:g} s"
             ) from e
 
     def _next(self) -> int:

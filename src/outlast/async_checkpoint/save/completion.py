@@ -8,7 +8,7 @@ from typing import Any
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.folder_session import Engine
+from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.pipeline import Save
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
@@ -33,16 +33,20 @@ class AfterSave:
     """What one rank does after its saves. `committed` and `ended` run in the thread of the saves.
 
     Args:
-        engine: of the folder.
+        session: of the folder.
         keep: which checkpoints stay.
         policy: lets failures pass, up to a number in a row; without one the first is raised.
         emitter: for what happened.
     """
 
     def __init__(
-        self, engine: Engine, keep: Retention, policy: FailurePolicy | None, emitter: Emitter
+        self,
+        session: FolderSession,
+        keep: Retention,
+        policy: FailurePolicy | None,
+        emitter: Emitter,
     ) -> None:
-        self._engine = engine
+        self._session = session
         self._keep = keep
         self._policy = policy
         self._emitter = emitter
@@ -71,11 +75,11 @@ class AfterSave:
         if self._keep.keeps_all:
             return
         try:
-            present = folders.list_checkpoints(self._engine.storage)
+            present = folders.list_checkpoints(self._session.storage)
             removable = self._keep.removable(present, manifest.step)
             if removable:
                 names = [info.folder for info in removable]
-                self._warn(self._engine.writer.request({"op": "retire", "folders": names}))
+                self._warn(self._session.writer.request({"op": "retire", "folders": names}))
         except (CheckpointError, OSError, Dropped):
             # The save is committed: what stays too long does no harm, but somebody must look.
             log.warning("%s", _NOT_REMOVED, exc_info=True)
@@ -85,10 +89,10 @@ class AfterSave:
 
     def drained(self) -> None:
         """When there will be no more saves: waits until nothing is left of what was removed."""
-        if self._engine.writer.pid is None:
+        if self._session.writer.pid is None:
             return
         try:
-            self._warn(self._engine.writer.request({"op": "settle", "tidy": True}))
+            self._warn(self._session.writer.request({"op": "settle", "tidy": True}))
         except (CheckpointError, Dropped):
             log.warning("%s", _NOT_REMOVED, exc_info=True)
 

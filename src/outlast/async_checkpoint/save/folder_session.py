@@ -1,4 +1,4 @@
-"""What a process keeps for one folder of checkpoints: the writer, the arenas, the lock.
+"""What a process keeps for one folder of checkpoints: the writer, the memories, the lock.
 
 Made with the first checkpointer for a folder, and taken over by the next one for the same folder in
 this process: a training function that is restarted in place makes its checkpointer anew, and finds
@@ -20,8 +20,8 @@ import torch
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.save.structure_exchange import Agreed
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
-from outlast.async_checkpoint.snapshot.copy_overlapped import Guard
-from outlast.async_checkpoint.snapshot.shared_memory import Arena, populate
+from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, populate
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.storage.manifest import checksum
@@ -30,40 +30,40 @@ from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import claim
 from outlast.events import JsonlSink, Sink
 
-__all__ = ["Engine", "Slot", "engine_for"]
+__all__ = ["FolderSession", "SnapshotBuffer", "session_for"]
 
-_engines: dict[str, Engine] = {}
+_sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
 
 
 @dataclasses.dataclass
-class Slot:
+class SnapshotBuffer:
     """Room for one snapshot.
 
     Attributes:
         number: names it in the writer.
-        arena: the memory; none before the first use.
+        memory: the memory; none before the first use.
         structure: what its frames were made for.
         targets: tensors that look into it.
         busy: whether a save is using it.
         snapshot: what lies in it, once it is sealed.
         values: and what belongs to it that is no tensor.
-        guard: copies into it.
+        copy: copies into it.
         turn: counts its users; one of the past cannot give it back.
     """
 
     number: int
-    arena: Arena | None = None
+    memory: SharedMemory | None = None
     structure: Structure | None = None
     targets: Sequence[torch.Tensor] = ()
     busy: bool = False
     snapshot: dict[str, Any] | None = None
     values: bytes = b""
-    guard: Guard | EagerCopy | None = None
+    copy: OverlappedCopy | EagerCopy | None = None
     turn: int = 0
 
 
-class Engine:
+class FolderSession:
     """See the module. Not for use by two checkpointers at a time.
 
     Args:
@@ -83,8 +83,8 @@ class Engine:
         )
         self.described = Described()
         self.agreed = Agreed()
-        self.slots: list[Slot] = []
-        self.inherited: list[Slot] = []
+        self.buffers: list[SnapshotBuffer] = []
+        self.handed_over: list[SnapshotBuffer] = []
         self._sink: Sink | None = None
         self._freed = threading.Condition()
         self._allocating: threading.Thread | None = None
@@ -108,19 +108,21 @@ class Engine:
         name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
         return runtime_folder() / f"{name}.sock"
 
-    def inherit(self, rank: int, world_size: int) -> None:
+    def take_handover(self, rank: int, world_size: int) -> None:
         """Takes what a dead process of this rank left in memory."""
         found = claim(self.socket_path(rank, world_size))
         if found:
             self.writer.start()
-        for bequest in found:
-            number = 1000 + len(self.inherited)
-            arena = Arena(os.fstat(bequest.descriptor).st_size, bequest.descriptor)
-            slot = Slot(number, arena, snapshot=bequest.snapshot, values=bequest.values)
-            self.inherited.append(slot)
-            self.writer.give(number, arena, bequest.snapshot["index"].encode())
+        for snapshot in found:
+            number = 1000 + len(self.handed_over)
+            memory = SharedMemory(os.fstat(snapshot.descriptor).st_size, snapshot.descriptor)
+            buffer = SnapshotBuffer(
+                number, memory, snapshot=snapshot.snapshot, values=snapshot.values
+            )
+            self.handed_over.append(buffer)
+            self.writer.give(number, memory, snapshot.snapshot["index"].encode())
             self.writer.tell(
-                {"op": "sealed", "arena": number, "snapshot": bequest.snapshot}, bequest.values
+                {"op": "sealed", "buffer": number, "snapshot": snapshot.snapshot}, snapshot.values
             )
 
     def unlock(self) -> None:
@@ -130,43 +132,43 @@ class Engine:
             self.locked = False
 
     def resize(self, count: int) -> None:
-        """Has `count` slots."""
-        while len(self.slots) < count:
-            self.slots.append(Slot(len(self.slots)))
+        """Has `count` buffers."""
+        while len(self.buffers) < count:
+            self.buffers.append(SnapshotBuffer(len(self.buffers)))
 
-    def take(self, structure: Structure) -> Slot:
-        """A slot for a snapshot of this structure; waits for one to be free."""
+    def take(self, structure: Structure) -> SnapshotBuffer:
+        """A buffer for a snapshot of this structure; waits for one to be free."""
         with self._freed:
-            self._freed.wait_for(lambda: any(not slot.busy for slot in self.slots))
-            free = [slot for slot in self.slots if not slot.busy]
+            self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))
+            free = [buffer for buffer in self.buffers if not buffer.busy]
             # One that fits, if there is one; and then the one whose snapshot is older.
-            slot = min(free, key=lambda s: (s.structure is not structure, _age(s)))
-            slot.busy = True
-            slot.turn += 1
+            buffer = min(free, key=lambda s: (s.structure is not structure, _age(s)))
+            buffer.busy = True
+            buffer.turn += 1
         try:
-            self._fit(slot, structure)
+            self._fit(buffer, structure)
         except BaseException:
-            self.give_back(slot)
+            self.give_back(buffer)
             raise
-        return slot
+        return buffer
 
     def prepare(self, structure: Structure) -> None:
         """Allocates the memory for snapshots of this structure beside what comes next: the first
         save then costs as little as the others. What lies in memory already stays there.
         """
         with self._freed:
-            fresh = [slot for slot in self.slots if slot.arena is None and not slot.busy]
-            for slot in fresh:
-                slot.busy = True
+            fresh = [buffer for buffer in self.buffers if buffer.memory is None and not buffer.busy]
+            for buffer in fresh:
+                buffer.busy = True
         if not fresh:
             return
 
         def allocate() -> None:
-            for slot in fresh:
+            for buffer in fresh:
                 try:
-                    self._fit(slot, structure)
+                    self._fit(buffer, structure)
                 finally:
-                    self.give_back(slot)
+                    self.give_back(buffer)
 
         self.writer.start()
         self._allocating = threading.Thread(target=allocate, name="outlast-allocate", daemon=True)
@@ -176,98 +178,100 @@ class Engine:
         if self._allocating is not None:
             self._allocating.join()
 
-    def give_back(self, slot: Slot, turn: int | None = None) -> None:
+    def give_back(self, buffer: SnapshotBuffer, turn: int | None = None) -> None:
         """The save does not need it any more; nothing, if `turn` is not the present one."""
         with self._freed:
-            if turn is not None and turn != slot.turn:
+            if turn is not None and turn != buffer.turn:
                 return
-            if slot.guard is not None:
-                slot.guard.call_off()  # nothing more is copied into what others may take
-                slot.guard = None
-            slot.busy = False
+            if buffer.copy is not None:
+                buffer.copy.call_off()  # nothing more is copied into what others may take
+                buffer.copy = None
+            buffer.busy = False
             self._freed.notify_all()
 
     def give_back_all(self) -> None:
         """No save is under way any more."""
         self._await_allocation()
         with self._freed:
-            for slot in self.slots:
-                if slot.guard is not None:
-                    slot.guard.call_off()
-                    slot.guard = None
-                slot.busy = False
-                slot.turn += 1
+            for buffer in self.buffers:
+                if buffer.copy is not None:
+                    buffer.copy.call_off()
+                    buffer.copy = None
+                buffer.busy = False
+                buffer.turn += 1
             self._freed.notify_all()
 
-    def forget_inherited(self) -> None:
+    def release_handed_over(self) -> None:
         """The snapshots of a dead predecessor are of no use any more: there is a newer state."""
-        for slot in self.inherited:
-            self.writer.tell({"op": "release", "arena": slot.number})
-            self.writer.forget(slot.number)
-            if slot.arena is not None:
-                slot.arena.close()
-        self.inherited = []
+        for buffer in self.handed_over:
+            self.writer.tell({"op": "release", "buffer": buffer.number})
+            self.writer.forget(buffer.number)
+            if buffer.memory is not None:
+                buffer.memory.close()
+        self.handed_over = []
 
-    def _fit(self, slot: Slot, structure: Structure) -> None:
+    def _fit(self, buffer: SnapshotBuffer, structure: Structure) -> None:
         # Before the first byte is overwritten: see `writer_main`.
-        slot.snapshot = None
-        self.writer.tell({"op": "reuse", "arena": slot.number})
-        if slot.structure is structure:
+        buffer.snapshot = None
+        self.writer.tell({"op": "reuse", "buffer": buffer.number})
+        if buffer.structure is structure:
             return
-        slot.targets = ()
-        slot.structure = None
+        buffer.targets = ()
+        buffer.structure = None
         needed = structure.layout.size_bytes
-        if slot.arena is None or not needed <= slot.arena.size_bytes <= 2 * needed + (1 << 20):
-            old, slot.arena = slot.arena, None
+        if buffer.memory is None or not needed <= buffer.memory.size_bytes <= 2 * needed + (
+            1 << 20
+        ):
+            old, buffer.memory = buffer.memory, None
             if old is not None:
-                self.writer.forget(slot.number)
+                self.writer.forget(buffer.number)
                 old.close()
-            slot.arena = Arena(needed)
-            populate(slot.arena)
-            self._pin(slot.arena)
-        self.writer.give(slot.number, slot.arena, structure.index)
-        structure.layout.inscribe(slot.arena, structure.tensors)
-        slot.targets = structure.targets(slot.arena)
-        slot.structure = structure
+            buffer.memory = SharedMemory(needed)
+            populate(buffer.memory)
+            self._pin(buffer.memory)
+        self.writer.give(buffer.number, buffer.memory, structure.index)
+        structure.layout.inscribe(buffer.memory, structure.tensors)
+        buffer.targets = structure.targets(buffer.memory)
+        buffer.structure = structure
 
-    def _pin(self, arena: Arena) -> None:
+    def _pin(self, memory: SharedMemory) -> None:
         """Lets a GPU copy into it by itself, beside the program."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             # Without it copies are slower, but right; so an error is no reason to stop.
-            torch.cuda.cudart().cudaHostRegister(arena.address, arena.size_bytes, 0)
+            torch.cuda.cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)
 
     def close(self, timeout_s: float) -> None:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
         self._await_allocation()
-        for slot in self.slots:
-            if slot.guard is not None:
-                slot.guard.call_off()  # its memory goes
+        for buffer in self.buffers:
+            if buffer.copy is not None:
+                buffer.copy.call_off()  # its memory goes
         self.writer.close(timeout_s)
-        for slot in (*self.slots, *self.inherited):
-            slot.targets = ()
-            if slot.arena is not None:
-                slot.arena.close()
-        self.slots, self.inherited = [], []
+        for buffer in (*self.buffers, *self.handed_over):
+            buffer.targets = ()
+            if buffer.memory is not None:
+                buffer.memory.close()
+        self.buffers, self.handed_over = [], []
         self.storage.close()
         self.locked = False
         if self._sink is not None:
             self._sink.close()
             self._sink = None
         with _lock:
-            if _engines.get(self.url) is self:
-                del _engines[self.url]
+            if _sessions.get(self.url) is self:
+                del _sessions[self.url]
 
 
-def engine_for(url: str, *, threads: int, linger_s: float) -> tuple[Engine, bool]:
-    """The engine for a folder, and whether it was there before."""
+def session_for(url: str, *, threads: int, linger_s: float) -> tuple[FolderSession, bool]:
+    """The session for a folder, and whether it was there before."""
     with _lock:
-        if url in _engines:
-            return _engines[url], True
-        engine = Engine(url, threads=threads, linger_s=linger_s)
-        _engines[url] = engine
-        return engine, False
+        if url in _sessions:
+            return _sessions[url], True
+        session = FolderSession(url, threads=threads, linger_s=linger_s)
+        _sessions[url] = session
+        return session, False
 
 
-def _age(slot: Slot) -> int:
-    return -1 if slot.snapshot is None else int(slot.snapshot["number"])
+def _age(buffer: SnapshotBuffer) -> int:
+    return -1 if buffer.snapshot is None else int(buffer.snapshot["number"])

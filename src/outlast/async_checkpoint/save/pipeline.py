@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.folder_session import Engine, Slot
-from outlast.async_checkpoint.save.structure_exchange import Exchange
-from outlast.async_checkpoint.snapshot.copy_overlapped import Guard
+from outlast.async_checkpoint.save.folder_session import FolderSession, SnapshotBuffer
+from outlast.async_checkpoint.save.structure_exchange import StructureExchange
+from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
 from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.state_dict.catalog import Catalog
 from outlast.async_checkpoint.storage.manifest import (
@@ -46,7 +46,7 @@ from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, OutlastError, StoreError
 
-__all__ = ["METADATA", "Save", "Saver"]
+__all__ = ["METADATA", "Save", "SavePipeline"]
 
 METADATA = ".metadata"
 _ABORTED = "aborted: it was dropped for all ranks"
@@ -62,13 +62,13 @@ class Save:
     step: int
     metric: float | None
     handle: SaveHandle
-    slot: Slot
+    buffer: SnapshotBuffer
     snapshot: dict[str, Any]
     values: bytes
     places: list[list[int]]
     changed: bool
     catalog: Catalog | None
-    guard: Guard | None = None
+    copy: OverlappedCopy | None = None
     turn: int = 0
     hashed: bool = False
     sealed: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -77,11 +77,11 @@ class Save:
     began: float = 0.0
 
 
-class Saver:
+class SavePipeline:
     """The thread that saves go through.
 
     Args:
-        engine: of the folder.
+        session: of the folder.
         ledger: of the saves: call i is save i.
         exchange: of the structures.
         committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
@@ -93,16 +93,16 @@ class Saver:
 
     def __init__(
         self,
-        engine: Engine,
+        session: FolderSession,
         ledger: CallLedger,
-        exchange: Exchange,
+        exchange: StructureExchange,
         committed: Callable[[Manifest], None],
         ended: Callable[[Save, int, Exception | None, int], None],
         drained: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self._timeout = timeout_s
-        self._engine = engine
+        self._session = session
         self._ledger = ledger
         self._exchange = exchange
         self._committed = committed
@@ -143,13 +143,13 @@ class Saver:
         self._aborted = True
         pending = self.pending
         for save in pending:
-            if save.guard is not None:
-                save.guard.call_off()
+            if save.copy is not None:
+                save.copy.call_off()
             if not save.sealed.is_set():  # an interrupt has come between the copy and its seal
                 save.torn = CheckpointError(_ABORTED)
                 save.sealed.set()
         if pending:
-            self._engine.writer.tell({"op": "drop"})
+            self._session.writer.tell({"op": "drop"})
             threading.Thread(
                 target=self._drop, args=(pending,), name="outlast-abort", daemon=True
             ).start()
@@ -190,9 +190,9 @@ class Saver:
                 queued = len(self._pending)
             if error is None:
                 save.snapshot["committed"] = True
-                said = {"arena": save.slot.number, "save_id": save.snapshot["save_id"]}
-                self._engine.writer.tell({"op": "committed", **said})
-            self._engine.give_back(save.slot, save.turn)
+                said = {"buffer": save.buffer.number, "save_id": save.snapshot["save_id"]}
+                self._session.writer.tell({"op": "committed", **said})
+            self._session.give_back(save.buffer, save.turn)
             save.handle._end(error)
             self._ended(save, size_bytes, error, queued)
             if manifest is not None and not self._aborted:
@@ -261,7 +261,7 @@ class Saver:
         snapshot = save.snapshot
         header = {
             "op": "write",
-            "arena": save.slot.number,
+            "buffer": save.buffer.number,
             "save_id": snapshot["save_id"],
             "folder": snapshot["working"],
             "files": snapshot["layout"],
@@ -269,11 +269,11 @@ class Saver:
             "hashed": save.hashed,
         }
         try:
-            with self._engine.writer.one_at_a_time:  # no other saver's "begin" comes between
-                self._engine.writer.request({"op": "begin"})
+            with self._session.writer.one_at_a_time:  # no other saver's "begin" comes between
+                self._session.writer.request({"op": "begin"})
                 if self._aborted:
                     raise Dropped
-                answer = self._engine.writer.request(header, save.values)
+                answer = self._session.writer.request(header, save.values)
         finally:
             # Also where it has failed: only then is nothing copied any more, and no hook left. And
             # a torn snapshot is the first cause of its save's being dropped.
@@ -295,7 +295,7 @@ class Saver:
                 "manifest": MANIFEST,
                 "puts": [[name, len(content)] for name, content in puts],
             }
-            self._engine.writer.request(header, b"".join(content for _, content in puts))
+            self._session.writer.request(header, b"".join(content for _, content in puts))
         except (OutlastError, OSError, Dropped) as e:
             self._clean(save)
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
@@ -335,7 +335,7 @@ class Saver:
     def _clean(self, save: Save) -> None:
         """Removes what a save that failed has left. If that fails too, the next job does it."""
         with contextlib.suppress(WriterFailed, Dropped):
-            self._engine.writer.request({"op": "remove", "folders": [save.snapshot["working"]]})
+            self._session.writer.request({"op": "remove", "folders": [save.snapshot["working"]]})
 
     def _failure(self, save: Save, cause: str) -> CallFailure:
         return CallFailure.here(save.index, _name(save), self._ledger.rank, cause)

@@ -27,7 +27,7 @@ from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 
-__all__ = ["Agreed", "Exchange"]
+__all__ = ["Agreed", "StructureExchange"]
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Agreed:
         return known[1], known[2]
 
 
-class Exchange:
+class StructureExchange:
     """One rank's part in it. Rank 0 coordinates.
 
     Args:

@@ -1,17 +1,17 @@
-"""The chunks of a snapshot's files: copied, and checksummed in one go where that pays.
+"""The chunks of a snapshot's files: copied, and checksummed during the copy where that pays.
 
-Whoever copies a chunk has its bytes in the cache, and hashes them there for a fifth of what the
-copy takes. The writer process would have to fetch all of them from memory once more. So it is done
-where the copy runs beside the training (`copying.Guard`). Where the training waits for the copy,
-the writer hashes: the training goes on the sooner.
+The thread that copies a chunk has its bytes in the cache, and hashes them there for a fifth of the
+time of the copy; the writer process would have to read all of them from memory again. So the copy
+that runs beside the training (`OverlappedCopy`) also hashes. Where the training waits for the copy
+(`EagerCopy`), the writer hashes, and the training continues sooner.
 
-What is hashed on the way is the source, not the copy: that has gone past the caches
-(`snapshot/nontemporal_copy.py`). So a tensor that somebody writes to between the two gets a
-checksum that its copy does not have: such a checkpoint is not taken for a good one, where it would
-be one of a mixture otherwise. torch's own writes are noticed at once; this is about those that
-torch does not count. A tensor in memory that other processes share is left to the writer
-(`are_private`): programs that train in several processes on one tensor, without locks, do so on
-purpose.
+The hash is of the source, not of the copy, because the copy bypasses the caches
+(`snapshot/nontemporal_copy.py`). A tensor that is written to between its copy and its hash gets a
+checksum that does not match its copy: such a checkpoint fails verification, where it would
+otherwise hold a mixture of two states. Writes that torch counts are detected anyway; this concerns
+those that torch does not count. Tensors in memory that other processes share are hashed by the
+writer (`are_private`): programs that train one tensor from several processes without locks
+(Hogwild) do so on purpose.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 import xxhash
 
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
-from outlast.async_checkpoint.snapshot.shared_memory import Arena, memory_at, pieces
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at, pieces
 from outlast.async_checkpoint.storage.manifest import checksum
 
-__all__ = ["Chunk", "Chunks", "Cutting", "are_private", "cut", "told_of"]
+__all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "checksums_of_content", "cut"]
 
 # What a core's own cache holds beside other things: copied, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
@@ -39,7 +39,7 @@ def are_private(tensors: Sequence[torch.Tensor]) -> bool:
     return not any(tensor.is_shared() for tensor in tensors if tensor.device.type == "cpu")
 
 
-def told_of(name: str, content: bytes) -> dict[str, dict[str, Any]]:
+def checksums_of_content(name: str, content: bytes) -> dict[str, dict[str, Any]]:
     """What `Chunks.told` would say of a file of this content."""
     checksums = [checksum(content[at : at + n]) for at, n in pieces(len(content))]
     return {name: {"size_bytes": len(content), "checksums": checksums}}
@@ -51,8 +51,8 @@ class Chunk:
 
     Attributes:
         file, number: which.
-        begin, end: where, in the arena.
-        parts: of the moves that fill it: which, from its how manieth byte, where to in the arena,
+        begin, end: where, in the memory.
+        parts: of the moves that fill it: which, from its how manieth byte, where to in the memory,
             how much.
     """
 
@@ -69,8 +69,8 @@ def cut(
     """Cuts files into chunks, and what is moved into them.
 
     Args:
-        files: name, first byte in the arena, size.
-        places: in the arena, of what is moved: first byte and size, in their order, none empty.
+        files: name, first byte in the memory, size.
+        places: in the memory, of what is moved: first byte and size, in their order, none empty.
         all_of_them: whether also chunks into which nothing is moved.
     """
     ends = [at + size for at, size in places]
@@ -98,7 +98,7 @@ class Chunks:
     that is moved, on both sides.
 
     Args:
-        arena: what the snapshot goes to; what no move fills is there before a chunk is `filled`.
+        memory: what the snapshot goes to; what no move fills is there before a chunk is `filled`.
         chunks: of its files (`cut`).
         sources: the addresses that the moves are from.
         hashed: of which files the checksums are taken, and how large they are; the writer does it
@@ -107,13 +107,13 @@ class Chunks:
 
     def __init__(
         self,
-        arena: Arena,
+        memory: SharedMemory,
         chunks: Sequence[Chunk],
         sources: Sequence[int],
         hashed: Mapping[str, int] | None,
     ) -> None:
         self.hashed = hashed is not None
-        self._arena = arena.address
+        self._memory = memory.address
         self._chunks = chunks
         self._sources = sources
         self._sizes = hashed or {}
@@ -129,22 +129,22 @@ class Chunks:
         at = chunk.begin
         for which, offset, low, size in chunk.parts:
             if digest is not None and at < low:
-                digest.update(memory_at(self._arena + at, low - at))
+                digest.update(memory_at(self._memory + at, low - at))
             source = self._sources[which] + offset
             content = memory_at(source, size)
             for done in range(0, size, _CACHED_BYTES):
                 if called_off():
-                    return self._arena + chunk.begin
+                    return self._memory + chunk.begin
                 stretch = content[done : done + _CACHED_BYTES]
-                move(self._arena + low + done, source + done, len(stretch))
+                move(self._memory + low + done, source + done, len(stretch))
                 if digest is not None:
                     digest.update(stretch)
             at = low + size
         if digest is not None:
             if at < chunk.end:
-                digest.update(memory_at(self._arena + at, chunk.end - at))
+                digest.update(memory_at(self._memory + at, chunk.end - at))
             self._checksums[chunk.file][chunk.number] = digest.hexdigest()
-        return self._arena + chunk.end
+        return self._memory + chunk.end
 
     def told(self) -> dict[str, dict[str, Any]]:
         """Of each file `size_bytes` and `checksums`, as the manifest takes them; when all chunks
@@ -156,7 +156,7 @@ class Chunks:
         }
 
 
-class Cutting:
+class ChunkCache:
     """Remembers how the files were cut the last time: a save that moves what the one before has
     moved only looks at the addresses.
     """
@@ -166,26 +166,26 @@ class Cutting:
 
     def chunks(
         self,
-        arena: Arena,
+        memory: SharedMemory,
         files: Sequence[tuple[str, int, int]],
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
         hashed: bool,
     ) -> Chunks:
-        """The chunks of an arena.
+        """The chunks of a shared memory.
 
         Args:
-            arena: what the snapshot goes to.
-            files: name, first byte in the arena, size.
-            copies: from tensors in a row to tensors in the arena, in the order of these; what has
+            memory: what the snapshot goes to.
+            files: name, first byte in the memory, size.
+            copies: from tensors in a row to tensors in the memory, in the order of these; what has
                 no elements has no address, and is left out.
             hashed: whether the checksums are taken.
         """
         moved = [(source, to) for source, to in copies if source.nbytes]
-        places = [(to.data_ptr() - arena.address, to.nbytes) for _, to in moved]
+        places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]
         key = (files, places, hashed)
         if self._last is None or self._last[0] != key:
             self._last = (key, cut(files, places, all_of_them=hashed))
         sources = [source.data_ptr() for source, _ in moved]
         sizes = {name: size for name, _, size in files} if hashed else None
-        return Chunks(arena, self._last[1], sources, sizes)
+        return Chunks(memory, self._last[1], sources, sizes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outlast.async_checkpoint.snapshot.chunks import Chunks
-from outlast.async_checkpoint.snapshot.copy_overlapped import Copy
+from outlast.async_checkpoint.snapshot.copy_overlapped import CopyPair
 
 __all__ = ["EagerCopy"]
 
@@ -32,7 +32,7 @@ class EagerCopy:
         chunks: of the snapshot; they do it.
     """
 
-    def __init__(self, copies: Sequence[Copy], chunks: Chunks) -> None:
+    def __init__(self, copies: Sequence[CopyPair], chunks: Chunks) -> None:
         self._copies = copies
         self._chunks = chunks
         # The next of it is one step: no two threads get the same.

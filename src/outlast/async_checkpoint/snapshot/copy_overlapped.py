@@ -1,19 +1,20 @@
-"""Copies tensors into an arena: at once, or beside the training while it does not change them.
+"""Copies tensors beside the training, as long as the training does not change them.
 
-Eagerly, a save returns when everything is copied. Overlapped, it returns at once: tensors that
-only an optimizer changes (its parameters and its state) are copied by a thread beside the next
-forward and backward pass, and the optimizer's `step` waits, by torch's own hook, for what is left.
-All other tensors, batch-norm statistics say, are copied eagerly.
+An eager save returns when everything is copied. An overlapped save returns at once: tensors that
+only an optimizer changes (its parameters and its state) are copied by a thread during the next
+forward and backward pass, and the optimizer's `step` waits, in a hook of torch's, for the rest of
+the copy. All other tensors, such as batch-norm statistics, are copied eagerly (`copy_now`).
 
-What is copied must be the state of the moment of the save (C2), so a write to a tensor that is
-still being copied has to be noticed. torch counts the writes to a tensor (`_version`); a write
-counts when it ends. A `Guard` therefore compares the counts not when the copy ends, but later, on
-the thread that trains: there no write of that thread is under way, and every write that began
-before has counted. Only then is the snapshot sealed. What has been copied is written to files
-before that, but never committed: no rank says that it has finished before its seal. A write that
-torch does not count (through `.data`, numpy or a raw pointer) to a tensor that belongs to an
-optimizer, between `save` and `step`, is not seen then: such code needs an eager save. If it comes
-between a byte's copy and its checksum, the checkpoint does not pass for a good one
+A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
+being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
+it ends. `OverlappedCopy` therefore compares the counts not when the copy ends, but later, on the
+training thread: no write of that thread is in progress there, and every write that began before
+has been counted. Only then is the snapshot sealed. Copied bytes are written to files before that,
+but never committed: no rank reports that it has finished before its snapshot is sealed.
+
+A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
+optimizer, between `save` and `step`, is not detected: such code needs an eager save. If the write
+comes between the copy of a byte and its checksum, the checkpoint fails verification
 (`snapshot/chunks.py`).
 """
 
@@ -32,23 +33,23 @@ from outlast.async_checkpoint.snapshot.chunks import Chunks
 from outlast.errors import CheckpointError
 
 __all__ = [
-    "Copy",
-    "Guard",
+    "CopyPair",
+    "OverlappedCopy",
     "Writes",
-    "can_wait",
+    "addresses_of_optimizers",
+    "can_overlap",
     "copy_by_torch",
-    "in_a_row",
-    "owned_by",
+    "is_contiguous_cpu",
 ]
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
+CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
 # How much is copied before the writer is told, which writes pieces of that size.
 _TOLD_BYTES = 16 << 20
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 
 
-def in_a_row(tensor: torch.Tensor) -> bool:
+def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
     """Whether the tensor is bytes in a row in the processor's memory, and enough of them to be
     copied by themselves.
     """
@@ -60,7 +61,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
 
 
-def copy_by_torch(copies: Sequence[Copy]) -> None:
+def copy_by_torch(copies: Sequence[CopyPair]) -> None:
     """Copies tensors of any kind, and returns when that is done."""
     if not copies:
         return
@@ -97,18 +98,18 @@ class Writes:
         )
 
 
-def can_wait(tensor: torch.Tensor, owned: set[int]) -> bool:
+def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """Whether the tensor can be copied beside the training: only an optimizer changes it, and it is
     bytes in a row.
 
     Args:
         tensor: any.
-        owned: what optimizers change (`owned_by`).
+        owned: what optimizers change (`addresses_of_optimizers`).
     """
     return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
 
 
-def owned_by(optimizers: Iterable[Optimizer]) -> set[int]:
+def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
     """The tensors that only these optimizers change: the addresses of their bytes."""
     found: set[int] = set()
     for optimizer in optimizers:
@@ -127,7 +128,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-class Guard:
+class OverlappedCopy:
     """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
 
     Args:
@@ -142,7 +143,7 @@ class Guard:
 
     def __init__(
         self,
-        copies: Sequence[Copy],
+        copies: Sequence[CopyPair],
         chunks: Chunks,
         optimizers: Sequence[Optimizer],
         sealed: Callable[[CheckpointError | None], None],

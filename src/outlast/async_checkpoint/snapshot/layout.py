@@ -1,9 +1,9 @@
-"""Where the bytes of a rank's tensors lie: in its files, and so in the arena they are copied to.
+"""Where the bytes of a rank's tensors lie: in its files, and so in the memory they are copied to.
 
 The files are those of torch.distributed.checkpoint: each tensor is a `torch.save` of it, one after
 another. What surrounds a tensor's bytes in such a stream depends on its dtype and shape alone
-(`Frame`), and is laid into the arena once; a save then copies nothing but the tensors' bytes, to
-the very place that they have in the file.
+(`Frame`), and is laid into the memory once; a save then copies nothing but the tensors' bytes, to
+the very extent that they have in the file.
 
 The frames are torch's own: `torch.save` runs under `torch.serialization.skip_data` on a tensor
 that is never filled, into a file object that notes where torch skips. torch leaves the checksums
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from outlast.async_checkpoint.snapshot.shared_memory import Arena, page_up
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, page_up
 from outlast.async_checkpoint.state_dict.sharding import Item
 
-__all__ = ["Frame", "Layout", "Place", "frame", "lay_out"]
+__all__ = ["Frame", "Layout", "TensorExtent", "frame", "lay_out"]
 
 _ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it the same way
 # A file gets no more tensors once it has this size, so that several are written and read side by
@@ -46,7 +46,7 @@ class Frame:
 
 
 class _Recorder:
-    """A file that keeps what is written before and after the place that is skipped."""
+    """A file that keeps what is written before and after the extent that is skipped."""
 
     def __init__(self) -> None:
         self.parts = [bytearray(), bytearray()]
@@ -76,15 +76,15 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: its stream in the file, and its bytes in the arena."""
+class TensorExtent:
+    """Where a tensor lies: its stream in the file, and its bytes in the memory."""
 
     file: str
     stream_at: int
     stream_bytes: int
     data_at: int
     data_bytes: int
-    arena_at: int
+    buffer_at: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,41 +92,41 @@ class Layout:
     """Where everything lies.
 
     Attributes:
-        places: of the tensors, in the order in which they were given.
-        files: name, first byte in the arena, and size of each, all in whole pages.
-        size_bytes: of the arena.
+        extents: of the tensors, in the order in which they were given.
+        files: name, first byte in the memory, and size of each, all in whole pages.
+        size_bytes: of the memory.
     """
 
-    places: list[Place]
+    extents: list[TensorExtent]
     files: list[tuple[str, int, int]]
     size_bytes: int
 
-    def inscribe(self, arena: Arena, items: Sequence[Item]) -> None:
-        """Writes the frames into the arena; a save fills in the rest."""
-        for item, place in zip(items, self.places, strict=True):
+    def inscribe(self, memory: SharedMemory, items: Sequence[Item]) -> None:
+        """Writes the frames into the memory; a save fills in the rest."""
+        for item, extent in zip(items, self.extents, strict=True):
             around = frame(item.dtype, item.sizes)
-            begin = place.arena_at - len(around.head)
-            arena.view[begin : place.arena_at] = around.head
-            end = place.arena_at + place.data_bytes
-            arena.view[end : end + len(around.tail)] = around.tail
+            begin = extent.buffer_at - len(around.head)
+            memory.view[begin : extent.buffer_at] = around.head
+            end = extent.buffer_at + extent.data_bytes
+            memory.view[end : end + len(around.tail)] = around.tail
 
 
 def lay_out(items: Sequence[Item], rank: int) -> Layout:
     """Lays tensors out, in files of this rank. The same items give the same layout anywhere."""
-    places: list[Place] = []
+    extents: list[TensorExtent] = []
     files: list[tuple[str, int, int]] = []
-    begin, at = 0, 0  # of the present file in the arena; in the file
+    begin, at = 0, 0  # of the present file in the memory; in the file
     for item in items:
         around = frame(item.dtype, item.sizes)
         data_at = at + len(around.head)
-        places.append(
-            Place(
+        extents.append(
+            TensorExtent(
                 file=f"__{rank}_{len(files)}.distcp",
                 stream_at=at,
                 stream_bytes=around.size_bytes,
                 data_at=data_at,
                 data_bytes=around.data_bytes,
-                arena_at=begin + data_at,
+                buffer_at=begin + data_at,
             )
         )
         at += -(-around.size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -136,4 +136,4 @@ def lay_out(items: Sequence[Item], rank: int) -> Layout:
     if at:
         files.append((f"__{rank}_{len(files)}.distcp", begin, page_up(at)))
         begin += page_up(at)
-    return Layout(places, files, begin)
+    return Layout(extents, files, begin)

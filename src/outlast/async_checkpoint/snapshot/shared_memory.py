@@ -1,6 +1,6 @@
 """Shared memory in which a snapshot lies, laid out as the files that are written from it.
 
-An arena is an anonymous file in memory (`memfd_create`): the main process copies tensors into it,
+An memory is an anonymous file in memory (`memfd_create`): the main process copies tensors into it,
 the writer process, which was handed the descriptor, writes it to storage and checksums it. Nothing
 of it has a name in any file system, so nothing is left behind when the last process that holds it
 ends; and it lives on with the writer when the main process dies.
@@ -16,7 +16,15 @@ import os
 import threading
 from collections.abc import Sequence
 
-__all__ = ["CHUNK_BYTES", "PAGE_BYTES", "Arena", "memory_at", "page_up", "pieces", "populate"]
+__all__ = [
+    "CHUNK_BYTES",
+    "PAGE_BYTES",
+    "SharedMemory",
+    "memory_at",
+    "page_up",
+    "pieces",
+    "populate",
+]
 
 PAGE_BYTES = mmap.PAGESIZE
 # The unit that is written, read and checksummed at once: large enough for a disk to be at full
@@ -34,12 +42,12 @@ def page_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Arena:
+class SharedMemory:
     """A piece of shared memory of fixed size.
 
     Args:
         size_bytes: rounded up to whole pages.
-        descriptor: of an arena that another process made; a new one is made without.
+        descriptor: of a shared memory that another process made; a new one is made without.
 
     Attributes:
         descriptor: of the memory; whoever holds a copy of it keeps the memory alive.
@@ -74,14 +82,14 @@ class Arena:
             pass  # a tensor still looks into it: unmapped with the last of them
 
 
-def populate(arena: Arena, threads: int = 2) -> None:
-    """Allocates all pages of `arena` now, in parallel, so that the first copy into it runs at the
+def populate(memory: SharedMemory, threads: int = 2) -> None:
+    """Allocates all pages of `memory` now, in parallel, so that the first copy into it runs at the
     speed of the ones after. A kernel that cannot do that allocates them at the first touch.
     """
-    step = page_up(-(-arena.size_bytes // threads))
+    step = page_up(-(-memory.size_bytes // threads))
     parts = [
-        (arena.address + at, min(step, arena.size_bytes - at))
-        for at in range(0, arena.size_bytes, step)
+        (memory.address + at, min(step, memory.size_bytes - at))
+        for at in range(0, memory.size_bytes, step)
     ]
     workers = [
         threading.Thread(target=_libc.madvise, args=(*part, _MADV_POPULATE_WRITE)) for part in parts

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.state_dict.sharding import Item, Key, leaf_numbers, look_up
 from outlast.errors import CheckpointError
 
@@ -59,23 +59,23 @@ class Structure:
         """Whether it is what these would make."""
         return self._rank == rank and self.items == list(items) and self._mine == set(keys)
 
-    def targets(self, arena: Arena) -> list[torch.Tensor]:
-        """Tensors that look into the arena, one for each of `tensors`."""
+    def targets(self, memory: SharedMemory) -> list[torch.Tensor]:
+        """Tensors that look into the memory, one for each of `tensors`."""
         if not self.tensors:
             return []
-        whole = torch.frombuffer(arena.view, dtype=torch.uint8)
+        whole = torch.frombuffer(memory.view, dtype=torch.uint8)
         return [
-            whole[place.arena_at : place.arena_at + place.data_bytes]
+            whole[extent.buffer_at : extent.buffer_at + extent.data_bytes]
             .view(getattr(torch, item.dtype))
             .view(item.sizes)
-            if place.data_bytes  # torch aligns no place for nothing
+            if extent.data_bytes  # torch aligns no extent for nothing
             else torch.empty(item.sizes, dtype=getattr(torch, item.dtype))
-            for item, place in zip(self.tensors, self.layout.places, strict=True)
+            for item, extent in zip(self.tensors, self.layout.extents, strict=True)
         ]
 
     def _describe(self) -> bytes:
         tensors: dict[str, Any] = {}
-        for item, place in zip(self.tensors, self.layout.places, strict=True):
+        for item, extent in zip(self.tensors, self.layout.extents, strict=True):
             entry = tensors.setdefault(
                 item.name,
                 {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
@@ -84,8 +84,8 @@ class Structure:
                 {
                     "offsets": item.offsets,
                     "sizes": item.sizes,
-                    "file": place.file,
-                    "at": place.data_at,
+                    "file": extent.file,
+                    "at": extent.data_at,
                 }
             )
         values = [[item.name, item.path] for item in self.values]

@@ -15,19 +15,19 @@ import torch
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.folder_session import Engine, Slot
+from outlast.async_checkpoint.save.folder_session import FolderSession, SnapshotBuffer
 from outlast.async_checkpoint.save.pipeline import Save
-from outlast.async_checkpoint.save.structure_exchange import Exchange
-from outlast.async_checkpoint.snapshot.chunks import Cutting, are_private, told_of
+from outlast.async_checkpoint.save.structure_exchange import StructureExchange
+from outlast.async_checkpoint.snapshot.chunks import ChunkCache, are_private, checksums_of_content
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
 from outlast.async_checkpoint.snapshot.copy_overlapped import (
-    Copy,
-    Guard,
+    CopyPair,
+    OverlappedCopy,
     Writes,
-    can_wait,
+    addresses_of_optimizers,
+    can_overlap,
     copy_by_torch,
-    in_a_row,
-    owned_by,
+    is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.catalog import Catalog
@@ -44,7 +44,7 @@ class Snapshots:
     """One rank's snapshots.
 
     Args:
-        engine: has the memory for them.
+        session: has the memory for them.
         exchange: agrees on structures with the other ranks.
         described: what this process remembers of state dicts.
         optimizers: what only they change is copied beside the training.
@@ -54,15 +54,15 @@ class Snapshots:
 
     def __init__(
         self,
-        engine: Engine,
-        exchange: Exchange,
+        session: FolderSession,
+        exchange: StructureExchange,
         described: Described,
         optimizers: Sequence[Optimizer],
         rank: int,
         world_size: int,
         job: str,
     ) -> None:
-        self._engine = engine
+        self._session = session
         self._exchange = exchange
         self._described = described
         self._optimizers = optimizers
@@ -71,7 +71,7 @@ class Snapshots:
         self._job = job
         self._signature: list[Any] = []
         self._structure: Structure | None = None
-        self._now, self._later = Cutting(), Cutting()
+        self._now, self._later = ChunkCache(), ChunkCache()
         self._private: tuple[list[int], bool] | None = None
 
     def take(
@@ -84,13 +84,13 @@ class Snapshots:
         leaves: list[Any] = []
         walk(state_dict, found, leaves)
         structure, catalog, changed = self._structure_of(index, state_dict, found)
-        slot = self._engine.take(structure)
+        buffer = self._session.take(structure)
         try:
-            save = self._describe(index, step, metric, state_dict, structure, slot)
+            save = self._describe(index, step, metric, state_dict, structure, buffer)
             save.changed, save.catalog = changed, catalog
             self._copy(save, leaves, structure)
         except BaseException:
-            self._engine.give_back(slot)
+            self._session.give_back(buffer)
             raise
         return save
 
@@ -106,7 +106,7 @@ class Snapshots:
             with contextlib.suppress(StoreError):
                 self._exchange.refuse(index, str(e))
         else:
-            self._engine.prepare(structure)
+            self._session.prepare(structure)
 
     def let_go(self) -> None:
         """Holds the training's optimizers no longer; there will be no more snapshots."""
@@ -129,16 +129,16 @@ class Snapshots:
         metric: float | None,
         state_dict: Mapping[str, Any],
         structure: Structure,
-        slot: Slot,
+        buffer: SnapshotBuffer,
     ) -> Save:
         values, places = structure.pickle_values(state_dict)
         save_id = f"{self._job}{index:08x}"
-        working, final = self._engine.storage.names_for(step, save_id)
+        working, final = self._session.storage.names_for(step, save_id)
         snapshot = {
             "step": step,
             "number": index,
             "save_id": save_id,
-            "folder_id": self._engine.identity,
+            "folder_id": self._session.identity,
             "rank": self._rank,
             "world_size": self._world_size,
             "working": working,
@@ -146,58 +146,60 @@ class Snapshots:
             "layout": structure.layout.files,
             "values": values_file(self._rank) if values else "",
             "places": places,
-            "socket": str(self._engine.socket_path(self._rank, self._world_size)),
+            "socket": str(self._session.socket_path(self._rank, self._world_size)),
         }
-        handle = SaveHandle(step, lambda: save.guard.seal() if save.guard is not None else None)
-        save = Save(index, step, metric, handle, slot, snapshot, values, places, False, None)
-        save.turn = slot.turn
+        handle = SaveHandle(step, lambda: save.copy.seal() if save.copy is not None else None)
+        save = Save(index, step, metric, handle, buffer, snapshot, values, places, False, None)
+        save.turn = buffer.turn
         return save
 
     def _copy(self, save: Save, leaves: list[Any], structure: Structure) -> None:
-        slot = save.slot
-        assert slot.arena is not None
-        arena = slot.arena
+        buffer = save.buffer
+        assert buffer.memory is not None
+        memory = buffer.memory
         sources = structure.sources(leaves)
-        later, now = self._split(list(zip(sources, slot.targets, strict=True)))
+        later, now = self._split(list(zip(sources, buffer.targets, strict=True)))
 
-        writer = self._engine.writer
-        said = {"arena": slot.number, "save_id": save.snapshot["save_id"]}
+        writer = self._session.writer
+        said = {"buffer": buffer.number, "save_id": save.snapshot["save_id"]}
 
         def sealed(error: CheckpointError | None) -> None:
             save.torn = error
             if error is None:
                 if chunks.hashed:
                     values = save.snapshot["values"]
-                    small = told_of(values, save.values) if values else {}
+                    small = checksums_of_content(values, save.values) if values else {}
                     save.snapshot["files"] = {**chunks.told(), **small}
-                slot.snapshot, slot.values = save.snapshot, save.values
+                buffer.snapshot, buffer.values = save.snapshot, save.values
                 writer.tell({"op": "sealed", "snapshot": save.snapshot, **said}, save.values)
             else:
                 writer.tell({"op": "torn", **said})
             save.sealed.set()
 
         def reached(address: int) -> None:
-            writer.tell({"op": "copied", "upto": address - arena.address, **said})
+            writer.tell({"op": "copied", "upto": address - memory.address, **said})
 
         writer.start()
-        in_rows = [each for each in now if in_a_row(each[0])]
-        others = [each for each in now if not in_a_row(each[0])]
+        in_rows = [each for each in now if is_contiguous_cpu(each[0])]
+        others = [each for each in now if not is_contiguous_cpu(each[0])]
         files = structure.layout.files
         # On the way, where nobody waits for it.
         hashed = save.hashed = bool(later) and self._are_private(sources)
         writes = Writes(source for source, _ in now)
         copy_by_torch(others)
-        chunks = self._now.chunks(arena, files, in_rows, hashed=False)
-        slot.guard = eager = EagerCopy(in_rows, chunks)
+        chunks = self._now.chunks(memory, files, in_rows, hashed=False)
+        buffer.copy = eager = EagerCopy(in_rows, chunks)
         eager.run()
         error = writes.found("by another thread")
         if error is not None or not later:
             sealed(error)
         else:
-            chunks = self._later.chunks(arena, files, later, hashed=hashed)
-            save.guard = slot.guard = Guard(later, chunks, self._optimizers, sealed, reached)
-            save.guard.start()
-        self._engine.forget_inherited()
+            chunks = self._later.chunks(memory, files, later, hashed=hashed)
+            save.copy = buffer.copy = OverlappedCopy(
+                later, chunks, self._optimizers, sealed, reached
+            )
+            save.copy.start()
+        self._session.release_handed_over()
 
     def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
         addresses = [source.data_ptr() for source in sources]
@@ -206,12 +208,12 @@ class Snapshots:
             self._private = (addresses, are_private(sources))
         return self._private[1]
 
-    def _split(self, copies: list[Copy]) -> tuple[list[Copy], list[Copy]]:
+    def _split(self, copies: list[CopyPair]) -> tuple[list[CopyPair], list[CopyPair]]:
         if not self._optimizers:
             return [], copies
-        owned = owned_by(self._optimizers)
-        later: list[Copy] = []
-        now: list[Copy] = []
+        owned = addresses_of_optimizers(self._optimizers)
+        later: list[CopyPair] = []
+        now: list[CopyPair] = []
         for source, to in copies:
-            (later if can_wait(source, owned) else now).append((source, to))
+            (later if can_overlap(source, owned) else now).append((source, to))
         return later, now

@@ -69,12 +69,12 @@ class Catalog:
     def _add(self, structure: Structure) -> None:
         for item in (*structure.tensors, *structure.values):
             self._paths[item.name] = item.path
-        for item, place in zip(structure.tensors, structure.layout.places, strict=True):
+        for item, extent in zip(structure.tensors, structure.layout.extents, strict=True):
             entry = self.tensors.setdefault(
                 item.name, TensorEntry(_listed(item.path), item.dtype, list(item.shape), [])
             )
             entry.shards.append(
-                Shard(list(item.offsets), list(item.sizes), place.file, place.data_at)
+                Shard(list(item.offsets), list(item.sizes), extent.file, extent.data_at)
             )
             described = self._described.setdefault(
                 item.name,
@@ -86,7 +86,7 @@ class Catalog:
             described.chunks.append(
                 ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
             )
-            self._stored[index] = _StorageInfo(place.file, place.stream_at, place.stream_bytes)
+            self._stored[index] = _StorageInfo(extent.file, extent.stream_at, extent.stream_bytes)
 
 
 def _listed(path: tuple[Any, ...]) -> list[Any]:

@@ -1,12 +1,12 @@
 """The main process's side of its writer process: started when needed, started again when lost.
 
 One thread of the checkpointer makes all requests that are answered (`request`); any thread may
-`tell` what needs no answer. The arenas are held on both sides, so a new writer gets them again;
+`tell` what needs no answer. The memories are held on both sides, so a new writer gets them again;
 what a lost one was writing has failed.
 
 The main thread of a training that is restarted in place is interrupted anywhere. A message that
 was cut short ends the channel, and an answer of which half may have been read ends the writer:
-the next one gets the arenas, and is told what lies in them.
+the next one gets the memories, and is told what lies in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
@@ -46,10 +46,10 @@ class WriterClient:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = {**config, "main": os.getpid()}
         self._process: BackgroundProcess | None = None
-        self._arenas: dict[int, tuple[Arena, bytes]] = {}
+        self.memories: dict[int, tuple[SharedMemory, bytes]] = {}
         self._starting = threading.Lock()
         self._closed = False
-        # How the snapshot in each arena has ended, for a writer that takes the place of another.
+        # How the snapshot in each memory has ended, for a writer that takes the place of another.
         self._ends: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._half_read = False
         self._requests = 0
@@ -80,42 +80,42 @@ class WriterClient:
                 "outlast.async_checkpoint.writer.main",
                 arguments=[pack(self._config).decode().rstrip("\n")],
             )
-            for number, (arena, index) in self._arenas.items():
-                self._hand(process, number, arena, index)
+            for number, (memory, index) in self.memories.items():
+                self._hand(process, number, memory, index)
             # What is told meanwhile comes after it, to the new process.
             with self._telling:
                 for header, blob in self._ends.values():
                     process.channel.send(pack(header, blob))
                 self._process = process
 
-    def give(self, number: int, arena: Arena, index: bytes) -> None:
-        """Gives the writer an arena, instead of the one of that number.
+    def give(self, number: int, memory: SharedMemory, index: bytes) -> None:
+        """Gives the writer a shared memory, instead of the one of that number.
 
         Args:
             number: names it.
-            arena: the memory.
+            memory: the memory.
             index: what lies in it and where (`Structure.index`).
         """
         with self._starting:
-            self._arenas[number] = (arena, index)
+            self.memories[number] = (memory, index)
             with self._telling:
                 self._ends.pop(number, None)
             if self._process is not None:
                 with contextlib.suppress(OSError):  # lost: the next one gets it
-                    self._hand(self._process, number, arena, index)
+                    self._hand(self._process, number, memory, index)
 
     def forget(self, number: int) -> None:
-        """A writer that is started anew does not get this arena."""
+        """A writer that is started anew does not get this memory."""
         with self._starting:
-            self._arenas.pop(number, None)
+            self.memories.pop(number, None)
 
     def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Says something that is not answered. A writer that is lost needs not to know."""
         with self._telling:  # either this process is told, or the one that takes its place
             if header["op"] in ("sealed", "torn"):
-                self._ends[header["arena"]] = (header, blob)
+                self._ends[header["buffer"]] = (header, blob)
             elif header["op"] in ("reuse", "release"):
-                self._ends.pop(header["arena"], None)
+                self._ends.pop(header["buffer"], None)
             process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ class WriterClient:
 
     def free(self, timeout: float) -> None:
         """Has what was asked for end. A writer that does not come back, because its disk does not,
-        is ended, and the next one takes its place: the arenas are here too.
+        is ended, and the next one takes its place: the memories are here too.
 
         Args:
             timeout: in seconds.
@@ -188,9 +188,11 @@ class WriterClient:
                 self._process.close(timeout)
                 self._process = None
 
-    def _hand(self, process: BackgroundProcess, number: int, arena: Arena, index: bytes) -> None:
-        header = {"op": "arena", "arena": number, "size_bytes": arena.size_bytes}
-        process.channel.send(pack(header, index), [arena.descriptor])
+    def _hand(
+        self, process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes
+    ) -> None:
+        header = {"op": "buffer", "buffer": number, "size_bytes": memory.size_bytes}
+        process.channel.send(pack(header, index), [memory.descriptor])
 
     def _give_up(self) -> None:
         with self._starting:

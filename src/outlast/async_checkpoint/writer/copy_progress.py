@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["Filling"]
+__all__ = ["CopyProgress"]
 
 
-class Filling:
+class CopyProgress:
     """Of one snapshot."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Filling:
         self._torn = False
 
     def reached(self, upto: int) -> None:
-        """Every byte of the arena before `upto` is as it will be."""
+        """Every byte of the memory before `upto` is as it will be."""
         with self._changed:
             self._upto = max(self._upto, upto)
             self._changed.notify_all()

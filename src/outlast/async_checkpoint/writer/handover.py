@@ -23,7 +23,7 @@ from typing import Any
 from outlast.system.channel import Channel
 from outlast.system.messages import pack, unpack
 
-__all__ = ["Bequest", "claim", "hand_over", "open_pidfd", "private_folder"]
+__all__ = ["HandedOver", "claim", "hand_over", "open_pidfd", "private_folder"]
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A successor that connected and then says nothing must not keep the writer for ever.
@@ -31,8 +31,8 @@ _PATIENCE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Bequest:
-    """A snapshot: what it is, the values of it that are no tensors, its arena's descriptor."""
+class HandedOver:
+    """A snapshot: what it is, the values of it that are no tensors, its memory's descriptor."""
 
     snapshot: dict[str, Any]
     values: bytes
@@ -61,7 +61,7 @@ def open_pidfd(pid: int) -> int:
         return -1
 
 
-def hand_over(estate: Sequence[Bequest], linger_s: float, launcher: int) -> None:
+def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int) -> None:
     """Waits for a successor, and gives it everything.
 
     Args:
@@ -92,18 +92,18 @@ def hand_over(estate: Sequence[Bequest], linger_s: float, launcher: int) -> None
             path.unlink(missing_ok=True)
 
 
-def _give(connection: socket.socket, estate: Sequence[Bequest]) -> None:
+def _give(connection: socket.socket, estate: Sequence[HandedOver]) -> None:
     channel = Channel(connection)
     with contextlib.suppress(OSError, EOFError):  # it died as well: its own successor starts anew
-        for bequest in estate:
-            channel.send(pack(bequest.snapshot, bequest.values), [bequest.descriptor])
+        for snapshot in estate:
+            channel.send(pack(snapshot.snapshot, snapshot.values), [snapshot.descriptor])
         channel.send(b"")
         if select.select([channel], [], [], _PATIENCE_S)[0]:
             channel.receive()
     channel.close()
 
 
-def claim(path: Path) -> list[Bequest]:
+def claim(path: Path) -> list[HandedOver]:
     """What a dead predecessor left, if its writer is still there. The descriptors are the
     caller's to close.
     """
@@ -120,14 +120,14 @@ def claim(path: Path) -> list[Bequest]:
         connection.close()
         return []
     channel = Channel(connection)
-    found: list[Bequest] = []
+    found: list[HandedOver] = []
     try:
         while True:
             payload, descriptors = channel.receive()
             if not payload:
                 break
             snapshot, values = unpack(payload)
-            found.append(Bequest(snapshot, values, descriptors[0]))
+            found.append(HandedOver(snapshot, values, descriptors[0]))
         channel.send(b"thanks")
     except (OSError, EOFError):  # what has come is whole all the same: checksums tell
         pass

@@ -1,9 +1,9 @@
 """The writer process: writes snapshots to storage, checksums them, and keeps the last ones.
 
 A program of its own (see `writer/client.py` for the side that starts it), without torch, of low
-priority. It holds the arenas of the main process, so the snapshots outlive that. When the main
+priority. It holds the memories of the main process, so the snapshots outlive that. When the main
 process ends without a word of goodbye, it lingers for a while on a socket in a private folder, and
-hands the arenas to the successor that asks; then it ends. It ends at once when the process that
+hands the memories to the successor that asks; then it ends. It ends at once when the process that
 would start a successor (the launcher: the main process's own parent) is gone too, so it is never
 left behind.
 
@@ -23,10 +23,10 @@ import threading
 import traceback
 from typing import Any
 
-from outlast.async_checkpoint.snapshot.shared_memory import Arena
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.protocol import open_storage
-from outlast.async_checkpoint.writer.copy_progress import Filling
-from outlast.async_checkpoint.writer.handover import Bequest, hand_over, open_pidfd
+from outlast.async_checkpoint.writer.copy_progress import CopyProgress
+from outlast.async_checkpoint.writer.handover import HandedOver, hand_over, open_pidfd
 from outlast.async_checkpoint.writer.write_files import Dropped, checksums_of, write_files
 from outlast.system.background_process import settle
 from outlast.system.channel import Channel
@@ -36,7 +36,7 @@ __all__ = ["main"]
 
 
 class Writer:
-    """The writer process's state: arenas, the snapshots that lie in them, the work to do."""
+    """The writer process's state: memories, the snapshots that lie in them, the work to do."""
 
     def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
         self.channel = channel
@@ -44,13 +44,13 @@ class Writer:
         self.main_process = open_pidfd(parent) if parent == config["main"] else -1
         self.config = config
         self.storage = open_storage(config["url"])
-        self.arenas: dict[int, Arena] = {}
+        self.memories: dict[int, SharedMemory] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}
         self.values: dict[int, bytes] = {}
         self.indexes: dict[int, bytes] = {}
         self.dropped = threading.Event()
-        # Of snapshots that are written, or will be: by the arena and the save.
-        self.fillings: dict[tuple[int, str], Filling] = {}
+        # Of snapshots that are written, or will be: by the memory and the save.
+        self.progress: dict[tuple[int, str], CopyProgress] = {}
         self.written: dict[int, tuple[str, dict[str, Any]]] = {}
         self._work: queue.SimpleQueue[tuple[dict[str, Any], bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write_all, name="outlast-writer", daemon=True).start()
@@ -87,60 +87,60 @@ class Writer:
 
     def _take(self, request: dict[str, Any], blob: bytes, descriptors: list[int]) -> None:
         op = request["op"]
-        if op == "arena":
-            old = self.arenas.pop(request["arena"], None)
-            self._reuse(request["arena"])
+        if op == "buffer":
+            old = self.memories.pop(request["buffer"], None)
+            self._reuse(request["buffer"])
             if old is not None:
                 old.close()
-            self.arenas[request["arena"]] = Arena(request["size_bytes"], descriptors[0])
-            self.indexes[request["arena"]] = blob
+            self.memories[request["buffer"]] = SharedMemory(request["size_bytes"], descriptors[0])
+            self.indexes[request["buffer"]] = blob
         elif op == "reuse":
-            # From here on the main process writes into the arena: what lay there is no more. It
+            # From here on the main process writes into the memory: what lay there is no more. It
             # was told before the first byte is written, so this holds also if it dies next.
-            self._reuse(request["arena"])
+            self._reuse(request["buffer"])
         elif op == "copied":
-            self._filling(request["arena"], request["save_id"]).reached(request["upto"])
+            self._progress(request["buffer"], request["save_id"]).reached(request["upto"])
         elif op == "torn":
-            self._filling(request["arena"], request["save_id"]).tear()
+            self._progress(request["buffer"], request["save_id"]).tear()
         elif op == "sealed":
             snapshot = request["snapshot"]
-            self.values[request["arena"]] = blob
-            self.snapshots[request["arena"]] = snapshot
+            self.values[request["buffer"]] = blob
+            self.snapshots[request["buffer"]] = snapshot
             # `_do` looks the other way round: one of the two finds both.
-            self._take_checksums(request["arena"])
-            self._filling(request["arena"], snapshot["save_id"]).reached(sys.maxsize)
+            self._take_checksums(request["buffer"])
+            self._progress(request["buffer"], snapshot["save_id"]).reached(sys.maxsize)
         elif op == "committed":
-            snapshot = self.snapshots.get(request["arena"])
+            snapshot = self.snapshots.get(request["buffer"])
             if snapshot is not None and snapshot["save_id"] == request["save_id"]:
                 snapshot["committed"] = True
         elif op == "release":
-            self._reuse(request["arena"])
-            self.values.pop(request["arena"], None)
-            if (arena := self.arenas.pop(request["arena"], None)) is not None:
-                arena.close()
+            self._reuse(request["buffer"])
+            self.values.pop(request["buffer"], None)
+            if (memory := self.memories.pop(request["buffer"], None)) is not None:
+                memory.close()
         elif op == "drop":
             self._drop()
         else:
             self._work.put((request, blob))
 
-    def _reuse(self, arena: int) -> None:
-        """What lay in the arena is no more, and nobody waits for more of it."""
-        self.snapshots.pop(arena, None)
-        self.written.pop(arena, None)
-        for key in [key for key in list(self.fillings) if key[0] == arena]:
-            self.fillings.pop(key).tear()
+    def _reuse(self, memory: int) -> None:
+        """What lay in the memory is no more, and nobody waits for more of it."""
+        self.snapshots.pop(memory, None)
+        self.written.pop(memory, None)
+        for key in [key for key in list(self.progress) if key[0] == memory]:
+            self.progress.pop(key).tear()
 
     def _drop(self) -> None:
         self.dropped.set()
-        for filling in list(self.fillings.values()):
-            filling.wake()
+        for progress in list(self.progress.values()):
+            progress.wake()
 
-    def _filling(self, arena: int, save_id: str) -> Filling:
-        return self.fillings.setdefault((arena, save_id), Filling())
+    def _progress(self, memory: int, save_id: str) -> CopyProgress:
+        return self.progress.setdefault((memory, save_id), CopyProgress())
 
-    def _take_checksums(self, arena: int) -> None:
+    def _take_checksums(self, memory: int) -> None:
         """Gives a snapshot the checksums that it was written with."""
-        snapshot, written = self.snapshots.get(arena), self.written.get(arena)
+        snapshot, written = self.snapshots.get(memory), self.written.get(memory)
         if snapshot is not None and written is not None and snapshot["save_id"] == written[0]:
             snapshot["files"] = written[1]
 
@@ -166,17 +166,17 @@ class Writer:
             self.dropped.clear()
             return {}
         if op == "write":
-            number, save_id = request["arena"], request["save_id"]
-            filling = self._filling(number, save_id)
+            number, save_id = request["buffer"], request["save_id"]
+            progress = self._progress(number, save_id)
             written = write_files(
                 self.storage,
                 request["folder"],
-                self.arenas[number].view,
+                self.memories[number].view,
                 request["files"],
                 {request["values"]: blob} if blob else {},
                 threads=self.config["threads"],
                 dropped=self.dropped,
-                filled=lambda upto: filling.wait_for(upto, self.dropped),
+                filled=lambda upto: progress.wait_for(upto, self.dropped),
                 hashes=not request["hashed"],
                 make_room=self._make_room,
             )
@@ -241,23 +241,25 @@ class Writer:
         for number, snapshot in list(self.snapshots.items()):
             if snapshot.get("files") is None:  # sealed, but not yet written and hashed
                 snapshot["files"] = checksums_of(
-                    self.arenas[number].view,
+                    self.memories[number].view,
                     snapshot["layout"],
                     {snapshot["values"]: self.values[number]} if snapshot["values"] else {},
                 )
             index = self.indexes.get(number, b"").decode()
-            found.append({**snapshot, "arena": number, "index": index})
+            found.append({**snapshot, "buffer": number, "index": index})
         return found
 
-    def estate(self) -> list[Bequest]:
+    def estate(self) -> list[HandedOver]:
         """What a successor of the main process can use."""
         return [
-            Bequest(snapshot, self.values.get(snapshot["arena"], b""), self._arena_fd(snapshot))
+            HandedOver(
+                snapshot, self.values.get(snapshot["buffer"], b""), self._descriptor_of(snapshot)
+            )
             for snapshot in self.described()
         ]
 
-    def _arena_fd(self, snapshot: dict[str, Any]) -> int:
-        return self.arenas[snapshot["arena"]].descriptor
+    def _descriptor_of(self, snapshot: dict[str, Any]) -> int:
+        return self.memories[snapshot["buffer"]].descriptor
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes an arena to files, by several threads, and takes their checksums.
+"""Writes a shared memory to files, by several threads, and takes their checksums.
 
 Each thread takes the next piece, of any file, waits for it to be there, and writes it. Unless
 whoever has copied it has its checksums, it hashes the chunks too: the disk is busy with one
@@ -24,7 +24,7 @@ __all__ = ["PIECE_BYTES", "Dropped", "checksums_of", "write_files"]
 # 1.2 times as long, 64 MiB ones 1.07 times.
 PIECE_BYTES = 4 * CHUNK_BYTES
 
-Files = Sequence[tuple[str, int, int]]  # name, first byte in the arena, size
+Files = Sequence[tuple[str, int, int]]  # name, first byte in the memory, size
 
 
 class Dropped(Exception):
@@ -35,7 +35,7 @@ class _File:
     def __init__(self, name: str, view: memoryview, begin: int = 0) -> None:
         self.name = name
         self.view = view
-        self.begin = begin  # in the arena
+        self.begin = begin  # in the memory
         self.checksums = [""] * len(pieces(len(view)))
         self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
         self.writer: FileWriter | None = None
@@ -44,7 +44,7 @@ class _File:
 def write_files(
     storage: Storage,
     folder: str,
-    arena: memoryview,
+    memory: memoryview,
     files: Files,
     small: Mapping[str, bytes],
     *,
@@ -58,11 +58,11 @@ def write_files(
 
     Args:
         storage, folder: where to; the folder is made.
-        arena, files: the large ones lie in the arena.
+        memory, files: the large ones lie in the memory.
         small: content of others, by name.
         threads: how many pieces are under way at once.
         dropped: set when the result is not wanted any more.
-        filled: waits until the arena is filled up to there; `False` if it never will be.
+        filled: waits until the memory is filled up to there; `False` if it never will be.
         make_room: called once for a file that the disk has no room for, before it is tried again.
         hashes: whether to take checksums; without, those that are returned are empty.
 
@@ -74,9 +74,9 @@ def write_files(
         OSError: of the first piece that failed.
     """
     storage.make(folder)
-    parts = [_File(name, arena[at : at + size], at) for name, at, size in files]
+    parts = [_File(name, memory[at : at + size], at) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
-    in_arena = {name for name, _, _ in files}
+    in_memory = {name for name, _, _ in files}
     lock = threading.Lock()
     failed = threading.Event()
     jobs = _jobs(parts)
@@ -98,7 +98,7 @@ def write_files(
                     return
                 part, at, size = job
             try:
-                whole = part.name not in in_arena or filled(part.begin + at + size)
+                whole = part.name not in in_memory or filled(part.begin + at + size)
                 if dropped.is_set() or not whole:
                     raise Dropped
                 with lock:
@@ -132,10 +132,10 @@ def write_files(
 
 
 def checksums_of(
-    arena: memoryview, files: Files, small: Mapping[str, bytes]
+    memory: memoryview, files: Files, small: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
     """What `write_files` would return, of a snapshot that was never written."""
-    parts = [_File(name, arena[at : at + size]) for name, at, size in files]
+    parts = [_File(name, memory[at : at + size]) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
     for part in parts:
         part.checksums = [checksum(part.view[at : at + n]) for at, n in pieces(len(part.view))]
