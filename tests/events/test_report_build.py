@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.stories import (
+from events.synthetic_run import (
     ABORT,
     ASSIGN,
     FINALIZE,
@@ -16,7 +16,7 @@ from events.stories import (
     INTERRUPT,
     RESTART,
     SEEN,
-    Story,
+    SyntheticRun,
 )
 from outlast.events import (
     EVENT_TYPES,
@@ -30,27 +30,27 @@ from outlast.events import (
     Seen,
     WorkerExited,
 )
-from outlast.events.report.story import build, to_json
+from outlast.events.report import build, to_json
 
 
-def run_with_an_exception() -> Story:
-    story = Story()
-    story.begin(at=1.0)
-    story.fault(2, at=11.0)
-    story.restart(at=11.0, late=0.25)
-    story.complete(at=21.5)
-    return story
+def run_with_an_exception() -> SyntheticRun:
+    run = SyntheticRun()
+    run.begin(at=1.0)
+    run.fault(2, at=11.0)
+    run.restart(at=11.0, late=0.25)
+    run.complete(at=21.5)
+    return run
 
 
-def run_with_a_death() -> Story:
-    story = Story()
-    story.begin(at=1.0)
+def run_with_a_death() -> SyntheticRun:
+    run = SyntheticRun()
+    run.begin(at=1.0)
     for peer in (0, 3):  # the echo is written before the monitor's word
-        story.fault(peer, at=10.75, cause="connection closed by peer", consequence=True)
-    story.death(1, at=11.0)
-    story.restart(at=11.0, lost=[1], joiners=["a"])
-    story.complete(at=21.5)
-    return story
+        run.fault(peer, at=10.75, cause="connection closed by peer", consequence=True)
+    run.death(1, at=11.0)
+    run.restart(at=11.0, lost=[1], joiners=["a"])
+    run.complete(at=21.5)
+    return run
 
 
 def test_an_exception_is_told_with_its_rank_and_all_phases() -> None:
@@ -99,55 +99,55 @@ def test_a_death_known_only_to_its_monitor_is_the_first_cause() -> None:
 
 
 def test_an_echo_is_the_cause_where_there_is_nothing_else() -> None:
-    story = Story()
-    story.begin(at=0.0)
-    story.fault(3, at=1.0, consequence=True)
-    story.restart(at=1.0)
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(3, at=1.0, consequence=True)
+    run.restart(at=1.0)
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.rank == 3
 
 
 def test_the_launcher_knows_how_a_process_died() -> None:
-    story = run_with_a_death()
-    story.events.append(
+    run = run_with_a_death()
+    run.events.append(
         WorkerExited(host="a", pid=1, time=11.0, worker_pid=1001, exit_code=-9, member=-1)
     )
-    (restart,) = build(story.events).restarts
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.exit == "killed by SIGKILL"
 
 
 def test_how_a_survivor_ended_later_is_no_part_of_its_fault() -> None:
-    story = run_with_an_exception()
+    run = run_with_an_exception()
     for member in range(4):
-        story.events.append(
+        run.events.append(
             WorkerExited(host="a", pid=1, time=22.0, worker_pid=1000 + member, exit_code=0)
         )
-    (restart,) = build(story.events).restarts
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.exit == ""
 
 
 def test_a_fault_that_two_processes_report_counts_once() -> None:
-    story = Story()
-    story.begin(at=0.0)
-    story.fault(0, at=1.0, interruption="BASE_EXCEPTION", cause="SystemExit: 3")
-    story.death(0, at=1.25)
-    story.restart(at=1.0, lost=[0])
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(0, at=1.0, interruption="BASE_EXCEPTION", cause="SystemExit: 3")
+    run.death(0, at=1.25)
+    run.restart(at=1.0, lost=[0])
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.message == "SystemExit: 3"
     assert restart.others == ()
 
 
 def test_clocks_of_two_hosts_are_never_compared() -> None:
-    story = Story(hosts=["a", "a", "b", "b"], offsets={"a": 0.0, "b": 90_000.0})
-    story.begin(at=0.0)
-    story.fault(3, at=5.0)
-    story.restart(at=5.0, late=0.25)
-    story.complete(at=10.5)
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun(hosts=["a", "a", "b", "b"], offsets={"a": 0.0, "b": 90_000.0})
+    run.begin(at=0.0)
+    run.fault(3, at=5.0)
+    run.restart(at=5.0, late=0.25)
+    run.complete(at=10.5)
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.at == 5.0
     assert restart.phases.detection == SEEN + 0.25  # of the survivors on host b
@@ -155,57 +155,57 @@ def test_clocks_of_two_hosts_are_never_compared() -> None:
 
 
 def test_a_host_that_had_seen_the_end_did_not_begin_it() -> None:
-    story = Story(hosts=["a", "b"], offsets={"a": 500.0, "b": 0.0})
-    story.begin(at=0.0)
-    story.fault(1, at=5.0, cause="the first")
-    story.restart(at=5.0)
+    run = SyntheticRun(hosts=["a", "b"], offsets={"a": 500.0, "b": 0.0})
+    run.begin(at=0.0)
+    run.fault(1, at=5.0, cause="the first")
+    run.restart(at=5.0)
     # Rank 0's own fault has the lower rank, and the clock of its host says nothing.
-    story.iteration = 0
-    story.fault(0, at=5.0 + 2 * SEEN, cause="after it had seen")
-    (restart,) = build(story.events).restarts
+    run.iteration = 0
+    run.fault(0, at=5.0 + 2 * SEEN, cause="after it had seen")
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.message == "the first"
 
 
 def test_an_echo_on_another_host_is_not_the_first_cause() -> None:
-    story = Story(hosts=["a", "b", "a"])
-    story.begin(at=0.0)
-    story.fault(0, at=4.75, cause="connection closed by peer", consequence=True)
-    story.death(1, at=5.0)
-    story.restart(at=5.0, lost=[1])
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun(hosts=["a", "b", "a"])
+    run.begin(at=0.0)
+    run.fault(0, at=4.75, cause="connection closed by peer", consequence=True)
+    run.death(1, at=5.0)
+    run.restart(at=5.0, lost=[1])
+    (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.rank == 1
     assert [other.rank for other in restart.others] == [0]
 
 
 def test_without_a_survivor_on_its_host_the_total_begins_where_it_was_seen() -> None:
-    story = Story(hosts=["a", "b", "b"])
-    story.begin(at=0.0)
-    story.death(0, at=5.0)
-    story.restart(at=5.0, lost=[0])
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun(hosts=["a", "b", "b"])
+    run.begin(at=0.0)
+    run.death(0, at=5.0)
+    run.restart(at=5.0, lost=[0])
+    (restart,) = build(run.events).restarts
     assert restart.phases.detection is None
     assert restart.phases.total == RESTART - SEEN
     assert restart.phases.total_from_seen
 
 
 def test_a_joiner_ends_an_iteration_without_a_fault() -> None:
-    story = Story(hosts=["a", "a"])
-    story.begin(at=0.0)
-    story.restart(at=5.0, joiners=["a"])
-    (restart,) = build(story.events).restarts
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.restart(at=5.0, joiners=["a"])
+    (restart,) = build(run.events).restarts
     assert restart.cause is None
     assert [party.rank for party in restart.joined] == [2]
     assert (restart.world_size_before, restart.world_size_after) == (2, 3)
 
 
 def test_a_fault_that_ends_the_run_is_told() -> None:
-    story = Story(hosts=["a", "a"])
-    story.begin(at=0.0)
-    story.fault(1, at=5.0)
-    story.write(0, Seen(reason="fault"), 5.0)
-    report = build(story.events)
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=5.0)
+    run.write(0, Seen(reason="fault"), 5.0)
+    report = build(run.events)
     (restart,) = report.restarts
     assert not restart.resumed
     assert restart.phases.total is None
@@ -213,18 +213,18 @@ def test_a_fault_that_ends_the_run_is_told() -> None:
 
 
 def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
-    story = Story(hosts=["a", "a"])
-    story.begin(at=0.0)
-    story.fault(1, at=5.0)
-    story.restart(at=5.0)
-    story.events = [
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=5.0)
+    run.restart(at=5.0)
+    run.events = [
         event
-        for event in story.events
+        for event in run.events
         if not (isinstance(event, Entered) and event.iteration == 1)  # initialize failed
     ]
-    story.fault(0, at=5.5, cause="in initialize")
-    story.restart(at=5.5)
-    first, second = build(story.events).restarts
+    run.fault(0, at=5.5, cause="in initialize")
+    run.restart(at=5.5)
+    first, second = build(run.events).restarts
     assert not first.resumed
     assert second.cause is not None
     assert second.cause.message == "in initialize"
@@ -232,14 +232,14 @@ def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
 
 
 def test_each_call_of_a_wrapper_counts_its_iterations_anew() -> None:
-    story = run_with_an_exception()
-    story.iteration = 0
-    story.begin(at=30.0)
-    story.fault(0, at=31.0, cause="in the second call")
-    story.death(1, at=31.0)
-    story.restart(at=31.0, lost=[1], joiners=["a"])
-    story.complete(at=32.0)
-    report = build(story.events)
+    run = run_with_an_exception()
+    run.iteration = 0
+    run.begin(at=30.0)
+    run.fault(0, at=31.0, cause="in the second call")
+    run.death(1, at=31.0)
+    run.restart(at=31.0, lost=[1], joiners=["a"])
+    run.complete(at=32.0)
+    report = build(run.events)
     assert report.calls == 2
     first, second = report.restarts
     assert (first.call, second.call) == (0, 1)
@@ -251,13 +251,13 @@ def test_each_call_of_a_wrapper_counts_its_iterations_anew() -> None:
 
 
 def test_notes_are_counted_and_waiting_joiners_told() -> None:
-    story = run_with_an_exception()
+    run = run_with_an_exception()
     for _ in range(3):
-        story.write(0, Note(name="checkpoint.saved"), 12.0)
-    story.write(0, MonitorRestarted(), 12.0)
-    story.write(1, InterruptSwallowed(where="train.py:7", iteration=0), 11.0)
-    story.events.append(Joined(member=9, host="b", pid=77, time=3.0, iteration=-1))
-    report = build(story.events)
+        run.write(0, Note(name="checkpoint.saved"), 12.0)
+    run.write(0, MonitorRestarted(), 12.0)
+    run.write(1, InterruptSwallowed(where="train.py:7", iteration=0), 11.0)
+    run.events.append(Joined(member=9, host="b", pid=77, time=3.0, iteration=-1))
+    report = build(run.events)
     assert report.notes == {"checkpoint.saved": 3}
     assert report.monitors_restarted == 1
     assert [party.member for party in report.waiting] == [9]
@@ -311,12 +311,12 @@ def test_any_events_make_a_report(events: list[Event]) -> None:
 
 
 def test_a_thousand_restarts_make_a_report_in_one_pass() -> None:
-    story = Story()
-    story.begin(at=0.0)
+    run = SyntheticRun()
+    run.begin(at=0.0)
     for moment in range(1, 1001):
-        story.fault(moment % 4, at=float(moment))
-        story.restart(at=float(moment))
-    story.complete(at=1002.0)
-    report = build(story.events)
+        run.fault(moment % 4, at=float(moment))
+        run.restart(at=float(moment))
+    run.complete(at=1002.0)
+    report = build(run.events)
     assert len(report.restarts) == 1000
     assert all(restart.phases.total == RESTART for restart in report.restarts)

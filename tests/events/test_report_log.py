@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from events.stories import Story
+from events.synthetic_run import SyntheticRun
 from outlast.errors import EventLogError
 from outlast.events import JsonlSink, Seen, event_to_dict
-from outlast.events.report.story import build, load
+from outlast.events.report import build, load
 
 GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
 
 
 def test_what_sinks_write_is_read_back(tmp_path: Path) -> None:
-    story = Story(hosts=["a", "b"])
-    story.begin(at=1.0)
-    story.complete(at=2.0)
+    run = SyntheticRun(hosts=["a", "b"])
+    run.begin(at=1.0)
+    run.complete(at=2.0)
     for pid in (1000, 1001):
         sink = JsonlSink(tmp_path / f"{pid}.jsonl")
-        for event in story.events:
+        for event in run.events:
             if event.pid == pid:
                 sink.write(event)
         sink.close()
     (tmp_path / "notes.txt").write_text("no log")
-    assert load(tmp_path) == sorted(story.events, key=lambda event: event.pid)
+    assert load(tmp_path) == sorted(run.events, key=lambda event: event.pid)
 
 
 def test_a_torn_last_line_is_passed_over_and_told(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outlast.events.report.checkpoints import words_on
-from outlast.events.report.story import build
+from outlast.events.report import build
+from outlast.events.report.save_summary import describe_saves
 from outlast.events.types import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -41,7 +41,7 @@ def test_each_save_counts_once_although_every_rank_tells_of_it() -> None:
     assert saves.size_bytes == 30_000_000
     assert (saves.blocked_median, saves.blocked_worst) == (0.004, 0.04)
     assert saves.durable_median == 0.6
-    (said,) = words_on(saves)
+    (said,) = describe_saves(saves)
     assert "3 checkpoints of 30 MB" in said
     assert "4.0 ms" in said
     assert "600.0 ms" in said
@@ -56,6 +56,6 @@ def test_what_failed_was_damaged_or_restored_is_named_by_its_step() -> None:
     saves = build(events).saves
     assert saves is not None
     assert saves.failed == ((7, "the disk is full"),)
-    text = " ".join(words_on(saves))
-    for part in ("Not committed, on any rank: step 7", "step 6", "step 5 from memory"):
+    text = " ".join(describe_saves(saves))
+    for part in ("Failed on all ranks, not committed: step 7", "step 6", "step 5 from memory"):
         assert part in text

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from typing import Any
 
-from outlast.events.culprit import HUNG, hung_ranks
+from outlast.events.hang_report import HUNG, hung_ranks
 
 __all__ = ["FaultRecord", "LostRecord", "ends", "first_cause", "lines", "to_line"]
 

@@ -1,4 +1,4 @@
-"""What happened, as typed facts: events, where they go, and the report made from them."""
+"""Typed events: the types, where events go, and the report computed from them."""
 
 from outlast.events.emitter import Emitter, Span
 from outlast.events.sinks import JsonlSink, MemorySink, NullSink, Sink

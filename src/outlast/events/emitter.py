@@ -1,7 +1,7 @@
-"""Fills in who and where, and measures: the only timers of the project are spans.
+"""Stamps events with rank, host and time, and measures durations: spans are the only timers.
 
-An `Emitter` belongs to one process. `place()` tells it which iteration, member and rank the
-process is at; every event after that carries them.
+An `Emitter` belongs to one process. `place()` sets the iteration, member and rank that later
+events carry.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ E = TypeVar("E", bound=Event)
 
 @dataclasses.dataclass
 class Span:
-    """A stretch of time; `seconds` is set when it ends."""
+    """A measured duration; `seconds` is set when it ends."""
 
     seconds: float = 0.0
 
 
 class Emitter:
-    """Writes events to a sink, with the process's place filled in.
+    """Writes events to a sink, with iteration, member, rank, host, process id and time filled in.
 
     Args:
-        sink: where events go; nowhere by default.
-        clock: the clock that stamps and measures.
-        host: name of this host; asked of the system by default.
+        sink: where events go; by default they are dropped.
+        clock: for time stamps and durations.
+        host: name of this host; by default the system's.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Emitter:
     def place(
         self, *, iteration: int | None = None, member: int | None = None, rank: int | None = None
     ) -> None:
-        """Sets what later events carry; `None` leaves a value as it is."""
+        """Sets what later events carry; `None` leaves a value unchanged."""
         self.iteration = self.iteration if iteration is None else iteration
         self.member = self.member if member is None else member
         self.rank = self.rank if rank is None else rank
 
     def emit(self, event: Event) -> None:
         """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
-        monitor can speak of another process.
+        monitor can report on another process.
 
-        A sink that fails, on a full disk say, is no reason for a job to stop: it is logged, once.
+        A sink that fails (on a full disk, for example) must not stop the job: it is logged once.
         """
         try:
             self._write(event)
@@ -88,7 +88,7 @@ class Emitter:
 
     @contextmanager
     def span(self, event: type[E], **fields: object) -> Iterator[Span]:
-        """Measures the body, and emits `event(seconds=..., **fields)` when it ends normally."""
+        """Measures the body and emits `event(seconds=..., **fields)` when it ends normally."""
         span = Span()
         start = self.clock.now()
         yield span

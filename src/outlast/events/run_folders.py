@@ -1,13 +1,13 @@
-"""Runs that write into one directory of events: a folder for each, named after when it began.
+"""The runs in a directory of events: one folder per run, named after its start time.
 
     events/20261121-212345.123-nightly/agent-17.jsonl
     events/20261121-212345.123-nightly/rank0-18.jsonl
 
-Without that, the logs of a second run would be read as more of the first: process ids come again,
-and so do run ids. The name is what tells the order, since a copy of a folder has other times.
+Without folders, the logs of a second run would be read as part of the first, since process ids and
+run ids repeat. The name determines the order, because a copied folder has other file times.
 
-Logs that lie in the directory itself are one run too: of a job that another launcher than
-`outlast run` has started, which nobody gives a folder.
+Logs directly in the directory are a run too: that of a job under another launcher than
+`outlast run`, which makes no folders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.errors import EventLogError
 __all__ = ["OWN", "Run", "choose_run", "logs_in", "new_run", "runs_in"]
 
 OWN = "."
-"""The name of the run whose logs lie in the directory itself."""
+"""The name of the run whose logs are directly in the directory."""
 
 _STAMP = "%Y%m%d-%H%M%S"
 _NAME = re.compile(r"(\d{8}-\d{6})\.(\d{3})-(.+)", re.DOTALL)
@@ -32,13 +32,13 @@ _NAME = re.compile(r"(\d{8}-\d{6})\.(\d{3})-(.+)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run whose logs are there.
+    """A run with logs.
 
     Attributes:
-        folder: where they are.
-        name: of that folder in the directory; `OWN` if it is the directory itself.
-        run_id: of the launcher; empty where the logs lie in the directory itself.
-        at: when it began, in UTC; where no name says it, when the last log was written to.
+        folder: of the logs.
+        name: of that folder; `OWN` if it is the directory itself.
+        run_id: of the launcher; empty if the logs are directly in the directory.
+        at: start time in UTC; for `OWN`, the last modification of a log.
     """
 
     folder: Path
@@ -48,15 +48,15 @@ class Run:
 
     @property
     def own(self) -> bool:
-        """Whether the logs lie in the directory itself."""
+        """Whether the logs are directly in the directory."""
         return self.name == OWN
 
 
 def new_run(directory: str | os.PathLike[str], run_id: str) -> Path:
-    """Makes the folder for the events of a run that begins now.
+    """Creates the folder for the events of a run that starts now.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if it cannot be created.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -64,14 +64,14 @@ def new_run(directory: str | os.PathLike[str], run_id: str) -> Path:
         now = datetime.datetime.now(datetime.timezone.utc)
         stamp = f"{now.strftime(_STAMP)}.{now.microsecond // 1000:03d}"
         folder = root / f"{stamp}-{run_id.replace(os.sep, '_')}"
-        # Another one of this id and this millisecond: the next is not far.
+        # Two runs of one id in one millisecond: the second takes the next millisecond.
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
 
 
 def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
-    """The runs that have logs in `directory`, the oldest first.
+    """The runs with logs in `directory`, the oldest first.
 
     Raises:
         EventLogError: if there is no such directory, or no log in it.
@@ -97,10 +97,10 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
 
 
 def choose_run(runs: list[Run], wanted: str | None) -> Run:
-    """The run of that name or id, the newest of them; the newest of all if none is wanted.
+    """The newest run of the name or id `wanted`; the newest of all if that is `None`.
 
     Raises:
-        EventLogError: if there is none; names those that are there.
+        EventLogError: if there is none; names the existing runs.
     """
     for run in reversed(runs):
         if wanted is None or wanted in (run.name, run.run_id):
@@ -109,13 +109,13 @@ def choose_run(runs: list[Run], wanted: str | None) -> Run:
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The event logs that lie in `folder` itself, by name."""
+    """The event logs directly in `folder`, by name."""
     return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl" and path.is_file())
 
 
 def _moment(stamp: str, milliseconds: int) -> datetime.datetime | None:
     try:
         found = datetime.datetime.strptime(stamp, _STAMP)
-    except ValueError:  # digits that are no date: somebody else's folder
+    except ValueError:  # digits that are not a date: not a folder of a run
         return None
     return found.replace(microsecond=milliseconds * 1000, tzinfo=datetime.timezone.utc)

@@ -1,7 +1,7 @@
-"""Where events go: a JSONL file a process, a list in memory, nowhere.
+"""Where events go: a JSONL file, a list in memory, or nowhere.
 
-A sink is called from several threads. `JsonlSink` writes one line with one `write` to a file
-opened for appending, so that lines of threads never mix, and a killed process leaves at most one
+A sink is called from several threads. `JsonlSink` writes each line with one `write` to a file
+opened for appending, so that lines of threads never mix and a killed process leaves at most one
 torn line, its last.
 """
 
@@ -26,7 +26,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives back what the sink holds. No event is written afterwards."""
+        """Releases the sink's resources. No event is written afterwards."""
         ...
 
 
@@ -41,7 +41,7 @@ class NullSink:
 
 
 class MemorySink:
-    """Keeps events in `events`, in the order in which they came."""
+    """Keeps events in `events`, in the order of their arrival."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -56,11 +56,10 @@ class MemorySink:
 
 
 class JsonlSink:
-    """Appends events to a file, a JSON object a line.
+    """Appends events to a file, one JSON object per line.
 
     Args:
-        path: the file; its directory is made where it is missing, and must be the user's own
-            choice: nothing is written outside it.
+        path: the file; its directory is created if missing. Nothing is written outside it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

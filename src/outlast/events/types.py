@@ -1,8 +1,8 @@
-"""The facts that are recorded, a type each.
+"""The types of events.
 
-An event says what happened where: every one carries the iteration, the member (one process of
-the job, with an id for life), its rank at that moment, host, process id and monotonic time.
-Durations are measured by spans only (see `emitter.py`) and stand in `seconds`.
+Every event carries the iteration, the member (one process of the job, with an id for life), its
+rank at that moment, host, process id and monotonic time. Durations are measured by spans only (see
+`emitter.py`) and are in `seconds`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ EVENT_TYPES: dict[str, type[Event]] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event says.
+    """The fields of every event.
 
     Attributes:
         iteration: of the restart wrapper; -1 before the first.
-        member: id of the process in the job, for life; -1 where it has none (a launcher).
-        rank: its place in this iteration; -1 where it has none.
+        member: id of the process in the job, for life; -1 if it has none (a launcher).
+        rank: of the member in this iteration; -1 if it has none.
         host: name of the host.
         pid: id of the process that wrote the event.
         time: monotonic seconds, comparable only between processes of one host.
@@ -78,10 +78,10 @@ class Event:
 class Fault(Event, kind="fault"):
     """A fault of `member`, as its own process or its monitor reports it.
 
-    `interruption` is a name of `outlast.inprocess.attribution.Interruption`; `consequence` says
-    that this fault looks like the echo of another one (a peer's closed connection). Of a rank that
-    stood still, `testimony` says that it tells so itself, `pings` and `collectives` how far it had
-    come (see `culprit.py`).
+    `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
+    if the fault looks like the consequence of another one (a peer's closed connection). For a hung
+    rank, `testimony` is true if the rank itself reports it, and `pings` and `collectives` give its
+    progress (see `hang_report.py`).
     """
 
     interruption: str = ""
@@ -95,14 +95,14 @@ class Fault(Event, kind="fault"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen(Event, kind="seen"):
-    """This rank learned that the iteration is to end."""
+    """This rank learned that the iteration must end."""
 
     reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbortDone(Event, kind="abort"):
-    """In-flight work was ended from another thread."""
+    """In-flight collectives were aborted from another thread."""
 
     seconds: float = 0.0
     error: str = ""
@@ -110,21 +110,21 @@ class AbortDone(Event, kind="abort"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptSent(Event, kind="interrupt"):
-    """The thread in the training function was told to leave it. `how`: signal or async."""
+    """The thread in the training function was interrupted. `how`: signal or async."""
 
     how: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptSwallowed(Event, kind="interrupt_swallowed"):
-    """User code caught the interrupt and went on; `where` is the place it was in."""
+    """User code caught the interrupt and continued; `where` is its location."""
 
     where: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftFunction(Event, kind="left_function"):
-    """The thread is out of the training function. `outcome`: returned, raised, interrupted."""
+    """The thread left the training function. `outcome`: returned, raised, interrupted."""
 
     outcome: str = ""
 
@@ -138,7 +138,7 @@ class InitializeDone(Event, kind="initialize"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinalizeDone(Event, kind="finalize"):
-    """torch.distributed was released and the finalize function ran."""
+    """torch.distributed was shut down and the finalize function ran."""
 
     seconds: float = 0.0
 
@@ -160,7 +160,7 @@ class BarrierPassed(Event, kind="barrier"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assigned(Event, kind="assigned"):
-    """This member has its place in the iteration; `rank` is the new one."""
+    """This member was assigned its rank in the iteration; `rank` is the new one."""
 
     world_size: int = 0
     active_world_size: int = 0
@@ -177,7 +177,7 @@ class Entered(Event, kind="entered"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joined(Event, kind="joined"):
-    """A new process asks to take part."""
+    """A new process asks to join."""
 
     preferred_rank: int = -1
 
@@ -191,7 +191,7 @@ class Admitted(Event, kind="admitted"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost(Event, kind="lost"):
-    """A member is out of the job. `reason` says why."""
+    """A member is no longer in the job; `reason` says why."""
 
     reason: str = ""
 
@@ -203,7 +203,7 @@ class Completed(Event, kind="completed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitorRestarted(Event, kind="monitor_restarted"):
-    """The monitor process of this rank was lost and started anew."""
+    """The monitor process of this rank died and was restarted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,8 +227,8 @@ class WorkerExited(Event, kind="worker_exited"):
 class CheckpointCommitted(Event, kind="checkpoint_committed"):
     """A checkpoint is durable and visible, on all ranks.
 
-    `size_bytes` is of the whole, `own_bytes` of this rank's part; `blocked_seconds` is how long
-    `save` held the training up, `seconds` how long until the commit; `queued` saves are behind it.
+    `size_bytes` is the total, `own_bytes` this rank's part. `blocked_seconds` is how long `save`
+    blocked training, `seconds` how long the commit took, `queued` the number of saves behind it.
     """
 
     step: int = -1
@@ -241,7 +241,7 @@ class CheckpointCommitted(Event, kind="checkpoint_committed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event, kind="checkpoint_failed"):
-    """A save failed, on all ranks. Nothing of it is visible."""
+    """A save failed on all ranks. Nothing of it is visible."""
 
     step: int = -1
     cause: str = ""
@@ -252,7 +252,7 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRestored(Event, kind="checkpoint_restored"):
-    """All ranks have loaded a checkpoint. `source`: memory, storage."""
+    """All ranks loaded a checkpoint. `source`: memory, storage."""
 
     step: int = -1
     source: str = ""
@@ -261,7 +261,7 @@ class CheckpointRestored(Event, kind="checkpoint_restored"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointPassedOver(Event, kind="checkpoint_passed_over"):
-    """A checkpoint was not loaded, because it is not whole or not what was written."""
+    """A checkpoint was skipped by a load because it is incomplete or damaged."""
 
     step: int = -1
     source: str = ""
@@ -270,14 +270,14 @@ class CheckpointPassedOver(Event, kind="checkpoint_passed_over"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRemoved(Event, kind="checkpoint_removed"):
-    """The retention policy had a checkpoint removed."""
+    """The retention policy removed a checkpoint."""
 
     step: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Note(Event, kind="note"):
-    """A fact of another room, by name, with numbers or words (`data`)."""
+    """Anything else, by name, with numbers or text in `data`."""
 
     name: str = ""
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -285,12 +285,13 @@ class Note(Event, kind="note"):
 
 def event_to_dict(event: Event) -> dict[str, Any]:
     """The event as plain values, with its kind under `"kind"`."""
-    return {"kind": event.kind, **{f.name: getattr(event, f.name) for f in _fields(event)}}
+    fields = dataclasses.fields(event)
+    return {"kind": event.kind, **{field.name: getattr(event, field.name) for field in fields}}
 
 
 def event_from_dict(values: dict[str, Any]) -> Event:
-    """The event that `event_to_dict` made `values` of. Unknown fields are left out, so that a log
-    written by a newer version is still read.
+    """The inverse of `event_to_dict`. Unknown fields are ignored, so that the log of a newer
+    version can be read.
 
     Raises:
         EventLogError: if the kind is missing or unknown.
@@ -301,7 +302,3 @@ def event_from_dict(values: dict[str, Any]) -> Event:
     event_type = EVENT_TYPES[kind]
     known = {f.name for f in dataclasses.fields(event_type)}
     return event_type(**{name: value for name, value in values.items() if name in known})
-
-
-def _fields(event: Event) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(event)

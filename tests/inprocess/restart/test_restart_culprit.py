@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from inprocess.story import assert_never_together, errors, full, views
-from outlast.events.report.log_reader import load
-from outlast.events.report.story import build
+from outlast.events.report import build, load
 from procs import Job
 
 Ranks = Callable[..., Job]

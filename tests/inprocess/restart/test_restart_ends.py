@@ -10,7 +10,7 @@ import pytest
 
 from inprocess.story import errors, events, full, returned, views
 from outlast.events import Fault
-from outlast.events.report.log_reader import load
+from outlast.events.report import load
 from procs import Job
 
 Ranks = Callable[..., Job]

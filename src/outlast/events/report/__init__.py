@@ -1,1 +1,33 @@
-"""The report of a run, made from its events."""
+"""The report of a run, computed from its event logs: what failed, what each restart took, what
+was lost.
+
+    events = load("build/demo")          # the newest run there; one JSONL file per process
+    report = build(events)               # dataclasses, see `report/model.py`
+    print(to_json(report))
+    render(Path("build/demo"), Console())
+
+`build` is pure: the same events make the same report, in any order of files. It follows two rules.
+Times of different hosts are never compared: detection and the total of a restart are measured on
+the host of the fault. And a fault that looks like the consequence of another is never the first
+cause while there is another: a killed rank leaves broken connections, and its peers fail because
+of those before its monitor process reports the death.
+"""
+
+from outlast.events.report.builder import build
+from outlast.events.report.log_reader import load
+from outlast.events.report.model import Cause, HostTime, Party, Phases, Report, Restart, Saves
+from outlast.events.report.render import render, to_json
+
+__all__ = [
+    "Cause",
+    "HostTime",
+    "Party",
+    "Phases",
+    "Report",
+    "Restart",
+    "Saves",
+    "build",
+    "load",
+    "render",
+    "to_json",
+]

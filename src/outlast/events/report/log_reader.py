@@ -1,8 +1,9 @@
-"""Reads the event logs of a run, strictly: what is not an event is an error with a place.
+"""Reads the event logs of a run, strictly: a line that is not an event is an error that names file
+and line.
 
-One thing is forgiven: the last line of a file may be torn, because its process was killed while
-it wrote. It is passed over, and a `Note` named `TORN_LINE` takes its place, so that the report
-can say so.
+There is one exception: the last line of a file may be torn, because its process was killed while
+writing it. That line is skipped, and a `Note` named `TORN_LINE` takes its place, so that the
+report can mention it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outlast.events.types import Event, Note, event_from_dict
 __all__ = ["TORN_LINE", "load", "load_run"]
 
 TORN_LINE = "outlast.torn_line"
-"""Name of the note that stands for a torn last line; `data["file"]` is the file's name."""
+"""Name of the note that replaces a torn last line; `data["file"]` is the name of the file."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -31,11 +32,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
-    """The events of a run, from all its `*.jsonl` files, each in its own order.
+    """Reads the events of a run from all its `*.jsonl` files, each file in its own order.
 
     Args:
-        directory: of events; or the folder of one run in it.
-        run: its name or id (see `run_folders.py`); the newest by default.
+        directory: the directory of events, or the folder of one run in it.
+        run: name or id of the run (see `run_folders.py`); the newest by default.
 
     Raises:
         EventLogError: if there is no such directory, run or log, if a file cannot be read, or if a
@@ -45,7 +46,7 @@ def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Even
 
 
 def load_run(run: Run) -> list[Event]:
-    """As `load`."""
+    """As `load`, for a run that was already found."""
     return [event for path in logs_in(run.folder) for event in _load_file(path)]
 
 
@@ -55,12 +56,12 @@ def _load_file(path: Path) -> list[Event]:
     except OSError as error:
         raise EventLogError(f"{path}: cannot be read: {error.strerror}") from error
     events: list[Event] = []
-    *whole, last = content.split(b"\n")  # a sink ends each line, so that `last` is empty or torn
-    for number, line in enumerate(whole, start=1):
+    *lines, last = content.split(b"\n")  # a sink ends each line, so that `last` is empty or torn
+    for number, line in enumerate(lines, start=1):
         events.append(_parse(line, f"{path}, line {number}"))
     if last:
         try:
-            events.append(_parse(last, f"{path}, line {len(whole) + 1}"))
+            events.append(_parse(last, f"{path}, line {len(lines) + 1}"))
         except EventLogError:
             events.append(Note(name=TORN_LINE, data={"file": path.name}))
     return events
@@ -79,7 +80,7 @@ def _parse(line: bytes, place: str) -> Event:
         raise EventLogError(f"{place}: {error}") from error
     for field in dataclasses.fields(event):
         value = getattr(event, field.name)
-        # A bool is an int to Python, not to a reader of a log.
+        # Python counts a bool as an int; a log must not.
         wrong = isinstance(value, bool) != (field.type == "bool")
         if wrong or not isinstance(value, _TYPES[str(field.type)]):
             raise EventLogError(

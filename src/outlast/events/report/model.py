@@ -1,7 +1,7 @@
-"""What a report says, as plain dataclasses: the restarts, what each took, and the totals.
+"""The report as plain dataclasses: the restarts, the phases of each, and the totals.
 
 Every time `at` is in seconds from the first event of the host on which it happened, since the
-monotonic clocks of two hosts have nothing in common. A duration that no event tells is `None`.
+monotonic clocks of two hosts have nothing in common. An unknown duration is `None`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ __all__ = ["Cause", "HostTime", "Party", "Phases", "Report", "Restart", "Saves"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One fault: who had it, what it was, and when.
+    """One fault: on which rank, of which kind, and when.
 
     Attributes:
-        rank: place of the member in the iteration that it ended.
+        rank: of the member in the iteration that the fault ended.
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
-        message: what the fault said of itself.
-        exit: how the launcher saw the process end ("killed by SIGKILL"), where it did.
-        consequence: it looks like the echo of another fault (a peer's closed connection).
+        message: of the fault.
+        exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
+        consequence: whether it looks like the consequence of another fault (a peer's closed
+            connection).
     """
 
     rank: int
@@ -46,18 +47,18 @@ class Party:
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """What the parts of one restart took, in seconds.
+    """Durations of the phases of one restart, in seconds.
 
-    Each is that of the survivor which took longest, but for the barriers: there it is that of
-    the last to arrive, since the others wait for it rather than for the barrier.
+    Each is that of the slowest survivor, except for the barriers: those are of the last to
+    arrive, since the others wait for it rather than for the barrier.
 
     Attributes:
         detection: from the fault until the last survivor on the same host has seen it.
         interrupt: from the end of the abort until the function is left.
-        health_check: after the fault, and before the function is entered again.
-        total: from the fault until the last survivor of the same host is in the function again.
-        total_from_seen: no survivor shares a host with the fault, so `total` begins where the
-            fault was first seen.
+        health_check: after the fault and before the function is entered again.
+        total: from the fault until the last survivor on the same host is in the function again.
+        total_from_seen: whether `total` starts where the fault was first seen, because no
+            survivor shares a host with the fault.
     """
 
     detection: float | None = None
@@ -75,16 +76,16 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The end of one iteration, and what came of it.
+    """The end of one iteration, and what followed.
 
     Attributes:
-        call: which call of a wrapper this was, from 0.
+        call: number of the call of a wrapped function, from 0.
         iteration: the iteration that ended.
-        cause: the first cause; `None` where no fault was recorded, as when a joiner came.
+        cause: the first cause; `None` if no fault was recorded, as when a process joined.
         others: the other faults of the same iteration, in order.
-        reason: why survivors left the iteration, in their own words, where no fault says it.
-        resumed: some member entered the function in the next iteration.
-        swallowed: places in user code that caught the interrupt and went on.
+        reason: why the survivors left the iteration, as they recorded it.
+        resumed: whether any member entered the function in the next iteration.
+        swallowed: places in user code that caught the interrupt and continued.
     """
 
     call: int
@@ -104,13 +105,13 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """How the time of one host was spent.
+    """Wall time and productive time of one host.
 
     Attributes:
-        wall_seconds: from the first entry into the function to the end, calls added up.
+        wall_seconds: from the first entry into the function to the end, summed over the calls.
         productive_seconds: the part in which every active rank of the host was in the function
             and the host knew of no fault.
-        goodput: the productive part of the wall time; `None` where there was none.
+        goodput: productive time divided by wall time; `None` without wall time.
     """
 
     host: str
@@ -121,16 +122,16 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Saves:
-    """The checkpoints of a run, as rank 0 saw them; a save has the same end on all ranks.
+    """The checkpoints of a run, as rank 0 saw them; a save ends the same way on all ranks.
 
     Attributes:
-        committed: how many saves.
+        committed: number of committed saves.
         size_bytes: of the last one.
-        blocked_median, blocked_worst: seconds that `save` held the training up.
+        blocked_median, blocked_worst: seconds for which `save` blocked training.
         durable_median: seconds until the commit.
         failed: step and cause of each that was not committed.
         restored: step and source (memory, storage) of each restore.
-        passed_over: step and cause of each that was found damaged.
+        passed_over: step and cause of each that a restore found damaged and skipped.
     """
 
     committed: int
@@ -145,18 +146,18 @@ class Saves:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The story of a run.
+    """What happened in a run.
 
     Attributes:
-        restarts: every iteration that ended in a restart, or that should have.
-        replaced: members that joined in the place of lost ones.
-        recovery_seconds: the totals of the restarts, added up.
+        restarts: every iteration that ended in a restart, or should have.
+        replaced: number of members that joined in place of lost ones.
+        recovery_seconds: sum of the totals of the restarts.
         goodput: over all hosts.
         waiting: members that asked to join and were in no iteration.
-        completed: members that saw every rank complete, in the last call.
-        notes: how often other rooms noted what.
+        completed: number of members that completed the last call.
+        notes: number of notes of each name.
         torn_logs: files whose last line a dying process did not finish.
-        saves: the checkpoints; `None` if there is no word of any.
+        saves: the checkpoints; `None` if there are no events of checkpoints.
     """
 
     events: int

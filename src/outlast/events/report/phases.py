@@ -1,10 +1,10 @@
-"""Measures a restart: what each phase took for the survivors, and what time was productive."""
+"""Measures the phases of a restart for its survivors, and the productive time of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outlast.events.report.call import Call
+from outlast.events.report.call_history import CallHistory
 from outlast.events.report.model import Phases
 from outlast.events.types import (
     AbortDone,
@@ -26,8 +26,8 @@ __all__ = ["measure_phases", "productive_time"]
 Timed = AbortDone | Assigned | BarrierPassed | FinalizeDone | HealthCheckDone | InitializeDone
 
 
-def measure_phases(call: Call, iteration: int, fault: Fault | None) -> Phases:
-    """What the restart after `iteration` took; `fault` is its first cause."""
+def measure_phases(call: CallHistory, iteration: int, fault: Fault | None) -> Phases:
+    """Measures the restart that ended `iteration`; `fault` is its first cause."""
     windows = [call.recovery(member, iteration) for member in call.survivors(iteration)]
     total, from_seen = _total(call, windows, iteration, fault)
     term = [_seconds(window, BarrierPassed, "term") for window in windows]
@@ -47,10 +47,10 @@ def measure_phases(call: Call, iteration: int, fault: Fault | None) -> Phases:
     )
 
 
-def productive_time(call: Call) -> dict[str, tuple[float, float]]:
-    """For each host: seconds from its first entry to the end, and those that were productive."""
+def productive_time(call: CallHistory) -> dict[str, tuple[float, float]]:
+    """For each host: the seconds from its first entry to the end, and the productive ones."""
     hosts: dict[str, tuple[float, float]] = {}
-    own = [event for event in call.events if event.member >= 0]  # not those of a launcher
+    own = [event for event in call.events if event.member >= 0]  # without those of a launcher
     for host in {event.host for event in own if isinstance(event, Entered)}:
         here = [event for event in own if event.host == host]
         first = next(event for event in here if isinstance(event, Entered))
@@ -63,7 +63,9 @@ def productive_time(call: Call) -> dict[str, tuple[float, float]]:
 
 
 def _productive(events: Iterable[Event], host: str, end: float) -> float:
-    """From the last active rank's entry until the host knows of an end, or one of them leaves."""
+    """Seconds from the entry of the last active rank until the host knows of the end of the
+    iteration or an active rank leaves the function.
+    """
     here = [event for event in events if event.member >= 0 and event.host == host]
     entered = [event for event in here if isinstance(event, Entered)]
     working = [event for event in entered if event.active] or entered
@@ -94,11 +96,11 @@ def _interrupt(window: list[Event]) -> float | None:
     abort, left = _first(window, AbortDone), _first(window, LeftFunction)
     if abort is None or left is None:
         return None
-    return max(0.0, left.time - abort.time)  # a rank that failed by itself has left before
+    return max(0.0, left.time - abort.time)  # a rank that failed left before the abort
 
 
 def _total(
-    call: Call, windows: list[list[Event]], iteration: int, fault: Fault | None
+    call: CallHistory, windows: list[list[Event]], iteration: int, fault: Fault | None
 ) -> tuple[float | None, bool]:
     by_host: dict[str, list[float]] = {}
     starts: dict[str, float] = {}

@@ -1,11 +1,14 @@
-"""Prints a report for people: the run in a line, two tables, and the story in plain words.
+"""Prints a report: the run in one line, two tables, and a few sentences for each restart; or JSON.
 
-All text from logs is printed as it is: never as markup, and without control characters, since a
-message may hold anything.
+Text from logs is printed literally: never as markup and without control characters, since a
+message may contain anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Callable, Iterable
 
 from rich import box
@@ -14,19 +17,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from outlast.events.report.checkpoints import words_on
+from outlast.events.report.builder import build
+from outlast.events.report.log_reader import load
 from outlast.events.report.model import Party, Phases, Report, Restart
+from outlast.events.report.save_summary import describe_saves
 from outlast.events.report.sentences import (
-    cause_words,
+    cause_text,
+    describe_restart,
     duration,
-    name_restart,
     one_line,
     plural,
+    restart_title,
     share,
-    story,
 )
 
-__all__ = ["render_report"]
+__all__ = ["render", "render_report", "to_json"]
 
 _PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
     ("detect", lambda phases: phases.detection),
@@ -34,12 +39,26 @@ _PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
     ("leave", lambda phases: phases.interrupt),
     ("finalize", lambda phases: phases.finalize),
     ("health", lambda phases: phases.health_check),
-    ("meet", lambda phases: phases.termination_barrier),
+    ("term", lambda phases: phases.termination_barrier),
     ("assign", lambda phases: phases.assignment),
     ("start", lambda phases: phases.start_barrier),
     ("init", lambda phases: phases.initialize),
     ("total", lambda phases: phases.total),
 )
+
+
+def to_json(report: Report) -> str:
+    """The report as a JSON object; its fields are those of the dataclasses."""
+    return json.dumps(dataclasses.asdict(report), indent=2)
+
+
+def render(directory: str | os.PathLike[str], console: Console) -> None:
+    """Reads the logs of the newest run in `directory` and prints their report.
+
+    Raises:
+        EventLogError: see `load`.
+    """
+    render_report(build(load(directory)), console)
 
 
 def render_report(report: Report, console: Console) -> None:
@@ -51,8 +70,8 @@ def render_report(report: Report, console: Console) -> None:
         console.print(_phase_table(report.restarts))
         console.print()
         for number, restart in enumerate(report.restarts, start=1):
-            console.print(Text(name_restart(number, restart, report.calls), style="bold"))
-            for sentence in story(restart):
+            console.print(Text(restart_title(number, restart, report.calls), style="bold"))
+            for sentence in describe_restart(restart):
                 console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     console.print()
     for sentence in _ending(report):
@@ -76,7 +95,7 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
     table = _table("What happened")
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("at", justify="right", no_wrap=True)
-    # The one column of any length: it is cut to what the others, at their widest, leave.
+    # The only column without a limit: it gets the width that the others, at their widest, leave.
     table.add_column("first cause", no_wrap=True, overflow="ellipsis", max_width=width - 54)
     table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=10)
     table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=10)
@@ -86,7 +105,7 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
         table.add_row(
             str(number),
             f"{restart.at:.3f} s",
-            Text(cause_words(restart)),
+            Text(cause_text(restart)),
             _ranks(restart.lost),
             _ranks(restart.joined),
             f"{restart.world_size_before} → {restart.world_size_after or '-'}",
@@ -96,14 +115,14 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
 
 
 def _phase_table(restarts: Iterable[Restart]) -> Table:
-    table = _table("What each part took (of the slowest survivor, in ms)")
+    table = _table("Duration of each phase (of the slowest survivor, in ms)")
     table.add_column("#", justify="right", no_wrap=True)
     for name, _ in _PHASES:
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
     for number, restart in enumerate(restarts, start=1):
         values = [_milliseconds(get(restart.phases)) for _, get in _PHASES]
         table.add_row(str(number), *values)
-    table.caption = "leave: from the abort's end; meet, start: barriers, of the last to arrive"
+    table.caption = "leave: from the end of the abort; term, start: barriers, of the last to arrive"
     return table
 
 
@@ -130,21 +149,23 @@ def _ending(report: Report) -> list[str]:
         if host.goodput is not None:
             sentences.append(
                 f"{one_line(host.host)}: {duration(host.wall_seconds)} from the first entry to the "
-                f"end, {share(host.goodput)} of it with all ranks of the moment in the function."
+                f"end, {share(host.goodput)} of it with all current ranks in the function."
             )
     if report.saves is not None:
-        sentences += [one_line(sentence) for sentence in words_on(report.saves)]
+        sentences += [one_line(sentence) for sentence in describe_saves(report.saves)]
     if report.monitors_restarted:
-        sentences.append(f"{plural(report.monitors_restarted, 'monitor process')} started anew.")
+        sentences.append(f"{plural(report.monitors_restarted, 'monitor process')} restarted.")
     for party in report.waiting:
-        sentences.append(f"A process on {one_line(party.host)} asked to join and was never let in.")
+        sentences.append(
+            f"A process on {one_line(party.host)} asked to join and was never admitted."
+        )
     if report.notes:
         counted = ", ".join(f"{one_line(name)} {count}" for name, count in report.notes.items())
-        sentences.append(f"Noted by other rooms: {counted}.")
+        sentences.append(f"Notes: {counted}.")
     for file in report.torn_logs:
         sentences.append(
-            f"{one_line(file)}: the last line is torn (its process died while it wrote), "
-            "and was passed over."
+            f"{one_line(file)}: the last line is torn (its process died while writing it) and was "
+            "skipped."
         )
     return sentences
 

@@ -1,8 +1,9 @@
-"""Tells the calls of a wrapper apart: each call counts its iterations from 0 again.
+"""Splits the events of a run into calls of a wrapped function; each call counts its iterations
+from 0.
 
-A process that calls a wrapped function twice writes both calls to one log. A call of a process
-begins where it is given a place after it has completed, or a place in an earlier iteration than
-it was in. What other processes write (a monitor, a joiner) belongs to the call that their host
+A process that calls a wrapped function twice writes both calls to one log. A new call of a process
+begins where the process is assigned a rank after it has completed, or in an earlier iteration than
+its last one. Events of other processes (a monitor, a joiner) belong to the call that their host
 was in at the time.
 """
 
@@ -20,7 +21,7 @@ Process = tuple[str, int]
 
 
 def main_processes(events: Iterable[Event]) -> set[Process]:
-    """The processes that are ranks themselves, rather than speak of one as a monitor does."""
+    """The processes that are ranks themselves; a monitor only reports on one."""
     return {(event.host, event.pid) for event in events if isinstance(event, Assigned | Entered)}
 
 
@@ -64,7 +65,7 @@ def _segments(log: list[Event]) -> list[list[Event]]:
 
 
 class _Ends:
-    """When each host was done with each call, as far as a process went on to the next one."""
+    """When each host ended each call, for calls that a later one followed."""
 
     def __init__(self) -> None:
         self._ends: dict[str, dict[int, float]] = defaultdict(dict)

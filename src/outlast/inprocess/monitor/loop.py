@@ -20,7 +20,7 @@ from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink, Sink
-from outlast.events.culprit import HUNG
+from outlast.events.hang_report import HUNG
 from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.start import MonitorPlan
 from outlast.inprocess.progress.shared_page import Activity

@@ -34,7 +34,7 @@ from outlast.events import (
     Joined,
     LeftFunction,
 )
-from outlast.events.culprit import HUNG
+from outlast.events.hang_report import HUNG
 from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.environment import Launch, publish_place
 from outlast.inprocess.interruption.atomic import AtomicGate

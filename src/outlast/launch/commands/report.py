@@ -1,4 +1,4 @@
-"""`outlast report DIR`: the story of a run, from the events that it wrote."""
+"""`outlast report DIR`: prints the report of a run from its event logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_NAMED = 5  # other runs, the newest; the rest is counted
+_NAMED = 5  # the newest other runs are listed; the rest is counted
 
 
 def register(app: typer.Typer) -> None:
@@ -27,20 +27,18 @@ def report(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="What was given to `outlast run --events-dir`.",
+            help="The directory given to `outlast run --events-dir`.",
             exists=True,
             file_okay=False,
         ),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print it as JSON, for programs.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     run: Annotated[
         str | None,
         typer.Option(
             "--run",
             metavar="ID",
-            help="Which run, by its id or the name of its folder in DIR. Default: the newest.",
+            help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +46,7 @@ def report(
         bool, typer.Option("--all", help="Every run in DIR, the oldest first.")
     ] = False,
 ) -> None:
-    """Print what happened in a run: each fault, its cause, and what the recovery took."""
+    """Print what happened in a run: each fault, its cause, and how long the recovery took."""
     from outlast.errors import EventLogError
     from outlast.events.run_folders import choose_run, runs_in
 
@@ -61,7 +59,7 @@ def report(
         else:
             chosen = choose_run(runs, run)
             _print_one(chosen, as_json)
-            _name_others(chosen, runs, directory, as_json)
+            _list_others(chosen, runs, directory, as_json)
     except EventLogError as e:
         typer.echo(f"outlast: error: {e}", err=True)
         raise typer.Exit(1) from e
@@ -70,9 +68,9 @@ def report(
 def _print_one(run: Run, as_json: bool) -> None:
     from rich.console import Console
 
+    from outlast.events.report import build, to_json
     from outlast.events.report.log_reader import load_run
     from outlast.events.report.render import render_report
-    from outlast.events.report.story import build, to_json
 
     report = build(load_run(run))
     if as_json:
@@ -83,39 +81,40 @@ def _print_one(run: Run, as_json: bool) -> None:
 
 def _print_all(runs: Sequence[Run], as_json: bool) -> None:
     if as_json:
+        from outlast.events.report import build, to_json
         from outlast.events.report.log_reader import load_run
-        from outlast.events.report.story import build, to_json
 
-        found = [(run.name, json.loads(to_json(build(load_run(run))))) for run in runs]
-        reports = [{"run": name, "report": report} for name, report in found]
+        reports = [
+            {"run": run.name, "report": json.loads(to_json(build(load_run(run))))} for run in runs
+        ]
         typer.echo(json.dumps(reports, indent=2))
         return
     for number, run in enumerate(runs):
         if number:
             typer.echo()
-        typer.echo(_shown(f"{_called(run)}:"))
+        typer.echo(_printable(f"{_title(run)}:"))
         _print_one(run, as_json)
 
 
-def _name_others(chosen: Run, runs: Sequence[Run], directory: Path, as_json: bool) -> None:
-    """Says what else is there: a person may have meant another one."""
+def _list_others(chosen: Run, runs: Sequence[Run], directory: Path, as_json: bool) -> None:
+    """Lists the other runs: the user may have meant one of those."""
     others = [run for run in runs if run is not chosen]
     if not others:
         return
     count = f"{len(others)} other{'s' if len(others) > 1 else ''}"
-    lines = [f"{_called(chosen)}; {count} in {directory}, shown by --run NAME or --all:"]
+    lines = [f"{_title(chosen)}; {count} in {directory}, shown by --run NAME or --all:"]
     newest_first = others[: -_NAMED - 1 : -1]
     lines += [f"  {run.name}" + (" (the logs in it)" if run.own else "") for run in newest_first]
     if len(others) > _NAMED:
         lines.append(f"  ... and {len(others) - _NAMED} older")
     for line in lines:
-        typer.echo(_shown(line), err=as_json)  # what a program reads stays JSON
+        typer.echo(_printable(line), err=as_json)  # with --json, stdout is JSON alone
 
 
-def _called(run: Run) -> str:
+def _title(run: Run) -> str:
     return f"The logs in {run.folder} itself" if run.own else f"Run {run.name}"
 
 
-def _shown(text: str) -> str:
-    # A run id may be anything that a folder can be called.
+def _printable(text: str) -> str:
+    # A run id may contain any character that a folder name may.
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,4 +1,4 @@
-"""What a report says of checkpoints: how many, what they cost, what was restored."""
+"""The checkpoints in a report: how many, what they cost, which were restored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from outlast.events.types import (
     Event,
 )
 
-__all__ = ["saves_in", "words_on"]
+__all__ = ["describe_saves", "summarize_saves"]
 
 
-def saves_in(events: Iterable[Event]) -> Saves | None:
-    """The checkpoints in an event log; `None` if there is no word of any."""
+def summarize_saves(events: Iterable[Event]) -> Saves | None:
+    """The checkpoints in an event log; `None` if there are no events of checkpoints."""
     own = [event for event in events if event.rank == 0]
     done = [event for event in own if isinstance(event, CheckpointCommitted)]
     failed = [event for event in own if isinstance(event, CheckpointFailed)]
     restored = [event for event in own if isinstance(event, CheckpointRestored)]
-    passed = [event for event in own if isinstance(event, CheckpointPassedOver)]
-    if not (done or failed or restored or passed):
+    skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
+    if not (done or failed or restored or skipped):
         return None
     return Saves(
         committed=len(done),
@@ -35,27 +35,27 @@ def saves_in(events: Iterable[Event]) -> Saves | None:
         durable_median=statistics.median(e.seconds for e in done) if done else 0.0,
         failed=tuple((e.step, e.cause) for e in failed),
         restored=tuple((e.step, e.source) for e in restored),
-        passed_over=tuple((e.step, e.cause) for e in passed),
+        passed_over=tuple((e.step, e.cause) for e in skipped),
     )
 
 
-def words_on(saves: Saves) -> list[str]:
-    """Sentences about them."""
-    said = []
+def describe_saves(saves: Saves) -> list[str]:
+    """Sentences about the checkpoints."""
+    sentences = []
     if saves.committed:
-        said.append(
+        sentences.append(
             f"{plural(saves.committed, 'checkpoint')} of {saves.size_bytes / 1e6:.3g} MB "
-            f"committed: each held the training up for {duration(saves.blocked_median)} (median; "
-            f"{duration(saves.blocked_worst)} at worst), and was durable after "
+            f"committed: each blocked training for {duration(saves.blocked_median)} (median; "
+            f"{duration(saves.blocked_worst)} at worst) and was durable after "
             f"{duration(saves.durable_median)}."
         )
     if saves.failed:
         steps = ", ".join(str(step) for step, _ in saves.failed)
-        said.append(f"Not committed, on any rank: step {steps}.")
+        sentences.append(f"Failed on all ranks, not committed: step {steps}.")
     if saves.passed_over:
         steps = ", ".join(str(step) for step, _ in saves.passed_over)
-        said.append(f"Damaged, and passed over by a restore: step {steps}.")
+        sentences.append(f"Damaged, skipped by a restore: step {steps}.")
     if saves.restored:
         each = ", ".join(f"step {step} from {source}" for step, source in saves.restored)
-        said.append(f"Restored: {each}.")
-    return said
+        sentences.append(f"Restored: {each}.")
+    return sentences

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast.events import Fault
-from outlast.events.culprit import hung_ranks
+from outlast.events.hang_report import hung_ranks
 
 
 def monitor(member: int, **fields: Any) -> Fault:

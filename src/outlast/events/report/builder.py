@@ -1,33 +1,15 @@
-"""The story of a run, from its event logs: what failed, what each restart took, what was lost.
-
-    events = load("build/demo")          # a JSONL file a process; of the newest run there
-    report = build(events)               # dataclasses, see `report/model.py`
-    print(to_json(report))
-    render(Path("build/demo"), Console())
-
-`build` is pure: the same events, in any order of files, give the same report. It holds to two
-rules. Times of different hosts are never compared: detection and the total of a restart are
-measured on the host of the fault. And a fault that looks like the echo of another is never the
-first cause while there is another: a killed rank leaves broken connections, and its peers fail of
-those before its monitor has said a word.
-"""
+"""Builds the report from the events of a run."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-
-from outlast.events.report.call import Call, exits_of
-from outlast.events.report.checkpoints import saves_in
-from outlast.events.report.log_reader import TORN_LINE, load
-from outlast.events.report.model import Cause, HostTime, Party, Phases, Report, Restart
+from outlast.events.report.call_history import CallHistory, exits_of
+from outlast.events.report.log_reader import TORN_LINE
+from outlast.events.report.model import HostTime, Party, Report, Restart
 from outlast.events.report.phases import measure_phases, productive_time
-from outlast.events.report.render import render_report
+from outlast.events.report.save_summary import summarize_saves
 from outlast.events.report.split_calls import split_calls
 from outlast.events.types import (
     Completed,
@@ -40,22 +22,11 @@ from outlast.events.types import (
     Seen,
 )
 
-__all__ = [
-    "Cause",
-    "HostTime",
-    "Party",
-    "Phases",
-    "Report",
-    "Restart",
-    "build",
-    "load",
-    "render",
-    "to_json",
-]
+__all__ = ["build"]
 
 
 def build(events: Iterable[Event]) -> Report:
-    """The report that `events` make; those of one process in the order it wrote them."""
+    """Builds the report; the events of one process must be in the order in which it wrote them."""
     events = list(events)
     notes = [event for event in events if isinstance(event, Note)]
     torn = sorted(str(note.data.get("file", "")) for note in notes if note.name == TORN_LINE)
@@ -64,7 +35,7 @@ def build(events: Iterable[Event]) -> Report:
     for event in events:
         origins[event.host] = min(event.time, origins.get(event.host, event.time))
     exits = exits_of(events)
-    calls = [Call(i, part, origins, exits) for i, part in enumerate(split_calls(events))]
+    calls = [CallHistory(i, part, origins, exits) for i, part in enumerate(split_calls(events))]
     restarts = tuple(restart for call in calls for restart in _restarts(call))
     hosts = _hosts(calls)
     wall = sum(host.wall_seconds for host in hosts)
@@ -87,25 +58,11 @@ def build(events: Iterable[Event]) -> Report:
         monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
-        saves=saves_in(events),
+        saves=summarize_saves(events),
     )
 
 
-def to_json(report: Report) -> str:
-    """The report as a JSON object; its fields are those of the dataclasses."""
-    return json.dumps(dataclasses.asdict(report), indent=2)
-
-
-def render(directory: str | os.PathLike[str], console: Console) -> None:
-    """Reads the logs of the newest run in `directory` and prints their report.
-
-    Raises:
-        EventLogError: see `load`.
-    """
-    render_report(build(load(directory)), console)
-
-
-def _restarts(call: Call) -> list[Restart]:
+def _restarts(call: CallHistory) -> list[Restart]:
     found = []
     for iteration in call.iterations():
         faults = call.faults(iteration)
@@ -116,7 +73,7 @@ def _restarts(call: Call) -> list[Restart]:
         causes = [call.cause(fault) for fault in faults]
         joined, lost = call.joined(iteration), call.lost(iteration)
         if joined and not lost and all(cause.consequence for cause in causes):
-            causes = []  # nobody failed: what broke, broke because the job was made to grow
+            causes = []  # no rank failed: connections broke because the job grew
         found.append(
             Restart(
                 call=call.number,
@@ -141,17 +98,17 @@ def _restarts(call: Call) -> list[Restart]:
     return found
 
 
-def _first_of(call: Call, iteration: int) -> Event:
+def _first_of(call: CallHistory, iteration: int) -> Event:
     return next(iter(call.views[iteration].values()))
 
 
-def _hosts(calls: Sequence[Call]) -> tuple[HostTime, ...]:
+def _hosts(calls: Sequence[CallHistory]) -> tuple[HostTime, ...]:
     wall: dict[str, float] = defaultdict(float)
     productive: dict[str, float] = defaultdict(float)
     for call in calls:
-        for host, (whole, part) in productive_time(call).items():
-            wall[host] += whole
-            productive[host] += part
+        for host, (wall_s, productive_s) in productive_time(call).items():
+            wall[host] += wall_s
+            productive[host] += productive_s
     return tuple(
         HostTime(
             host=host,
@@ -163,7 +120,7 @@ def _hosts(calls: Sequence[Call]) -> tuple[HostTime, ...]:
     )
 
 
-def _waiting(calls: Sequence[Call]) -> tuple[Party, ...]:
+def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
     placed = {member for call in calls for view in call.views.values() for member in view}
     return tuple(
         Party(rank=event.preferred_rank, member=event.member, host=event.host)

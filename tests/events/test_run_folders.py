@@ -9,7 +9,7 @@ import pytest
 
 from outlast.errors import EventLogError
 from outlast.events import JsonlSink, Seen
-from outlast.events.report.story import load
+from outlast.events.report import load
 from outlast.events.run_folders import OWN, choose_run, new_run, runs_in
 
 

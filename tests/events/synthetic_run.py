@@ -24,7 +24,7 @@ from outlast.events import (
     Seen,
 )
 
-# What a restart takes in a story, in seconds; exact in binary, so that sums are exact too.
+# What a restart takes in a run, in seconds; exact in binary, so that sums are exact too.
 ABORT = 1 / 64
 INTERRUPT = 1 / 128
 FINALIZE = 1 / 32
@@ -34,7 +34,7 @@ SEEN = 1 / 1024
 RESTART = 0.5
 
 
-class Story:
+class SyntheticRun:
     """Writes a run. A member's process id is 1000 + its number, its monitor's 5000 + it.
 
     Args:

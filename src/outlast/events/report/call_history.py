@@ -1,8 +1,9 @@
-"""The events of one call of a wrapper, ordered for questions: who was where, what came first.
+"""The events of one call of a wrapped function, indexed: the members of each iteration, its first
+cause, the members lost and joined.
 
-Times are compared within one host only. Which fault came first on two hosts is told by cause and
-effect instead: a host that had seen the end of the iteration before its own fault did not begin
-it. Where that leaves several, they are taken in the order of their ranks.
+Times are compared within one host only. Which of two hosts had the first fault follows from cause
+and effect instead: a host that had seen the end of the iteration before its own fault did not
+cause it. If several remain, they are ordered by rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from outlast.events.culprit import HUNG, hung_ranks
+from outlast.events.hang_report import HUNG, hung_ranks
 from outlast.events.report.model import Cause, Party
 from outlast.events.report.split_calls import Process, main_processes
 from outlast.events.types import (
@@ -26,11 +27,11 @@ from outlast.events.types import (
     WorkerExited,
 )
 
-__all__ = ["Call", "exits_of"]
+__all__ = ["CallHistory", "exits_of"]
 
 
 def exits_of(events: Iterable[Event]) -> dict[Process, str]:
-    """How the launcher saw processes end, in words."""
+    """How each process of the launcher ended, in words."""
     return {
         (event.host, event.worker_pid): _exit_words(event.exit_code)
         for event in events
@@ -38,16 +39,17 @@ def exits_of(events: Iterable[Event]) -> dict[Process, str]:
     }
 
 
-class Call:
-    """One call of a wrapper.
+class CallHistory:
+    """One call of a wrapped function.
 
     Args:
+        number: of the call in the run, from 0.
         events: of this call.
         origins: the time of the first event of each host.
-        exits: what `exits_of` tells of the whole run.
+        exits: the result of `exits_of` for the whole run.
 
     Attributes:
-        views: the members of each iteration, with the event that gave each its place.
+        views: the members of each iteration, each with the event that assigned its rank.
     """
 
     def __init__(
@@ -82,27 +84,27 @@ class Call:
                 self._lasts[member] = iteration
 
     def iterations(self) -> list[int]:
-        """Every iteration that some event tells of."""
+        """Every iteration with an event of its own."""
         ended = {event.iteration for event in self.events if isinstance(event, Fault | Seen)}
         return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
 
     def during(self, iteration: int) -> Sequence[Event]:
-        """The events of one iteration, in the order of time."""
+        """The events of one iteration, ordered by time."""
         return self._in_iteration.get(iteration, ())
 
     def at(self, event: Event) -> float:
-        """Seconds from the first event of the host until `event`."""
+        """Seconds from the first event of its host to `event`."""
         return event.time - self._origins.get(event.host, event.time)
 
     def host_of(self, member: int, default: str) -> str:
-        """Where the member runs; a remote observer of its death does not know."""
+        """The host of the member; `default` if only remote observers reported it."""
         return self._processes.get(member, (default, -1))[0]
 
     def world_size(self, iteration: int) -> int:
         """How many members the iteration has."""
         view = self.views.get(iteration, {})
-        told = [event.world_size for event in view.values() if isinstance(event, Assigned)]
-        return max(told, default=len(view))
+        sizes = [event.world_size for event in view.values() if isinstance(event, Assigned)]
+        return max(sizes, default=len(view))
 
     def survivors(self, iteration: int) -> list[int]:
         """The members of the iteration that are in the next one too."""
@@ -112,10 +114,10 @@ class Call:
     def faults(self, iteration: int) -> list[Fault]:
         """The faults of the iteration, the first cause first.
 
-        A fault that two processes report, the failed one and its monitor, counts once.
+        A fault that two processes report (the failed one and its monitor) counts once.
         """
         firsts = _first_seen(self.during(iteration))
-        found = _hung_at_once([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
+        found = _merge_hung([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
         def order(fault: Fault) -> tuple[bool, bool, int, int]:
@@ -124,7 +126,7 @@ class Call:
             return fault.consequence, late, behind, fault.rank
 
         heads: dict[str, list[Fault]] = defaultdict(list)
-        for fault in found:  # in the order of time, which holds within each host
+        for fault in found:  # ordered by time, which is meaningful within each host
             heads[fault.host].append(fault)
         merged: dict[int, Fault] = {}
         for host in heads:
@@ -138,7 +140,7 @@ class Call:
         return list(merged.values())
 
     def cause(self, fault: Fault) -> Cause:
-        """What the report says of a fault."""
+        """The fault as the report shows it."""
         return Cause(
             rank=fault.rank,
             member=fault.member,
@@ -152,7 +154,7 @@ class Call:
         )
 
     def lost(self, iteration: int) -> tuple[Party, ...]:
-        """Who was in the iteration and is in no later one."""
+        """The members of the iteration that are in no later one."""
         view = self.views.get(iteration, {})
         reasons = {
             event.member: event.reason
@@ -173,13 +175,13 @@ class Call:
         return tuple(sorted(parties, key=lambda party: party.rank))
 
     def joined(self, iteration: int) -> tuple[Party, ...]:
-        """Who is in the iteration after this one, and was in none before."""
+        """The members of the next iteration that were in none before."""
         view = self.views.get(iteration + 1, {})
         new = [_party(view[member], "") for member in view if self._firsts[member] > iteration]
         return tuple(sorted(new, key=lambda party: party.rank))
 
     def recovery(self, member: int, iteration: int) -> list[Event]:
-        """What the member's process wrote from the end of the iteration to its next entry."""
+        """The events of the member's process from the end of the iteration to its next entry."""
         before = self._tracks[member, iteration]
         after = self._tracks[member, iteration + 1]
         placed = [i for i, event in enumerate(before) if isinstance(event, Assigned | Entered)]
@@ -187,7 +189,7 @@ class Call:
         return before[placed[-1] + 1 :] + after[: entered[0] + 1 if entered else None]
 
     def _exit(self, member: int, iteration: int) -> str:
-        """How the member's process ended, if it was lost there; else its end came later."""
+        """How the member's process ended if it was lost in this iteration; empty if later."""
         if member in self._completed or self._lasts.get(member, iteration) > iteration:
             return ""
         return self._exits.get(self._processes.get(member, ("", -1)), "")
@@ -214,11 +216,11 @@ def _exit_words(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _hung_at_once(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fault]:
-    """The faults, with those of hung ranks made one a rank, the likely culprit first.
+def _merge_hung(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fault]:
+    """The faults, with those of hung ranks reduced to one for each rank, the likely cause first.
 
-    A rank tells of its hang after the iteration has ended; the time of the fault is that at which
-    a monitor of the same host reported a hang, or else that at which the host knew of the end.
+    A rank reports its own hang after the iteration has ended. The fault therefore gets the time at
+    which a monitor of the same host reported a hang, or else at which the host knew of the end.
     """
     reported = dict(firsts)
     for fault in faults:

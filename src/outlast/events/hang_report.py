@@ -1,0 +1,75 @@
+"""The hang report: which of several hung ranks the others were waiting for.
+
+When one rank hangs, the others soon stop too, in a collective that waits for it. Since a soft
+timeout adapts to each rank's own pace, the timeout of a waiting rank may well expire first.
+Therefore every rank that stopped reports its own state (its testimony), and all of them together
+show the cause:
+
+* a rank found inside torch, where it waits for other ranks, waits for one of the rest; so does a
+  rank that the end of a connection woke up;
+* of the rest, a rank that has started more collectives than another one waits for that one (for a
+  result that its device is to produce, for example);
+* of those left, the rank with the fewest pings is the furthest behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["HUNG", "HungFault", "hung_ranks"]
+
+HUNG = "SOFT_TIMEOUT"
+"""The interruption that reports a rank without progress."""
+
+
+class HungFault(Protocol):
+    """What a fault says about a hung rank. `collectives` is -1 if it is unknown."""
+
+    @property
+    def member(self) -> int: ...
+    @property
+    def interruption(self) -> str: ...
+    @property
+    def consequence(self) -> bool: ...
+    @property
+    def testimony(self) -> bool: ...
+    @property
+    def pings(self) -> int: ...
+    @property
+    def collectives(self) -> int: ...
+
+
+T = TypeVar("T", bound=HungFault)
+
+
+def hung_ranks(faults: Sequence[T]) -> list[T]:
+    """The hung ranks among `faults`, one fault each, the likely cause first.
+
+    A rank's own testimony replaces the report of its monitor, in whichever order they came. A rank
+    that waits for another one is marked as a consequence.
+    """
+    reported: dict[int, T] = {}
+    echoed: set[int] = set()
+    for fault in faults:
+        known = reported.get(fault.member)
+        if fault.interruption != HUNG:
+            echoed |= {fault.member} if fault.consequence else set()
+        elif known is None or fault.testimony or not known.testimony:
+            reported[fault.member] = fault
+    waiting = echoed | {member for member, fault in reported.items() if fault.consequence}
+    counts = {
+        member: fault.collectives
+        for member, fault in reported.items()
+        if member not in waiting and fault.collectives >= 0
+    }
+    waiting |= {member for member, count in counts.items() if count > min(counts.values())}
+    judged = [
+        _as_consequence(fault) if member in waiting else fault for member, fault in reported.items()
+    ]
+    return sorted(judged, key=lambda fault: (fault.consequence, fault.pings))
+
+
+def _as_consequence(fault: Any) -> Any:
+    return fault if fault.consequence else dataclasses.replace(fault, consequence=True)
