@@ -23,7 +23,7 @@ from benchmarks.checkpoint.ways import make
 from benchmarks.lib.rank_processes import Crew
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.storage.local import WORKING
-from outlast.async_checkpoint.storage.recycled_files import SPARE
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 
 __all__ = ["WHAT", "flat", "peaks"]
 
@@ -135,7 +135,7 @@ def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
 def _await_rest(path: Path) -> None:
     """Until the writer has put away what is old, which nobody waits for."""
     shown = ("step-", WORKING)
-    while sum(name.startswith(shown) and name != SPARE for name in os.listdir(path)) > 2:
+    while sum(name.startswith(shown) and name != RECYCLED for name in os.listdir(path)) > 2:
         time.sleep(0.001)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outlast.async_checkpoint.snapshot.shared_memory import pieces
 from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
     FileEntry,
@@ -12,6 +11,7 @@ from outlast.async_checkpoint.storage.manifest import (
     TensorEntry,
     checksum,
     encode,
+    pieces,
 )
 from outlast.async_checkpoint.storage.protocol import Storage
 

@@ -19,8 +19,9 @@ from async_checkpoint.storage.s3 import Server, call, keys, serving, uploads
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode
-from outlast.async_checkpoint.storage.remote import OWNER, RemoteStorage
-from outlast.async_checkpoint.storage.upload import OrderedUpload, as_os_errors
+from outlast.async_checkpoint.storage.remote import RemoteStorage
+from outlast.async_checkpoint.storage.remote_files import OrderedUpload, as_os_errors
+from outlast.async_checkpoint.storage.remote_lock import OWNER
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, write_files
 from outlast.errors import CheckpointError
 
@@ -334,7 +335,7 @@ def test_what_is_missing_is_named(missing: str, url: str, install: str) -> None:
     program = f"""
 import sys
 sys.modules[{missing!r}] = None
-from outlast.async_checkpoint.storage.protocol import open_storage
+from outlast.async_checkpoint.storage.open import open_storage
 try:
     open_storage({url!r})
 except ModuleNotFoundError as e:
@@ -350,8 +351,8 @@ except ModuleNotFoundError as e:
 def test_nothing_of_it_imports_torch(s3: Server) -> None:
     program = """
 import sys
-from outlast.async_checkpoint import writer_main
-from outlast.async_checkpoint.storage.protocol import open_storage
+from outlast.async_checkpoint.writer import main
+from outlast.async_checkpoint.storage.open import open_storage
 storage = open_storage(sys.argv[1])
 storage.prepare()
 storage.put("a", "b", b"c")

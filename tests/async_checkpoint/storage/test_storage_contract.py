@@ -20,7 +20,8 @@ from async_checkpoint.storage.s3 import Server, serving
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import checksum
-from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage, open_storage
+from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, Dropped, write_files
 from outlast.errors import CheckpointError
@@ -205,7 +206,7 @@ def test_names_that_lead_elsewhere_are_refused(storage: Storage, name: str) -> N
         lambda: storage.remove(name),
         lambda: storage.create("a", name, 10),
     ):
-        with pytest.raises(CheckpointError, match="is no name of a file"):
+        with pytest.raises(CheckpointError, match="is not a valid file name"):
             ask()
 
 

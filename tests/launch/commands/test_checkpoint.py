@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from async_checkpoint.made import save
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.protocol import open_storage
+from outlast.async_checkpoint.storage.open import open_storage
 from outlast.launch.cli import app
 
 FILE = "__0_0.distcp"
@@ -63,8 +63,8 @@ def test_a_table_of_all_that_is_there(storage: LocalStorage) -> None:
     assert title.split() == ["step", "size", "world", "size", "metric", "tensors", "state"]
     assert rows[0].split() == ["10", "2.6", "kB", "2", "1.25", "1", "whole"]
     assert rows[1].split()[:5] == ["20", "-", "-", "-", "-"]
-    assert "damaged: manifest.json is damaged: its checksum does not hold" in rows[1]
-    assert f"damaged: {FILE}: 5 bytes, 2560 were written" in rows[2]
+    assert "damaged: manifest.json is damaged: its checksum does not match" in rows[1]
+    assert f"damaged: {FILE}: 5 bytes instead of 2560" in rows[2]
     assert "not committed: .tmp-step-00000040-aa" in rows[3]
     assert len(rows) == 4
 

@@ -25,14 +25,15 @@ from outlast.async_checkpoint.restore.verified_read import (
     Source,
     read_verified,
 )
-from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
     FileEntry,
     Shard,
     TensorEntry,
     ValueEntry,
     checksum,
+    pieces,
 )
 
 __all__ = ["InMemory"]

@@ -29,7 +29,7 @@ from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.storage.recycled_files import SPARE
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
@@ -89,7 +89,7 @@ class Restorer:
                 storage.lock(owner)
                 self._session.locked = True
             # What is spare is still of use if it is of this very process.
-            left = [name for name in folders.leftovers(storage) if not ours or name != SPARE]
+            left = [name for name in folders.leftovers(storage) if not ours or name != RECYCLED]
             for name in left:
                 try:
                     self._session.writer.request({"op": "remove", "folders": [name]})

@@ -20,12 +20,12 @@ import xxhash
 from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
 from outlast.async_checkpoint.snapshot.shared_memory import memory_at
-from outlast.async_checkpoint.storage.manifest import FileEntry
+from outlast.async_checkpoint.storage.manifest import FileEntry, read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
 
-__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_hashed", "read_verified"]
+__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
 
 # What a core's own cache holds beside other things: copied, it is still there to be hashed.
 _CACHED_BYTES = 384 << 10
@@ -206,20 +206,6 @@ def _read_chunk(
         raise _damaged(where, begin, size)
     if not direct:
         _deal(_address(chunk), begin, begin + size, pieces)
-
-
-def read_hashed(reader: FileReader, offset: int, buffer: memoryview) -> tuple[int, str]:
-    """Fills `buffer` from `offset` on; returns how much there was, and the checksum of that."""
-    digest = xxhash.xxh3_128()
-    got = 0
-    while got < len(buffer):
-        stretch = buffer[got : got + reader.at_once]
-        count = reader.read_into(offset + got, stretch)
-        digest.update(stretch[:count])
-        got += count
-        if count < len(stretch):
-            break
-    return got, digest.hexdigest()
 
 
 def _copy_chunk(

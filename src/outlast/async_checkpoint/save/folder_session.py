@@ -25,7 +25,7 @@ from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, popula
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.storage.manifest import checksum
-from outlast.async_checkpoint.storage.protocol import open_storage
+from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import claim
 from outlast.events import JsonlSink, Sink

@@ -30,14 +30,15 @@ from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.save.folder_session import FolderSession, SnapshotBuffer
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
-from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.state_dict.catalog import Catalog
 from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
     MANIFEST,
     FileEntry,
     Manifest,
     checksum,
     encode,
+    pieces,
 )
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.write_files import Dropped

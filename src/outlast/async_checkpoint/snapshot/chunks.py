@@ -25,8 +25,8 @@ import torch
 import xxhash
 
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at, pieces
-from outlast.async_checkpoint.storage.manifest import checksum
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at
+from outlast.async_checkpoint.storage.manifest import checksum, pieces
 
 __all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "checksums_of_content", "cut"]
 

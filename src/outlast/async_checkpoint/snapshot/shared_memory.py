@@ -14,23 +14,16 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 
 __all__ = [
-    "CHUNK_BYTES",
     "PAGE_BYTES",
     "SharedMemory",
     "memory_at",
     "page_up",
-    "pieces",
     "populate",
 ]
 
 PAGE_BYTES = mmap.PAGESIZE
-# The unit that is written, read and checksummed at once: large enough for a disk to be at full
-# speed with a few of them in flight, small enough to stay in a core's cache between the hash and
-# the copy, and for a damaged byte to be told with some precision.
-CHUNK_BYTES = 4 << 20
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates, so that no page faults one by one
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -103,8 +96,3 @@ def populate(memory: SharedMemory, threads: int = 2) -> None:
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """The memory at `address` as writable bytes. The caller keeps its owner alive."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-
-
-def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[int, int]]:
-    """Offset and length of each piece that `size_bytes` are cut into."""
-    return [(at, min(piece_bytes, size_bytes - at)) for at in range(0, size_bytes, piece_bytes)]

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept: the protocol, local and remote storage, the manifest."""
+"""Where checkpoints are kept, and what their directories contain."""

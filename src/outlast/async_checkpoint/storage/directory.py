@@ -1,5 +1,5 @@
-"""What lies in a folder of checkpoints: listed, verified, deleted. Without torch, for the command
-line.
+"""The checkpoints in a directory: lists, verifies and deletes them. Does not import torch, for the
+command line.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from outlast.async_checkpoint.restore.verified_read import read_hashed
-from outlast.async_checkpoint.snapshot.shared_memory import pieces
-from outlast.async_checkpoint.storage.manifest import MANIFEST, FileEntry, Manifest, decode
+from outlast.async_checkpoint.storage.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    decode,
+    pieces,
+    read_hashed,
+)
 from outlast.async_checkpoint.storage.protocol import Storage, step_of
-from outlast.async_checkpoint.storage.recycled_files import SPARE
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.errors import CheckpointError
 
 __all__ = [
@@ -35,11 +40,11 @@ class CheckpointInfo:
 
     Attributes:
         step: of the training.
-        folder: its name.
+        folder: the name of its directory.
         size_bytes: of all its files.
         world_size: of the job that saved it.
-        metric: what `save(metric=...)` was given.
-        tensors: how many it holds.
+        metric: the argument of `save(metric=...)`.
+        tensors: how many it has.
     """
 
     step: int
@@ -52,14 +57,13 @@ class CheckpointInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A folder that is there, and what it is.
+    """A directory in the storage, and what it is.
 
     Attributes:
         folder: its name.
-        step: that it is a checkpoint of; `None` for what a save that was never committed has left.
+        step: of the checkpoint; `None` for a directory that is no committed checkpoint.
         info: of the checkpoint, unless its manifest is damaged.
-        wrong: what is wrong, so far as it can be told without reading the files; empty if nothing
-            is.
+        wrong: what is wrong, as far as can be seen without reading the files; empty if nothing.
     """
 
     folder: str
@@ -69,18 +73,18 @@ class Found:
 
 
 def candidates(storage: Storage) -> list[tuple[int, str]]:
-    """Step and folder of all that may be checkpoints, the newest step first."""
+    """Step and directory of all possible checkpoints, the newest step first."""
     found = []
     for folder in reversed(storage.folders()):
         step = step_of(folder)
-        # Where saves are written in place, a folder without a manifest is a save that goes on.
+        # Where saves are written in place, a directory without a manifest is a save in progress.
         if step is not None and (not _in_place(storage) or _committed(storage, folder)):
             found.append((step, folder))
     return sorted(found, key=lambda one: one[0], reverse=True)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of a checkpoint.
+    """Reads the manifest of a checkpoint.
 
     Raises:
         CheckpointError: if it is missing, damaged, of a later format or of another step.
@@ -89,7 +93,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     try:
         content = storage.get(folder, MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{where} is missing: nothing there was ever committed") from None
+        raise CheckpointError(f"{where} is missing: the save was not committed") from None
     except OSError as e:
         raise CheckpointError(f"{where} cannot be read: {e}") from e
     manifest = decode(content, where)
@@ -111,7 +115,7 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 
 def info_of(manifest: Manifest, folder: str) -> CheckpointInfo:
-    """What is to say of a checkpoint."""
+    """Summarizes a manifest."""
     return CheckpointInfo(
         step=manifest.step,
         folder=folder,
@@ -123,8 +127,8 @@ def info_of(manifest: Manifest, folder: str) -> CheckpointInfo:
 
 
 def leftovers(storage: Storage) -> list[str]:
-    """Folders that no load will ever look at: of saves that were never committed, and of commits
-    that a later one of the same step has replaced. Only for who has the lock.
+    """Directories that no load reads: of saves that were not committed, and of checkpoints that a
+    later one of the same step has replaced. Call with the lock held.
     """
     wanted = dict(reversed(candidates(storage)))
     return [
@@ -140,15 +144,17 @@ def leftovers(storage: Storage) -> list[str]:
 
 
 def survey(storage: Storage) -> list[Found]:
-    """Everything that is there, by step, what was never committed last. Of the files only the
-    sizes are looked at.
+    """Everything in the storage, by step, and uncommitted directories last. Checks only the sizes
+    of the files.
     """
-    # The newest of a step is the one that counts.
+    # Of several checkpoints of a step the newest counts.
     wanted = dict(reversed(candidates(storage)))
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
     for folder in storage.folders():
-        if folder == SPARE:
-            found.append(Found(folder, None, None, "files that the next save writes over"))
+        if folder == RECYCLED:
+            found.append(
+                Found(folder, None, None, "recycled files, which the next save writes over")
+            )
         elif folder.startswith(".tmp-"):
             found.append(Found(folder, None, None, "not committed"))
         elif step_of(folder) is not None and folder not in wanted.values():
@@ -174,22 +180,22 @@ def _size_wrong(storage: Storage, folder: str, file: FileEntry) -> str:
     except (OSError, CheckpointError) as e:
         return f"{file.name}: {_said(e)}"
     if size != file.size_bytes:
-        return f"{file.name}: {size} bytes, {file.size_bytes} were written"
+        return f"{file.name}: {size} bytes instead of {file.size_bytes}"
     return ""
 
 
 def verify(
     storage: Storage, step: int, progress: Callable[[int], None] = lambda size_bytes: None
 ) -> CheckpointInfo:
-    """Reads a checkpoint whole.
+    """Reads and verifies a whole checkpoint.
 
     Args:
         storage: where it is.
-        step: which one.
-        progress: told of each stretch of bytes that was found good.
+        step: of the checkpoint.
+        progress: called with the size of each chunk that was verified.
 
     Raises:
-        CheckpointError: naming each file that is missing, cut short or damaged.
+        CheckpointError: names each file that is missing, truncated or damaged.
     """
     folder = _newest(storage, step)
     manifest = read_manifest(storage, folder)
@@ -235,11 +241,11 @@ def delete(storage: Storage, step: int) -> None:
     """Deletes a checkpoint.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if it does not exist.
     """
     _newest(storage, step)
     for found, folder in reversed(candidates(storage)):
-        if found == step:  # those that were replaced first: they must not come to light again
+        if found == step:  # the oldest first: a replaced one must not become visible again
             storage.remove(folder)
 
 
@@ -253,7 +259,7 @@ def _newest(storage: Storage, step: int) -> str:
 
 
 def _in_place(storage: Storage) -> bool:
-    """Whether saves are written where they will be found."""
+    """Whether saves are written to their final directory."""
     return storage.names_for(0, "0")[0].startswith("step-")
 
 

@@ -1,12 +1,12 @@
 """Checkpoints on a file system, local or shared (POSIX: ext4, xfs, NFS, Lustre, ...).
 
-Large files are written past the page cache (`O_DIRECT`) where the file system can: the disk takes
-the bytes from the arena itself, so a save costs the training next to no CPU and does not push the
-data set out of memory. Where it cannot, they are written the usual way.
+Large files bypass the page cache (`O_DIRECT`) where the file system supports that: the disk reads
+the bytes from the shared-memory buffer, so a save costs the training almost no CPU and does not
+evict the data set from memory. Elsewhere they are written through the page cache.
 
-A checkpoint that replaces one of the same step changes places with it in one atomic step
-(`RENAME_EXCHANGE`); a file system without that has a moment in which the step is under neither
-name, but never a half one.
+A checkpoint that replaces one of the same step is exchanged with it atomically (`RENAME_EXCHANGE`).
+On a file system without that, there is a moment in which the step has no checkpoint, but never a
+part of one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import stat
@@ -22,9 +23,8 @@ import threading
 import uuid
 from pathlib import Path
 
-from outlast.async_checkpoint.snapshot.shared_memory import PAGE_BYTES
 from outlast.async_checkpoint.storage.protocol import IDENTITY, step_of
-from outlast.async_checkpoint.storage.recycled_files import Spares
+from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
 from outlast.errors import CheckpointError
 
 __all__ = ["WORKING", "LocalStorage"]
@@ -39,13 +39,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalStorage:
-    """Checkpoints below one folder. See `Storage`."""
+    """Checkpoints in one directory. See `Storage`."""
 
     def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser().absolute()
         self.where = str(self.root)
         self._lock = -1
-        self._spares = Spares(self.root)
+        self._recycled = RecycledFiles(self.root)
 
     def prepare(self) -> None:
         missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
@@ -67,7 +67,7 @@ class LocalStorage:
 
     def create(self, folder: str, name: str, size_bytes: int) -> _Writer:
         path = self._inside(folder, name)
-        return _Writer(path, size_bytes, size_bytes > 0 and self._spares.take(path, size_bytes))
+        return _Writer(path, size_bytes, size_bytes > 0 and self._recycled.take(path, size_bytes))
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         with open(self._inside(folder, name), "wb") as file:
@@ -87,7 +87,7 @@ class LocalStorage:
                 raise
             self._replace(source, target)
             _sync(self.root)
-            self.remove(working)  # where the one that was replaced is now
+            self.remove(working)  # the checkpoint that was replaced, by now
         _sync(self.root)
 
     def get(self, folder: str, name: str) -> bytes:
@@ -100,11 +100,11 @@ class LocalStorage:
         return self._inside(folder, name).stat().st_size
 
     def recycle(self, folder: str) -> None:
-        if not self._spares.keep(self._inside(folder)):
+        if not self._recycled.keep(self._inside(folder)):
             self.remove(folder)
 
     def tidy(self) -> None:
-        self._spares.drop()
+        self._recycled.drop()
 
     def hide(self, folder: str) -> str:
         hidden = f"{WORKING}removed-{folder}-{uuid.uuid4().hex[:8]}"
@@ -117,16 +117,16 @@ class LocalStorage:
 
     def remove(self, folder: str) -> None:
         if not folder.startswith(WORKING):
-            # Out of sight first: a removal that is cut short leaves nothing that looks whole.
+            # Hidden first: a removal that is cut short must not leave what looks complete.
             folder = self.hide(folder)
             if not folder:
                 return
         path = self._inside(folder)
-        if path.is_symlink():  # what it leads to is somebody else's
+        if path.is_symlink():  # its target belongs to somebody else
             path.unlink()
             return
         while os.path.lexists(path):
-            # Another thread may be removing it too: then what is missing is no reason to stop.
+            # Another thread may be removing it too: a missing file is no error then.
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)
 
@@ -139,9 +139,9 @@ class LocalStorage:
             return path.read_text()
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
-        """Takes a lock of the process (`fcntl`): it ends with the process, however that ends, it
-        works over NFS, and a child that was forked does not hold it. So there is never a doubt
-        to be careful about.
+        """Takes a lock of the process (`fcntl`): the kernel releases it when the process ends, it
+        works over NFS, and forked children do not hold it. So a lock holder is always alive, and
+        `careful` makes no difference.
         """
         path = self.root / _LOCK
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -162,8 +162,8 @@ class LocalStorage:
         self._recover()
 
     def _recover(self) -> None:
-        """A job that died while it replaced a checkpoint, without an atomic exchange, may have left
-        the old one aside: then it is put back.
+        """Puts back a checkpoint that was moved aside by a job that died while it replaced the
+        checkpoint on a file system without an atomic exchange.
         """
         for folder in self.folders():
             if folder.startswith(WORKING) and folder.endswith(_ASIDE):
@@ -183,7 +183,7 @@ class LocalStorage:
     def _inside(self, *names: str) -> Path:
         for name in names:
             if not name or "/" in name or name in (".", ".."):
-                raise CheckpointError(f"{name!r} is no name of a file in {self.where}")
+                raise CheckpointError(f"{name!r} is not a valid file name in {self.where}")
         return self.root.joinpath(*names)
 
     def _replace(self, source: Path, target: Path) -> None:
@@ -201,18 +201,18 @@ class LocalStorage:
 
 
 class _Writer:
-    """A file of known size, written in place by several threads.
+    """A file of known size, written by several threads.
 
     Args:
         path: of the file.
-        size_bytes: of what will be written.
-        there: whether a file of that size is there already, to be written over.
+        size_bytes: of the file.
+        recycled: whether a recycled file of this size is at `path`.
     """
 
-    def __init__(self, path: Path, size_bytes: int, there: bool) -> None:
+    def __init__(self, path: Path, size_bytes: int, recycled: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        flags |= 0 if there else os.O_TRUNC
-        self.direct = size_bytes % PAGE_BYTES == 0
+        flags |= 0 if recycled else os.O_TRUNC
+        self.direct = size_bytes % mmap.PAGESIZE == 0
         self._switching = threading.Lock()
         try:
             self._fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o644)
@@ -222,8 +222,8 @@ class _Writer:
             self.direct = False
             self._fd = os.open(path, flags, 0o644)
         try:
-            # A disk that has no room says so now, and the pieces lie side by side on it.
-            if size_bytes and not there:
+            # A full disk is an error now, and the file gets contiguous blocks.
+            if size_bytes and not recycled:
                 os.posix_fallocate(self._fd, 0, size_bytes)
         except OSError as e:
             if e.errno not in _UNSUPPORTED:
@@ -232,13 +232,13 @@ class _Writer:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         while data:
-            direct = self.direct  # as it was: another thread may give it up in between
+            direct = self.direct  # another thread may switch it off meanwhile
             try:
                 count = os.pwrite(self._fd, data, offset)
             except OSError as e:
                 if not direct or e.errno != errno.EINVAL:
                     raise
-                self._give_up_direct()
+                self._switch_off_direct()
                 continue
             data = data[count:]
             offset += count
@@ -254,7 +254,7 @@ class _Writer:
         if fd >= 0:
             os.close(fd)
 
-    def _give_up_direct(self) -> None:
+    def _switch_off_direct(self) -> None:
         with self._switching:
             if self.direct:
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -263,19 +263,19 @@ class _Writer:
 
 
 class _Reader:
-    """A file that several threads read."""
+    """A file read by several threads."""
 
-    # Measured on a virtual disk: with 4 MiB a read with its hash takes 1.2 times as long, from the
-    # disk as from the page cache.
+    # Measured on a virtual disk: with 4 MiB, reading and hashing takes 1.2 times as long, from the
+    # disk and from the page cache.
     at_once = 512 << 10
 
     def __init__(self, path: Path) -> None:
-        # Not blocking: the open of a pipe would wait for a writer.
+        # O_NONBLOCK: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._fd = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         done = 0

@@ -1,10 +1,10 @@
-"""The manifest: what a checkpoint consists of, and how to know that it is what was written.
+"""The manifest of a checkpoint: its files, tensors and values, and their checksums.
 
-It is the last file that is written, so a folder without one is no checkpoint. Its first line says
-how long the rest is and what its checksum is; the rest is JSON: the step, the id of the save, each
-file with its size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and where in the
-files each tensor and each value lies. A load therefore needs no pickle, and a rank that reads one
-shard verifies the chunks of that shard alone.
+It is the last file of a save, so a directory without one is no checkpoint. Its first line has the
+length and the checksum of the rest, which is JSON: the step, the id of the save, each file with its
+size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and where in the files each
+tensor and each value is. A load therefore needs no pickle to find anything, and a rank that reads
+one shard verifies the chunks of that shard only.
 
 Nothing here imports torch: the command line and the writer process do without.
 """
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
 
+from outlast.async_checkpoint.storage.protocol import FileReader
 from outlast.errors import CheckpointError
 
 __all__ = [
+    "CHUNK_BYTES",
     "FORMAT_VERSION",
     "MANIFEST",
     "FileEntry",
@@ -30,13 +33,20 @@ __all__ = [
     "checksum",
     "decode",
     "encode",
+    "pieces",
+    "read_hashed",
 ]
 
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
 FORMAT_VERSION = 1
 
-# A key of a dict (text or number), or `[i]`: the place in a list.
+# The unit that is written, read and checksummed: large enough that a disk runs at full speed with
+# a few in flight, small enough to stay in a core's cache between copy and hash, and to locate a
+# damaged byte.
+CHUNK_BYTES = 4 << 20
+
+# Each entry is a key of a dict (text or number), or `[i]` for index i of a list.
 Path = list[Any]
 
 
@@ -45,9 +55,28 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def read_hashed(reader: FileReader, offset: int, buffer: memoryview) -> tuple[int, str]:
+    """Fills `buffer` from `offset`; returns how many bytes there were, and their checksum."""
+    digest = xxhash.xxh3_128()
+    got = 0
+    while got < len(buffer):
+        stretch = buffer[got : got + reader.at_once]
+        count = reader.read_into(offset + got, stretch)
+        digest.update(stretch[:count])
+        got += count
+        if count < len(stretch):
+            break
+    return got, digest.hexdigest()
+
+
+def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[int, int]]:
+    """Offset and length of each piece that `size_bytes` are cut into."""
+    return [(at, min(piece_bytes, size_bytes - at)) for at in range(0, size_bytes, piece_bytes)]
+
+
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file: its name in the folder, its size, the checksum of each `chunk_bytes` of it."""
+    """A file: its name in the directory, its size, the checksum of each `chunk_bytes` of it."""
 
     name: str
     size_bytes: int
@@ -56,7 +85,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: where it begins in the tensor, its shape, and where its bytes lie."""
+    """A part of a tensor: its offsets in the tensor, its shape, and where its bytes are."""
 
     offsets: list[int]
     sizes: list[int]
@@ -66,8 +95,8 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: `dtype` without `torch.`, its whole shape, and its parts. `opaque` ones (sparse,
-    quantized) have one part, in torch's own serialization of `opaque` bytes.
+    """A tensor: `dtype` without `torch.`, its global shape, and its parts. A sparse or quantized
+    tensor has one part: `opaque` bytes that `torch.save` wrote.
     """
 
     path: Path
@@ -79,7 +108,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ValueEntry:
-    """A Python value, in torch's serialization."""
+    """A Python value, as `torch.save` wrote it."""
 
     path: Path
     file: str
@@ -89,14 +118,14 @@ class ValueEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint consists of.
+    """The content of one checkpoint.
 
     Attributes:
         step: of the training.
-        save_id: of the save, unlike that of any other.
+        save_id: unique to the save.
         world_size: of the job that saved it.
-        metric: what `save(metric=...)` was given.
-        chunk_bytes: the stretch that each checksum is of.
+        metric: the argument of `save(metric=...)`.
+        chunk_bytes: how many bytes each checksum covers.
         files, tensors, values: the content; tensors and values by their flat names.
     """
 
@@ -111,12 +140,12 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files.values())
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the content of its file."""
+    """Returns the content of the manifest file."""
     body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
     head = {
         "format": FORMAT,
@@ -129,14 +158,14 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, where: str) -> Manifest:
-    """The manifest that `encode` made `content` of.
+    """Returns the manifest from the content of its file.
 
     Args:
         content: of the file.
-        where: the file, for errors.
+        where: names the file in errors.
 
     Raises:
-        CheckpointError: when it is not whole, not what was written, or of a later format.
+        CheckpointError: if it is truncated, damaged, or of a later format.
     """
     line, _, body = content.partition(b"\n")
     head: dict[str, Any] = {}
@@ -146,17 +175,22 @@ def decode(content: bytes, where: str) -> Manifest:
     except (ValueError, KeyError, TypeError, RecursionError):
         version = None
     if not isinstance(version, int):
-        raise CheckpointError(f"{where} is no manifest of a checkpoint, or its beginning is lost")
+        raise CheckpointError(
+            f"{where} is no manifest of a checkpoint, or its beginning is damaged"
+        )
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{where} is of format {version}, this outlast reads up to {FORMAT_VERSION}: update it"
+            f"{where} has format {version}, and this version of outlast reads up to "
+            f"{FORMAT_VERSION}: update outlast"
         )
     if len(body) != head.get("bytes") or checksum(body) != head.get("xxh3_128"):
-        raise CheckpointError(f"{where} is damaged: its checksum does not hold")
+        raise CheckpointError(f"{where} is damaged: its checksum does not match")
     try:
         return _build(json.loads(body))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{where} is of a form that this outlast does not know: {e!r}") from e
+        raise CheckpointError(
+            f"{where} has a form that this version of outlast does not know: {e!r}"
+        ) from e
 
 
 def _build(values: dict[str, Any]) -> Manifest:

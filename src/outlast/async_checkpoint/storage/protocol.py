@@ -1,9 +1,9 @@
-"""Where checkpoints are kept, as a protocol: a folder of folders of files.
+"""The storage protocol: a directory of checkpoint directories of files.
 
-`LocalStorage` is a file system, local or shared; `RemoteStorage` anything that fsspec knows. They
-differ in how a checkpoint becomes visible. A file system has an atomic rename: everything is
-written into a folder under a temporary name, which is then renamed. An object store has none:
-there the files are put in place, and the manifest last; a folder without one is no checkpoint.
+`LocalStorage` is a file system, local or shared; `RemoteStorage` is anything that fsspec supports.
+They differ in how a checkpoint becomes visible. A file system has an atomic rename: a save writes
+everything under a temporary name, which is then renamed. An object store has none: a save puts the
+files in their final place and the manifest last; a directory without a manifest is no checkpoint.
 
 Nothing here imports torch.
 """
@@ -13,20 +13,20 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-__all__ = ["IDENTITY", "FileReader", "FileWriter", "Storage", "open_storage", "step_of"]
+__all__ = ["IDENTITY", "FileReader", "FileWriter", "Storage", "step_of"]
 
 IDENTITY = ".id"
-"""The file that `Storage.identity` is in."""
+"""The file that holds `Storage.identity`."""
 
 _STEP = re.compile(r"step-(\d+)(?:-[0-9a-f]+)?")
 
 
 class FileWriter(Protocol):
-    """A file that is being written, from several threads at once."""
+    """A file being written, by several threads at once."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Writes `data`, at the latest in `finish`: what `data` looks at must stay as it is until
-        then. Pieces come in any order, and each but the last is of equal length.
+        """Writes `data` now or in `finish`: the memory must not change until `finish` returns.
+        Pieces arrive in any order, and all but the last have the same length.
         """
         ...
 
@@ -35,24 +35,24 @@ class FileWriter(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Gives up. On a file system what was written may stay behind, until its folder is
-        removed; elsewhere nothing does.
+        """Stops writing. On a file system, what was written may stay until the directory is
+        removed; on other storage nothing stays.
         """
         ...
 
 
 class FileReader(Protocol):
-    """A file that is being read, from several threads at once.
+    """A file being read, by several threads at once.
 
     Attributes:
-        at_once: bytes that are worth asking for at once: few, where they come from this machine's
-            memory or its disk, so that they are still in the cache when they are hashed.
+        at_once: how many bytes to request at once. Few for local memory or disk, so that the
+            bytes are still in the cache when they are hashed.
     """
 
     at_once: int
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills `buffer` from `offset` on; returns how much there was."""
+        """Fills `buffer` with the bytes from `offset`; returns how many there were."""
         ...
 
     def close(self) -> None:
@@ -61,36 +61,36 @@ class FileReader(Protocol):
 
 
 class Storage(Protocol):
-    """What a checkpointer needs. Names have no slashes. Errors are `OSError`.
+    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`.
 
     Attributes:
-        where: what to call it in messages.
+        where: its name in messages.
     """
 
     where: str
 
     def prepare(self) -> None:
-        """Makes the folder that everything is kept in."""
+        """Creates the root directory."""
         ...
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
-        """The folder in which a save is written, and the one in which it is found when it is
-        committed. They are the same where nothing can be renamed.
+        """The directory that a save writes to, and the directory of the committed checkpoint: the
+        same one on storage that cannot rename.
         """
         ...
 
     def folders(self) -> list[str]:
-        """The names of all folders, also of those that hold no whole checkpoint. Where one step can
-        have several, the one that was committed last comes last.
+        """The names of all directories, also of those without a complete checkpoint. If several
+        belong to one step, the one committed last comes last.
         """
         ...
 
     def make(self, folder: str) -> None:
-        """Makes a folder; it may be there."""
+        """Creates a directory, which may exist."""
         ...
 
     def create(self, folder: str, name: str, size_bytes: int) -> FileWriter:
-        """Begins a file of known size."""
+        """Creates a file of known size."""
         ...
 
     def put(self, folder: str, name: str, content: bytes) -> None:
@@ -98,98 +98,81 @@ class Storage(Protocol):
         ...
 
     def sync(self, folder: str) -> None:
-        """Returns when the folder's entries are durable."""
+        """Returns when the directory's entries are durable."""
         ...
 
     def publish(self, working: str, final: str) -> None:
-        """Makes what was written under `working` visible as `final`, atomically and durably. Where
-        they are the same, it became so with its manifest, and this tidies up.
+        """Makes what was written under `working` visible as `final`, atomically and durably. If
+        both are the same directory, its manifest has made it visible, and this call only removes
+        checkpoints that were replaced.
         """
         ...
 
     def get(self, folder: str, name: str) -> bytes:
-        """The content of a small file; `FileNotFoundError` if there is none."""
+        """Returns the content of a small file; raises `FileNotFoundError` if it does not exist."""
         ...
 
     def open(self, folder: str, name: str) -> FileReader:
-        """Opens a file for reading; `FileNotFoundError` if there is none."""
+        """Opens a file for reading; raises `FileNotFoundError` if it does not exist."""
         ...
 
     def size(self, folder: str, name: str) -> int:
-        """Bytes of a file; `FileNotFoundError` if there is none."""
+        """Returns a file's size; raises `FileNotFoundError` if it does not exist."""
         ...
 
     def hide(self, folder: str) -> str:
-        """Has a checkpoint be none any more, at once and for good: what lies in it is still there.
+        """Makes a checkpoint invisible, durably; its files stay.
 
         Returns:
-            What `remove` is to be told then, whatever has the checkpoint's name by that time; an
-            empty string if there is nothing.
+            The directory to pass to `remove` later, even if a new checkpoint has the old name by
+            then; an empty string if there was no checkpoint.
         """
         ...
 
     def remove(self, folder: str) -> None:
-        """Removes a folder with all that is in it, so that at no moment a part of it could be
-        taken for a checkpoint. It need not be there.
+        """Removes a directory and its files. At no moment does a part of it look like a
+        checkpoint. The directory may be missing.
         """
         ...
 
     def recycle(self, folder: str) -> None:
-        """As `remove`, of what was hidden; but what is of use to the next save may stay until
-        `tidy`.
+        """Like `remove`, for a hidden directory, but may keep files for the next save to write
+        over, until `tidy`.
         """
         ...
 
     def tidy(self) -> None:
-        """Removes what `recycle` has kept."""
+        """Removes the files that `recycle` kept."""
         ...
 
     def identity(self) -> str:
-        """What tells this place from another that has the same name later, once that is emptied;
-        made when it is missing, by who has the lock.
+        """A random id of this storage, which changes when the storage is emptied and used again
+        under the same name. Created if missing; call with the lock held.
         """
         ...
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
-        """Keeps other jobs out, until `unlock`.
+        """Locks the storage against other jobs until `unlock`.
 
         Args:
-            owner: what others are told.
-            careful: whether a job of which nobody can say if it is alive keeps this one out.
+            owner: the name of this job for the errors of others.
+            careful: refuse also if the lock holder cannot be checked for being alive.
 
         Raises:
-            CheckpointError: naming who has it.
+            CheckpointError: if another job holds the lock; names it.
         """
         ...
 
     def unlock(self) -> None:
-        """Lets other jobs in."""
+        """Releases the lock."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds: the lock, connections. It may still be used afterwards."""
+        """Releases the lock and the connections. The storage may be used again afterwards."""
         ...
 
 
 def step_of(folder: str) -> int | None:
-    """The step whose committed checkpoint a folder of this name would be."""
+    """The step of the committed checkpoint that a directory of this name would hold."""
     match = _STEP.fullmatch(folder)
     return int(match[1]) if match else None
-
-
-def open_storage(url: str) -> Storage:
-    """The storage at `url`: a path, `file://` and a path, or what fsspec takes.
-
-    Raises:
-        ModuleNotFoundError: saying what to install, when fsspec or its part for this URL is not.
-        ValueError: for a kind of URL that nobody knows.
-    """
-    from outlast.async_checkpoint.storage.local import LocalStorage
-
-    if "://" not in url:
-        return LocalStorage(url)
-    if url.startswith("file://"):
-        return LocalStorage(url.removeprefix("file://"))
-    from outlast.async_checkpoint.storage.remote import RemoteStorage
-
-    return RemoteStorage(url)

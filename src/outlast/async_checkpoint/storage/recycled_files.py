@@ -1,22 +1,21 @@
-"""The files of the checkpoint that was removed last: the next save writes over them.
+"""Recycled files: the next save writes over the files of the checkpoint that was removed last.
 
-To remove a file means to have the file system free its blocks, and often to have it tell the disk
-so; to make one means to allocate them again. Where every save removes an old checkpoint, that took
-a third of the time that the disk had for saves (ext4 with `discard`, on a virtual disk). A file
-that is written over costs neither.
+To remove a file, the file system frees its blocks and often tells the disk so (discard); to create
+one, it allocates blocks again. Where every save removes an old checkpoint, that took a third of the
+disk's time for saves (ext4 with `discard`, on a virtual disk). Writing over a file costs neither.
 
-Nobody may see his checkpoint change under his eyes. So a file is written over only if
+A checkpoint must not change while somebody still uses its files. So a file is written over only if
 
-- its checkpoint has been taken out of sight before, durably (`LocalStorage.hide`): nobody finds it
-  any more, and it would not be found after a loss of power either;
-- it has no other name: no backup is linked to it;
-- nobody has it open or mapped, who is still reading: the kernel says so, by granting a lease that
-  it grants to the only user of a file;
-- it lies on ext4 or xfs, which other hosts do not mount. (One that reads it through an NFS server
-  on this host is seen only while the server has the file open for it.)
+- its checkpoint was hidden before, durably (`LocalStorage.hide`): it cannot be found any more, not
+  even after a loss of power;
+- it has no other name: no backup has a hard link to it;
+- no process has it open or mapped: the kernel grants a lease, which it grants only to the only
+  user of a file;
+- it is on ext4 or xfs, which other hosts do not mount. (A reader through an NFS server on this host
+  is seen only while the server has the file open for it.)
 
-Otherwise it is removed, and a new one made. Each rank finds the file of its own name, and takes it
-by renaming it; so no two ranks ever have the same one.
+Otherwise the file is removed and a new one is created. Each rank takes the file of its own name, by
+a rename, so two ranks never get the same file.
 """
 
 from __future__ import annotations
@@ -29,49 +28,49 @@ import signal
 import stat
 from pathlib import Path
 
-__all__ = ["SPARE", "Spares"]
+__all__ = ["RECYCLED", "RecycledFiles"]
 
-SPARE = ".tmp-spare"
-"""The folder that they lie in."""
+RECYCLED = ".tmp-spare"
+"""The directory that holds the recycled files."""
 
 _FILE_SYSTEMS = ("ext4", "xfs")
 
 
-class Spares:
-    """Spare files below a folder of checkpoints.
+class RecycledFiles:
+    """The recycled files of a directory of checkpoints.
 
     Args:
-        root: that folder.
+        root: the directory of checkpoints.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._folder = root / SPARE
+        self._folder = root / RECYCLED
 
     def keep(self, folder: Path) -> bool:
-        """Keeps what lies in `folder`, which nobody finds any more, instead of what was kept
-        before. Says whether it has; otherwise it is still there.
+        """Keeps the files in the hidden directory `folder`, instead of those kept before. Returns
+        whether it did; if not, the directory is still there.
         """
         try:
-            # What a link leads to is somebody else's.
-            if not self._usable or not stat.S_ISDIR(os.lstat(folder).st_mode):
+            # A symbolic link leads to files of somebody else.
+            if not self._supported or not stat.S_ISDIR(os.lstat(folder).st_mode):
                 return False
             self.drop()
             os.rename(folder, self._folder)
-        except OSError:  # it can be removed all the same, or that tells what is wrong
+        except OSError:  # the caller removes the directory, or reports why it cannot
             return False
         return True
 
     def take(self, path: Path, size_bytes: int) -> bool:
-        """Has a file of the name and the size of `path` stand there, if there is one to spare: its
-        blocks are allocated, and what lies in them is of no use to anybody.
+        """Moves a recycled file of the same name and size to `path`, if there is one: its blocks
+        are allocated, and its content may be overwritten. Returns whether it did.
 
         Raises:
-            OSError: if one that cannot be used cannot be taken away again.
+            OSError: if an unusable file was moved to `path` and cannot be removed again.
         """
         try:
             os.rename(self._folder / path.name, path)
-        except OSError:  # there is none, mostly; a save does without, whatever it is
+        except OSError:  # usually there is none; a save does without, whatever the reason
             return False
         if _is_ours_alone(path, size_bytes):
             return True
@@ -79,7 +78,7 @@ class Spares:
         return False
 
     def drop(self) -> None:
-        """Removes them all."""
+        """Removes all recycled files."""
         while os.path.lexists(self._folder):
             if self._folder.is_symlink():
                 self._folder.unlink()
@@ -87,16 +86,16 @@ class Spares:
             try:
                 shutil.rmtree(self._folder)
             except FileNotFoundError:
-                continue  # another rank has just taken one
+                continue  # another rank has just taken a file
 
     @functools.cached_property
-    def _usable(self) -> bool:
+    def _supported(self) -> bool:
         return _file_system(self._root) in _FILE_SYSTEMS
 
 
 def _is_ours_alone(path: Path, size_bytes: int) -> bool:
     try:
-        # A reader of a pipe would wait for one who writes; a link leads elsewhere.
+        # Opening a pipe would wait for a writer; a link leads elsewhere.
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
@@ -104,19 +103,20 @@ def _is_ours_alone(path: Path, size_bytes: int) -> bool:
         found = os.fstat(fd)
         if (
             not stat.S_ISREG(found.st_mode)
-            or not found.st_mode & stat.S_IWUSR  # somebody has protected it
+            or not found.st_mode & stat.S_IWUSR  # write-protected
             or found.st_uid != os.geteuid()
             or found.st_nlink != 1
             or found.st_size != size_bytes
             or found.st_blocks * 512 < size_bytes
         ):
             return False
-        # Whoever opens it in this very moment has us told, by a signal that would end us (SIGIO)
-        # if it were not another one, which is ignored; he waits until the lease is given back.
+        # A process that opens the file while the lease is held waits until the lease is released,
+        # and the kernel sends this process a signal: SIGIO, which would kill it, unless another
+        # one is set; SIGWINCH is ignored.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGWINCH)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:  # somebody has it open, or nobody can tell here
+    except OSError:  # another process has it open, or the file system has no leases
         return False
     finally:
         os.close(fd)
@@ -124,7 +124,7 @@ def _is_ours_alone(path: Path, size_bytes: int) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that `path` lies on; an empty string if it cannot be told."""
+    """The type of the file system of `path`; an empty string if it is unknown."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

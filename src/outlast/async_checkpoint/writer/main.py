@@ -24,7 +24,7 @@ import traceback
 from typing import Any
 
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
-from outlast.async_checkpoint.storage.protocol import open_storage
+from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.copy_progress import CopyProgress
 from outlast.async_checkpoint.writer.handover import HandedOver, hand_over, open_pidfd
 from outlast.async_checkpoint.writer.write_files import Dropped, checksums_of, write_files

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
-from outlast.async_checkpoint.storage.manifest import checksum
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
 from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
 from outlast.system.parallel import in_threads
 

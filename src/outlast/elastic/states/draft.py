@@ -18,14 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from outlast.async_checkpoint.snapshot.shared_memory import CHUNK_BYTES, pieces
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
     MANIFEST,
     FileEntry,
     Manifest,
     checksum,
     encode,
+    pieces,
 )
 from outlast.coordination.call_failure import describe
 from outlast.elastic.states import stored

@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Sequence
 
-from outlast.async_checkpoint.snapshot.shared_memory import pieces
 from outlast.async_checkpoint.storage.local import WORKING, LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
     FORMAT,
@@ -22,6 +21,7 @@ from outlast.async_checkpoint.storage.manifest import (
     Manifest,
     checksum,
     decode,
+    pieces,
 )
 from outlast.errors import CheckpointError
 

@@ -171,7 +171,7 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _open(directory: str) -> closing[Storage]:
-    from outlast.async_checkpoint.storage.protocol import open_storage
+    from outlast.async_checkpoint.storage.open import open_storage
     from outlast.errors import CheckpointError
 
     path = directory.removeprefix("file://")

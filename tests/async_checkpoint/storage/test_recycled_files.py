@@ -17,7 +17,7 @@ from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.recycled_files import SPARE, Spares
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
 
@@ -25,8 +25,8 @@ ELEMENTS = 1 << 18
 
 
 @pytest.fixture(autouse=True)
-def _usable(tmp_path: Path) -> None:
-    if not Spares(tmp_path)._usable:
+def _file_system_supports_it(tmp_path: Path) -> None:
+    if not RecycledFiles(tmp_path)._supported:
         pytest.skip("files are not written over on this file system")
 
 
@@ -78,8 +78,8 @@ def test_a_save_writes_over_the_files_of_the_checkpoint_removed_last(tmp_path: P
         files = {saving.save().stat().st_ino for _ in range(6)}
         assert len(files) == 2  # one that is there, one that is written
         survey = folders.survey(LocalStorage(str(tmp_path)))
-        (spare,) = [each for each in survey if each.step is None]
-        assert "writes over" in spare.wrong
+        (found,) = [each for each in survey if each.step is None]
+        assert "writes over" in found.wrong
     assert valid_steps(tmp_path) == [6]
     assert left_over(tmp_path) == []
 
@@ -112,7 +112,7 @@ def keep_linked(file: Path) -> Callable[[], bytes]:
 
 
 @pytest.mark.parametrize("keep", [keep_open, keep_mapped, keep_linked])
-def test_what_somebody_still_has_does_not_change(
+def test_a_file_that_is_still_used_does_not_change(
     tmp_path: Path, keep: Callable[[Path], Callable[[], bytes]]
 ) -> None:
     with Saving(tmp_path) as saving:
@@ -131,9 +131,9 @@ def test_files_of_another_size_are_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["protected", "a hole", "a link", "a pipe"])
-def test_what_is_not_as_it_was_left_is_not_written_over(tmp_path: Path, what: str) -> None:
+def test_a_changed_file_is_not_written_over(tmp_path: Path, what: str) -> None:
     size = 1 << 20
-    spares = Spares(tmp_path)
+    recycled = RecycledFiles(tmp_path)
     (tmp_path / "hidden").mkdir()
     file = tmp_path / "hidden" / "file"
     if what == "a pipe":
@@ -145,25 +145,25 @@ def test_what_is_not_as_it_was_left_is_not_written_over(tmp_path: Path, what: st
         file.write_bytes(b"" if what == "a hole" else bytes(size))
         os.truncate(file, size)
         file.chmod(0o444 if what == "protected" else 0o644)
-    assert spares.keep(tmp_path / "hidden")
-    assert not spares.take(tmp_path / "file", size)
+    assert recycled.keep(tmp_path / "hidden")
+    assert not recycled.take(tmp_path / "file", size)
     assert not os.path.lexists(tmp_path / "file")
-    spares.drop()
+    recycled.drop()
 
 
-def test_a_job_that_follows_finds_nothing_of_them(tmp_path: Path) -> None:
+def test_the_next_job_removes_recycled_files(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     saving.save()
     saving.save()
     saving.checkpointer.abort()
     saving.checkpointer._session.close(0.0)  # as if it had been killed: nothing is tidied
-    assert (tmp_path / SPARE).is_dir()
+    assert (tmp_path / RECYCLED).is_dir()
     with Checkpointer(tmp_path):
-        assert not (tmp_path / SPARE).exists()
+        assert not (tmp_path / RECYCLED).exists()
     assert valid_steps(tmp_path) == [2]
 
 
-def test_a_full_disk_takes_the_room_of_what_is_spare(
+def test_recycled_files_are_removed_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = LocalStorage(str(tmp_path))
@@ -174,7 +174,7 @@ def test_a_full_disk_takes_the_room_of_what_is_spare(
     asked = []
 
     def full(fd: int, offset: int, size: int) -> None:
-        if (tmp_path / SPARE).exists():
+        if (tmp_path / RECYCLED).exists():
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         allocate(fd, offset, size)
 
@@ -214,14 +214,14 @@ def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     assert left_over(tmp_path / "c") == []
 
 
-def test_what_cannot_be_taken_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / SPARE).symlink_to(tmp_path / "loop")
-    (tmp_path / "loop").symlink_to(tmp_path / SPARE)
-    spares = Spares(tmp_path)
-    assert not spares.take(tmp_path / "file", 4096)
+def test_a_file_that_cannot_be_taken_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / RECYCLED).symlink_to(tmp_path / "loop")
+    (tmp_path / "loop").symlink_to(tmp_path / RECYCLED)
+    recycled = RecycledFiles(tmp_path)
+    assert not recycled.take(tmp_path / "file", 4096)
     (tmp_path / "hidden").mkdir()
-    assert spares.keep(tmp_path / "hidden")
-    assert not spares.keep(tmp_path / "gone")
-    spares.drop()
-    assert not os.path.lexists(tmp_path / SPARE)
+    assert recycled.keep(tmp_path / "hidden")
+    assert not recycled.keep(tmp_path / "gone")
+    recycled.drop()
+    assert not os.path.lexists(tmp_path / RECYCLED)
     assert os.path.lexists(tmp_path / "loop")

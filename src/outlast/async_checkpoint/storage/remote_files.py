@@ -1,27 +1,28 @@
-"""Uploads of large files, whose pieces come in any order from several threads.
+"""Files on remote storage: reads, and uploads whose pieces arrive in any order from threads.
 
 `PartsUpload` is for S3, which takes the parts of an upload in any order: each piece is a part, sent
-by the thread that has it. `OrderedUpload` is for everything else that fsspec writes to: one thread
-at a time writes what is next, and pieces that come early wait where they are, in the snapshot. So
-neither holds more in memory than what is being sent: about two pieces a thread.
+by the thread that has it. `OrderedUpload` is for every other file system of fsspec: one thread at a
+time writes the next piece, and early pieces wait where they are, in the snapshot. So neither keeps
+more in memory than what is being sent: about two pieces a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["OrderedUpload", "PartsUpload", "as_os_errors"]
+__all__ = ["OrderedUpload", "PartsUpload", "RangeReader", "as_os_errors", "unfinished_uploads"]
 
 _MOST_PARTS = 10_000  # S3's own limit
 
 
 @contextlib.contextmanager
 def as_os_errors(where: str) -> Iterator[None]:
-    """What fsspec and what is below it raise, as `OSError` that says where."""
+    """Turns the errors of fsspec and the libraries below it into an `OSError` that says where."""
     try:
         yield
     except NotImplementedError:
@@ -29,7 +30,7 @@ def as_os_errors(where: str) -> Iterator[None]:
     except Exception as e:
         if isinstance(e, OSError) and where in str(e):
             raise
-        # botocore, aiohttp and the like have roots of their own, and constructors too.
+        # botocore, aiohttp and others have their own exception trees and constructors.
         kinds = (FileNotFoundError, PermissionError)
         kind = next((kind for kind in kinds if isinstance(e, kind)), OSError)
         number = getattr(e, "errno", None)
@@ -39,13 +40,13 @@ def as_os_errors(where: str) -> Iterator[None]:
 
 
 class PartsUpload:
-    """A file on S3. A file of one piece is put at once; others are uploads of several parts.
+    """A file on S3: one request for a file of one piece, else a multipart upload.
 
     Args:
         fs: s3fs.
         path: with the bucket.
         size_bytes: of the whole file.
-        where: what to call it.
+        where: its name in messages.
     """
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
@@ -72,7 +73,7 @@ class PartsUpload:
                 self._upload = str(self._call("create_multipart_upload")["UploadId"])
             if not self._piece_bytes:
                 if offset + len(data) == self._size:
-                    # The last piece, before any other: its number is not known yet.
+                    # The last piece came first: its number is not known yet.
                     self._last = (offset, data)
                     return
                 self._piece_bytes = len(data)
@@ -100,8 +101,8 @@ class PartsUpload:
             raise
 
     def abandon(self) -> None:
-        """See `FileWriter`. Nothing stays behind, unless the store cannot be reached; then it is
-        removed with the folder.
+        """See `FileWriter`. Nothing stays, unless the store cannot be reached; then the removal
+        of the directory removes it.
         """
         upload, self._upload = self._upload, ""
         with contextlib.suppress(OSError):
@@ -112,7 +113,7 @@ class PartsUpload:
 
     def _put(self, content: bytes) -> None:
         with as_os_errors(self._where):
-            self._whole = True  # also if it seems to fail, it may be there
+            self._whole = True  # also if the request fails: the object may exist
             self._fs.pipe_file(self._path, content)
 
     def _send(self, offset: int, data: memoryview) -> None:
@@ -126,7 +127,7 @@ class PartsUpload:
         answer = self._call(
             "upload_part", UploadId=self._upload, PartNumber=number + 1, Body=bytes(data)
         )
-        # The checksums of the parts, if it has any, are asked for at the end.
+        # S3 asks for the checksums of the parts, if they have any, at the end.
         part = {k: v for k, v in answer.items() if k == "ETag" or k.startswith("Checksum")}
         part.pop("ChecksumType", None)
         with self._lock:
@@ -140,13 +141,13 @@ class PartsUpload:
 
 
 class OrderedUpload:
-    """A file that is written from its beginning to its end.
+    """A file that is written from beginning to end.
 
     Args:
         fs: of fsspec.
-        path: in it.
+        path: of the file in it.
         size_bytes: of the whole file.
-        where: what to call it.
+        where: its name in messages.
     """
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
@@ -164,7 +165,7 @@ class OrderedUpload:
         with self._lock:
             self._early[offset] = data
             if self._busy:
-                return  # the thread that writes takes this piece too
+                return  # the writing thread takes this piece too
             self._busy = True
         while True:
             with self._lock:
@@ -193,7 +194,7 @@ class OrderedUpload:
             raise
 
     def abandon(self) -> None:
-        """See `FileWriter`. What the file system cannot take back is removed."""
+        """See `FileWriter`. Removes what the file system cannot discard."""
         file, self._file = self._file, None
         self._early.clear()
         if file is None:
@@ -203,8 +204,64 @@ class OrderedUpload:
 
             if isinstance(file, AbstractBufferedFile):
                 file.discard()
-                file.closed = True  # or its end would finish the upload
+                file.closed = True  # otherwise its destructor would finish the upload
             else:
                 file.close()
         with contextlib.suppress(OSError), as_os_errors(self._where):
             self._fs.rm_file(self._path)
+
+
+class RangeReader:
+    """A file read by several threads, in ranges. The arguments are those of the uploads."""
+
+    at_once = sys.maxsize  # each read is a request
+
+    def __init__(self, fs: Any, path: str, where: str, size_bytes: int) -> None:
+        self._fs = fs
+        self._path = path
+        self._where = where
+        self._size = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        end = min(offset + len(buffer), self._size)
+        if offset >= end:
+            return 0
+        with as_os_errors(self._where):
+            content = self._fs.cat_file(self._path, start=offset, end=end)
+        if len(content) > end - offset:
+            raise OSError(f"{self._where}: the store sent more than it was asked for")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        pass
+
+
+def unfinished_uploads(
+    fs: Any, root: str, where: str, folder: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Directory, key and id of the multipart uploads on S3 that have not ended.
+
+    Args:
+        fs: s3fs.
+        root: of the checkpoints, with the bucket.
+        where: its name in messages.
+        folder: lists only those of one checkpoint directory.
+    """
+    bucket, key, _ = fs.split_path(root)
+    within = f"{key}/" if key else ""
+    after: dict[str, str] = {}
+    while True:
+        prefix = f"{within}{folder}/" if folder else within
+        try:
+            with as_os_errors(where):
+                page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
+        except OSError:
+            return  # not permitted or not supported: then the bucket has a rule for them
+        for upload in page.get("Uploads", []):
+            parts = upload["Key"].removeprefix(within).split("/")
+            if len(parts) == 2:
+                yield parts[0], upload["Key"], upload["UploadId"]
+        if not page.get("IsTruncated"):
+            return
+        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -1,0 +1,25 @@
+"""Opens the storage that a path or a URL names."""
+
+from __future__ import annotations
+
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.storage.protocol import Storage
+
+__all__ = ["open_storage"]
+
+
+def open_storage(url: str) -> Storage:
+    """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
+
+    Raises:
+        ModuleNotFoundError: if fsspec or its implementation for this URL is not installed; the
+            message says what to install.
+        ValueError: if the kind of URL is unknown.
+    """
+    path = url.removeprefix("file://")
+    if "://" not in path:
+        return LocalStorage(path)
+    # fsspec is an optional dependency.
+    from outlast.async_checkpoint.storage.remote import RemoteStorage
+
+    return RemoteStorage(url)
