@@ -16,11 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from outlast.system.background_process import (
-    UNKNOWN_EXIT,
-    BackgroundProcess,
-    start_process,
-)
+from outlast.system.background_process import BackgroundProcess, start_process
+from outlast.system.processes import UNKNOWN_EXIT
 
 TESTS = str(Path(__file__).parents[1])
 PROGRAM = "system.programs"

@@ -134,8 +134,11 @@ def test_too_many_descriptors(ends: Ends) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("module", ["channel", "background_process", "call_worker_main"])
+@pytest.mark.parametrize(
+    "module",
+    ["system.background_process", "async_checkpoint.calls.worker_main", "coordination.call_ledger"],
+)
 def test_what_background_processes_import_does_not_bring_torch(module: str) -> None:
-    code = f"import sys, outlast.async_checkpoint.{module}; print('torch' in sys.modules)"
+    code = f"import sys, outlast.{module}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert result.stdout == b"False\n"

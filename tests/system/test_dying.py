@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from outlast.system.process_death import is_dying, open_thread
+from outlast.system.processes import is_dying, open_thread
 
 HOLDER = """
 import sys, threading, time

@@ -8,15 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-import traceback as tracebacks
 from typing import Any
 
 from outlast.errors import AsyncCallError
+from outlast.system.error_text import describe, traceback_text
 
-__all__ = ["CallFailure", "Verdict", "describe", "formatted"]
-
-_TRACEBACK_CHARS = 20_000  # every rank is sent it
-_CAUSE_CHARS = 2_000
+__all__ = ["CallFailure", "Verdict"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class CallFailure:
     @classmethod
     def of(cls, error: BaseException, call: int, name: str, rank: int) -> CallFailure:
         """An exception on this host, with its traceback."""
-        return cls.here(call, name, rank, describe(error), formatted(error))
+        return cls.here(call, name, rank, describe(error), traceback_text(error))
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -99,15 +96,3 @@ class Verdict:
     def decode(cls, data: bytes) -> Verdict:
         """From what `encode` made."""
         return cls() if data == b"{}" else cls(CallFailure.decode(data))
-
-
-def describe(error: BaseException) -> str:
-    """An exception in a line, as at the end of a traceback; its beginning where it is very long."""
-    text = "".join(tracebacks.format_exception_only(type(error), error)).strip()
-    return text if len(text) <= _CAUSE_CHARS else text[:_CAUSE_CHARS] + " ..."
-
-
-def formatted(error: BaseException) -> str:
-    """Its traceback, as text; the end of it where it is very long."""
-    text = "".join(tracebacks.format_exception(type(error), error, error.__traceback__))
-    return text[-_TRACEBACK_CHARS:]

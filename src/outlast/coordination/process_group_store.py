@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from outlast.coordination import Store, TorchStore
 from outlast.errors import StoreError
+from outlast.system.error_text import first_line
 
 __all__ = ["connections", "place_in"]
 
@@ -50,8 +51,7 @@ def connections(group: Any, count: int) -> list[Store]:
     try:
         return [TorchStore(_cloned(store, base), where) for _ in range(count)]
     except RuntimeError as e:
-        first_line = str(e).partition("\n")[0]
-        raise StoreError(f"the store at {where} cannot be reached: {first_line}") from e
+        raise StoreError(f"the store at {where} cannot be reached: {first_line(e)}") from e
 
 
 def _resolved(group: Any) -> Any:

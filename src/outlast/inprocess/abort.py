@@ -26,6 +26,7 @@ from outlast.inprocess.distributed import gloo_sockets
 from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.state import State
+from outlast.system.sockets import shut_down, socket_inodes
 
 __all__ = ["Abort", "AbortTorchDistributed"]
 
@@ -54,7 +55,7 @@ class AbortTorchDistributed(Abort):
         self._forgotten = ForgottenWaits()
 
     def prepare(self) -> None:
-        self._foreign = frozenset(gloo_sockets.socket_inodes().values())
+        self._foreign = frozenset(socket_inodes().values())
 
     def __call__(self, state: State) -> State:
         threads = [
@@ -80,7 +81,7 @@ class AbortTorchDistributed(Abort):
         """Shuts down all connections; whether there were any between gloo's pairs."""
         pairs = [p for p in gloo_sockets.pair_sockets().items() if p[1] not in self._foreign]
         for descriptor, inode in pairs:
-            gloo_sockets.shut_down(descriptor, inode)
+            shut_down(descriptor, inode)
         self._leave_store()
         return bool(pairs)
 
@@ -88,9 +89,9 @@ class AbortTorchDistributed(Abort):
         endpoint = store_endpoint()
         if endpoint is None:
             return
-        for descriptor, inode in gloo_sockets.socket_inodes().items():
+        for descriptor, inode in socket_inodes().items():
             if inode not in self._foreign and _peer(descriptor) == endpoint:
-                gloo_sockets.shut_down(descriptor, inode)
+                shut_down(descriptor, inode)
 
 
 def _nccl_backends() -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,6 +12,7 @@ from outlast.inprocess.progress.adaptive import GapEstimator
 from outlast.inprocess.progress.observers import observers
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
+from outlast.system.durations import Duration, as_timedelta, seconds
 
 __all__ = ["CallWrapper"]
 
@@ -78,7 +78,7 @@ class CallWrapper:
         return self._gate
 
     @contextmanager
-    def long_phase(self, limit: datetime.timedelta | None = None) -> Iterator[None]:
+    def long_phase(self, limit: Duration | None = None) -> Iterator[None]:
         """Declares that no ping will come for a while: an evaluation, a save, a first step.
 
         Args:
@@ -91,11 +91,10 @@ class CallWrapper:
         Raises:
             ValueError: if `limit` is not positive.
         """
-        if limit is not None and limit <= datetime.timedelta(0):
-            raise ValueError(f"limit must be positive, not {limit}")
+        limit_s = -1.0 if limit is None else seconds(as_timedelta("limit", limit))
         page = self._page
         before, outer = page.soft_limit, page.long_limit
-        page.long_limit = -1.0 if limit is None else limit.total_seconds()
+        page.long_limit = limit_s
         page.progress = self._clock.now()
         try:
             yield

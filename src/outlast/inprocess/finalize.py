@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import datetime
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 
 from outlast.errors import TimeoutError
-from outlast.inprocess.arguments import check_callable, check_timeout
 from outlast.inprocess.state import State
+from outlast.system.arguments import check_callable
+from outlast.system.durations import Duration, as_timedelta, seconds
 
 __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 
@@ -56,13 +56,13 @@ class ThreadedFinalize(Finalize):
             `fn` raises goes up as it is.
     """
 
-    timeout: datetime.timedelta
+    timeout: Duration
     fn: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_timeout("timeout", self.timeout)
+        self.timeout = as_timedelta("timeout", self.timeout)
         check_callable("fn", self.fn)
         if not isinstance(self.args, tuple | list):
             raise TypeError(f"args must be a tuple, not {self.args!r}")
@@ -81,7 +81,7 @@ class ThreadedFinalize(Finalize):
         return state, train_ex
 
 
-def run_within(timeout: datetime.timedelta, what: str, call: Callable[[], Any]) -> None:
+def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
     """Runs `call` in a daemon thread, and waits for it for `timeout` at most.
 
     Raises:
@@ -102,9 +102,9 @@ def run_within(timeout: datetime.timedelta, what: str, call: Callable[[], Any]) 
 
     thread = threading.Thread(target=run, name="outlast-run-within", daemon=True)
     thread.start()
-    thread.join(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
+    thread.join(min(seconds(timeout), threading.TIMEOUT_MAX))
     if thread.is_alive():
-        raise TimeoutError(f"{what} was not done within timeout={timeout.total_seconds()} s")
+        raise TimeoutError(f"{what} was not done within timeout={seconds(timeout)} s")
     if raised:
         try:
             raise raised[0]

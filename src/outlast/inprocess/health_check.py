@@ -10,9 +10,10 @@ import datetime
 import torch
 
 from outlast.errors import FaultCounterExceeded, RankShouldRestart
-from outlast.inprocess.arguments import check_int, check_timeout
 from outlast.inprocess.finalize import run_within
 from outlast.inprocess.state import State
+from outlast.system.arguments import check_int
+from outlast.system.durations import Duration, as_timedelta
 
 __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthCheck"]
 
@@ -56,10 +57,10 @@ class CudaHealthCheck(HealthCheck):
             they are.
     """
 
-    timeout: datetime.timedelta = datetime.timedelta(seconds=30)
+    timeout: Duration = datetime.timedelta(seconds=30)
 
     def __post_init__(self) -> None:
-        check_timeout("timeout", self.timeout)
+        self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
         self, state: State, train_ex: BaseException | None = None

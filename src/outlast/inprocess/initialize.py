@@ -6,8 +6,8 @@ import abc
 import dataclasses
 
 from outlast.errors import RestartAbort
-from outlast.inprocess.arguments import check_int
 from outlast.inprocess.state import State
+from outlast.system.arguments import check_int
 
 __all__ = ["Initialize", "RetryController"]
 

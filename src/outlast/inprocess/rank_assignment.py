@@ -16,9 +16,10 @@ import datetime
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from outlast.errors import RankDiscarded
-from outlast.inprocess.arguments import check_callable, check_timeout
 from outlast.inprocess.distributed.group_keys import KeyExchange
 from outlast.inprocess.state import State
+from outlast.system.arguments import check_callable
+from outlast.system.durations import Duration, as_timedelta, seconds
 
 __all__ = [
     "AwaitReplacements",
@@ -128,14 +129,14 @@ class FilterGroupedByKey(RankAssignment):
 
     key_or_fn: str | Callable[[int, int], Hashable]
     condition: Callable[[int], bool]
-    timeout: datetime.timedelta = datetime.timedelta(seconds=60)
+    timeout: Duration = datetime.timedelta(seconds=60)
     _exchange: KeyExchange = dataclasses.field(default_factory=KeyExchange, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.key_or_fn, str) and not callable(self.key_or_fn):
             raise TypeError(f"key_or_fn must be a str or callable, not {self.key_or_fn!r}")
         check_callable("condition", self.condition)
-        check_timeout("timeout", self.timeout)
+        self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
         self, state: State, terminated_ranks: frozenset[int]
@@ -157,7 +158,7 @@ class FilterGroupedByKey(RankAssignment):
     def _keys(self, state: State, terminated_ranks: frozenset[int]) -> Mapping[int, Hashable]:
         healthy = [rank for rank in range(state.world_size) if rank not in terminated_ranks]
         if isinstance(self.key_or_fn, str):
-            return self._exchange.exchange(state, self.key_or_fn, healthy, self.timeout)
+            return self._exchange.exchange(state, self.key_or_fn, healthy, seconds(self.timeout))
         return {rank: self.key_or_fn(rank, state.world_size) for rank in healthy}
 
 
@@ -174,10 +175,10 @@ class AwaitReplacements(RankAssignment):
         timeout: how long a restart is held at most.
     """
 
-    timeout: datetime.timedelta
+    timeout: Duration
 
     def __post_init__(self) -> None:
-        check_timeout("timeout", self.timeout)
+        self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
         self, state: State, terminated_ranks: frozenset[int]

@@ -24,18 +24,11 @@ from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
+from outlast.system.durations import Duration, as_timedelta
 
 __all__ = ["Wrapper"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-_1_S = datetime.timedelta(seconds=1)
-_5_S = datetime.timedelta(seconds=5)
-_30_S = datetime.timedelta(seconds=30)
-_60_S = datetime.timedelta(seconds=60)
-_90_S = datetime.timedelta(seconds=90)
-_120_S = datetime.timedelta(seconds=120)
 
 
 class Wrapper:
@@ -50,6 +43,8 @@ class Wrapper:
     reserve rank), completion; on a fault: it is recorded, `abort`, the function is interrupted,
     `finalize`, `health_check`, barrier, `rank_assignment`, `rank_filter`, next iteration. `RANK`
     and `WORLD_SIZE` are set before the function is called; it makes its own process group.
+
+    Every duration is a number of seconds or a `datetime.timedelta`.
 
     Args:
         store_factory: a subclass of `StoreMixin`; makes the store that ranks talk through.
@@ -94,16 +89,16 @@ class Wrapper:
         health_check: HealthCheck | None = None,
         rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008
         rank_filter: RankFilter | None = None,
-        monitor_thread_interval: datetime.timedelta = _1_S,
-        monitor_process_interval: datetime.timedelta = _1_S,
-        progress_watchdog_interval: datetime.timedelta = _1_S,
-        soft_timeout: datetime.timedelta | Adaptive = _60_S,
-        hard_timeout: datetime.timedelta = _90_S,
-        heartbeat_timeout: datetime.timedelta = _30_S,
-        barrier_timeout: datetime.timedelta = _120_S,
-        completion_timeout: datetime.timedelta = _120_S,
-        last_call_wait: datetime.timedelta = _1_S,
-        termination_grace_time: datetime.timedelta = _5_S,
+        monitor_thread_interval: Duration = datetime.timedelta(seconds=1),
+        monitor_process_interval: Duration = datetime.timedelta(seconds=1),
+        progress_watchdog_interval: Duration = datetime.timedelta(seconds=1),
+        soft_timeout: Duration | Adaptive = datetime.timedelta(seconds=60),
+        hard_timeout: Duration = datetime.timedelta(seconds=90),
+        heartbeat_timeout: Duration = datetime.timedelta(seconds=30),
+        barrier_timeout: Duration = datetime.timedelta(seconds=120),
+        completion_timeout: Duration = datetime.timedelta(seconds=120),
+        last_call_wait: Duration = datetime.timedelta(seconds=1),
+        termination_grace_time: Duration = datetime.timedelta(seconds=5),
         monitor_process_logfile: str | None = None,
         enabled: bool = True,
         grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,
@@ -122,16 +117,24 @@ class Wrapper:
             health_check=health_check,
             rank_assignment=rank_assignment,
             rank_filter=rank_filter,
-            monitor_thread_interval=monitor_thread_interval,
-            monitor_process_interval=monitor_process_interval,
-            progress_watchdog_interval=progress_watchdog_interval,
-            soft_timeout=soft_timeout,
-            hard_timeout=hard_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            barrier_timeout=barrier_timeout,
-            completion_timeout=completion_timeout,
-            last_call_wait=last_call_wait,
-            termination_grace_time=termination_grace_time,
+            monitor_thread_interval=as_timedelta(
+                "monitor_thread_interval", monitor_thread_interval
+            ),
+            monitor_process_interval=as_timedelta(
+                "monitor_process_interval", monitor_process_interval
+            ),
+            progress_watchdog_interval=as_timedelta(
+                "progress_watchdog_interval", progress_watchdog_interval
+            ),
+            soft_timeout=soft_timeout
+            if isinstance(soft_timeout, Adaptive)
+            else as_timedelta("soft_timeout", soft_timeout),
+            hard_timeout=as_timedelta("hard_timeout", hard_timeout),
+            heartbeat_timeout=as_timedelta("heartbeat_timeout", heartbeat_timeout),
+            barrier_timeout=as_timedelta("barrier_timeout", barrier_timeout),
+            completion_timeout=as_timedelta("completion_timeout", completion_timeout),
+            last_call_wait=as_timedelta("last_call_wait", last_call_wait, allow_zero=True),
+            termination_grace_time=as_timedelta("termination_grace_time", termination_grace_time),
             monitor_process_logfile=monitor_process_logfile,
             grow_policy=grow_policy,
         )

@@ -1,27 +1,28 @@
 """Messages between two processes of one host: bytes, and descriptors that go with them.
 
 A message is its length (8 bytes, big-endian), then its payload. Descriptors travel with the
-length, because the kernel hands them over with the first byte of what they were sent with; so
-whoever has read a length has its descriptors, and never those of the message behind it.
+length, because the kernel delivers them with the first byte of the data they were sent with; so a
+reader of a length has its descriptors, and never those of the next message.
 
-What a payload means is for the two ends to say. This module imports nothing but the standard
-library: a process that needs no torch must not wait for its import.
+The two ends define what a payload means; `pack` makes one of a JSON object and bytes.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import json
 import os
 import socket
 import struct
 import threading
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["MAX_DESCRIPTORS", "Channel"]
+__all__ = ["MAX_DESCRIPTORS", "Channel", "pack", "unpack"]
 
 MAX_DESCRIPTORS = 253
-"""How many descriptors Linux takes along with one message (SCM_MAX_FD)."""
+"""How many descriptors one message may carry on Linux (SCM_MAX_FD)."""
 
 _LENGTH = struct.Struct(">Q")
 _ITEM_BYTES = array.array("i").itemsize
@@ -45,9 +46,9 @@ class Channel:
         return cls(one), cls(other)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Sends one message; waits while the other end does not read.
+        """Sends one message; blocks while the other end does not read.
 
-        The descriptors are duplicated: the caller keeps its own, and closes them when it likes.
+        The descriptors are duplicated: the caller keeps its own, and closes them at any time.
 
         Raises:
             ValueError: for more than `MAX_DESCRIPTORS` descriptors.
@@ -55,7 +56,7 @@ class Channel:
                 this one is closed.
         """
         if len(descriptors) > MAX_DESCRIPTORS:
-            raise ValueError(f"{len(descriptors)} descriptors, at most {MAX_DESCRIPTORS} can go")
+            raise ValueError(f"{len(descriptors)} descriptors, at most {MAX_DESCRIPTORS} allowed")
         rights = array.array("i", descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         with self._sending:
@@ -65,19 +66,19 @@ class Channel:
                 self._socket.sendall(length[sent:])
                 self._socket.sendall(payload)
             except BaseException:
-                # An interrupt may have come between two parts. What was sent is no message, and
-                # must not become the beginning of the next one: the other end is told it is over.
+                # An interrupt may have come between two parts. The incomplete message must not
+                # become the beginning of the next one: the connection is ended.
                 self._shut_down()
                 raise
 
     def receive(self) -> tuple[bytes, list[int]]:
         """Waits for one message; returns its payload and its descriptors.
 
-        The descriptors are the caller's to close; they do not pass on to programs it starts.
+        The caller closes the descriptors; programs that it starts do not inherit them.
 
         Raises:
             EOFError: when the other end is gone, also in the middle of a message.
-            OSError: when descriptors came for which this process has no room.
+            OSError: when the process has too many open files to receive the descriptors.
         """
         descriptors: list[int] = []
         try:
@@ -106,7 +107,7 @@ class Channel:
                 piece, ancillary, flags, _ = self._socket.recvmsg(
                     _LENGTH.size - len(data), room, socket.MSG_CMSG_CLOEXEC
                 )
-            except ConnectionResetError:  # it went without reading what we sent
+            except ConnectionResetError:  # it closed without reading what we sent
                 piece, ancillary, flags = b"", [], 0
             for level, kind, content in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -115,7 +116,7 @@ class Channel:
                     descriptors.extend(rights)
             if flags & socket.MSG_CTRUNC:
                 self._shut_down()
-                raise OSError("descriptors were sent for which this process has no room")
+                raise OSError("too many open files: descriptors that were sent are lost")
             if not piece:
                 raise EOFError("the other end of the channel is gone")
             data += piece
@@ -133,5 +134,16 @@ class Channel:
             view = view[count:]
 
     def _shut_down(self) -> None:
-        with contextlib.suppress(OSError):  # the other end was first
+        with contextlib.suppress(OSError):  # the other end has closed first
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def pack(header: dict[str, Any], blob: bytes = b"") -> bytes:
+    """One payload of a JSON object, in a line, and the bytes that follow it."""
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n" + blob
+
+
+def unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    """The arguments of the `pack` that made the payload."""
+    header, _, blob = payload.partition(b"\n")
+    return json.loads(header), blob

@@ -1,24 +1,89 @@
-"""The end of a child process that the function has forked, and that leaves the function.
-
-Everything below in its stack is its parent's: the place in the job, the connections, the monitor
-process. So nothing of that is unwound or told; the process ends here, with the exit code that it
-would have had as a program.
-"""
+"""Forked children: one that runs a function apart from its parent, and how a stray one ends."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
+import signal
 import sys
+import traceback
+import warnings
+from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["end_child"]
+__all__ = ["end_stray_child", "flush_streams", "fork_detached"]
 
-log = logging.getLogger("outlast.inprocess")
+log = logging.getLogger("outlast")
 
 
-def end_child(error: BaseException | None) -> NoReturn:
-    """Ends this process. `error` is what it left the function with; `None` if it returned."""
+def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
+    """Forks a child that runs `body` and exits: with code 0, or 1 if `body` raised.
+
+    The child has a copy-on-write copy of the parent's memory, and none of its threads. Its signal
+    handlers and signal mask are those of a new process, except that it ignores Ctrl-C, which is
+    meant for the parent. It keeps the parent's descriptors: `body` closes or replaces those that
+    it must not hold open. It leaves by `os._exit`: the parent's stack is not unwound, and the
+    parent's exit handlers do not run.
+
+    Args:
+        body: what the child does.
+        new_session: whether the child leads a session of its own, so that signals for the parent's
+            process group do not reach it.
+
+    Returns:
+        The process id of the child, in the parent.
+    """
+    flush_streams()  # otherwise the child writes what is in the buffers once more
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads. The child takes no lock but those that Python
+        # itself reinitializes after a fork, and those that `body` takes.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _run_child(body, new_session)
+    return pid
+
+
+def _run_child(body: Callable[[], None], new_session: bool) -> NoReturn:
+    code = 1
+    try:
+        gc.freeze()  # a collection would write to, and so copy, the pages shared with the parent
+        if new_session:
+            os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        body()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the last frame of this process
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+            flush_streams()
+    finally:
+        os._exit(code)
+
+
+def flush_streams() -> None:
+    """Flushes the standard streams. There may be none, or a closed one, or a broken pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()
+
+
+def end_stray_child(error: BaseException | None) -> NoReturn:
+    """Ends a child that user code forked, and that has left the code it was meant to run.
+
+    The frames below belong to its parent, with the parent's rank, connections and monitor process:
+    none of them is unwound. The process ends with the exit code that it would have as a program.
+
+    Args:
+        error: what it left the code with; `None` if it returned.
+    """
     code = 1
     try:
         if error is None:

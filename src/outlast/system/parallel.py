@@ -1,4 +1,4 @@
-"""One piece of work by several threads at once, whose errors keep nothing alive."""
+"""One piece of work in several threads; the error that is raised keeps nothing else alive."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def in_threads(work: Callable[[], None], threads: int, name: str) -> None:
     """Runs `work` in each of `threads` threads, and returns when all of them have ended.
 
     Args:
-        work: takes what is next to do until nothing is left.
-        threads: how many.
-        name: of the threads.
+        work: takes the next item of a shared queue until it is empty.
+        threads: their number.
+        name: the prefix of their names.
 
     Raises:
-        BaseException: the one that the first of the threads ended with.
+        BaseException: the error of the first thread that ended with one.
     """
     with ThreadPoolExecutor(threads, name) as pool:
         running = [pool.submit(work) for _ in range(threads)]
     ended = [each.exception() for each in running]
-    # Nothing here may hold the error that is raised: its traceback holds this frame, and all that
-    # it reaches (memory of the size of the training's state) would stay until the garbage collector
-    # finds the circle, in a process that collects seldom or not at all.
+    # No local variable may hold the error that is raised: its traceback holds this frame, and all
+    # that it reaches (memory of the size of the training's state) would stay until the garbage
+    # collector finds the cycle, in a process that collects seldom or not at all.
     running.clear()
     errors = [error for error in ended if error is not None]
     ended.clear()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.inprocess.distributed import gloo_sockets
+from outlast.system import sockets
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def test_without_gloo_none_is_found() -> None:
 def test_exactly_the_pairs_are_found(names: list[str]) -> None:
     with ExitStack() as stack:
         others = Others(stack)
-        before = gloo_sockets.socket_inodes()
+        before = sockets.socket_inodes()
         with groups(names):
             found = gloo_sockets.pair_sockets()
             # Both ends of every connection are in this process.
@@ -111,7 +112,7 @@ def test_exactly_the_pairs_are_found(names: list[str]) -> None:
             assert not set(found.items()) & set(before.items())
             assert all(is_connected(descriptor) for descriptor in found)
             # The other end of each is closed by gloo itself, before it is come to or after.
-            assert sum(gloo_sockets.shut_down(*pair) for pair in found.items()) >= len(names)
+            assert sum(sockets.shut_down(*pair) for pair in found.items()) >= len(names)
             others.work()
         others.store.clear()
 
@@ -121,7 +122,7 @@ def test_a_collective_in_flight_ends() -> None:
         work = here.allreduce([torch.ones(4)])
         assert not work.is_completed()
         for descriptor, inode in gloo_sockets.pair_sockets().items():
-            gloo_sockets.shut_down(descriptor, inode)
+            sockets.shut_down(descriptor, inode)
         with pytest.raises(RuntimeError, match=r"Connection|Socket|closed|reset"):
             work.wait()
         del work, here, there
@@ -129,9 +130,9 @@ def test_a_collective_in_flight_ends() -> None:
 
 def test_a_descriptor_that_is_another_file_by_now_is_not_touched() -> None:
     with connected() as (near, far), connected() as (other, peer):
-        descriptor, inode = near.fileno(), gloo_sockets.socket_inodes()[near.fileno()]
+        descriptor, inode = near.fileno(), sockets.socket_inodes()[near.fileno()]
         os.dup2(other.fileno(), descriptor)  # the number stands for another connection now
-        assert not gloo_sockets.shut_down(descriptor, inode)
+        assert not sockets.shut_down(descriptor, inode)
         other.send(b"x")
         assert peer.recv(1) == b"x"
         assert far.recv(1) == b""  # its end was closed by that, not by us
@@ -139,13 +140,11 @@ def test_a_descriptor_that_is_another_file_by_now_is_not_touched() -> None:
 
 def test_what_is_closed_or_not_connected_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        inode = gloo_sockets.socket_inodes()[listener.fileno()]
+        inode = sockets.socket_inodes()[listener.fileno()]
         gone = listener.fileno()
-    assert not gloo_sockets.shut_down(gone, inode)
+    assert not sockets.shut_down(gone, inode)
     with socket.socket() as fresh:
-        assert not gloo_sockets.shut_down(
-            fresh.fileno(), gloo_sockets.socket_inodes()[fresh.fileno()]
-        )
+        assert not sockets.shut_down(fresh.fileno(), sockets.socket_inodes()[fresh.fileno()])
 
 
 def test_descriptors_may_come_and_go_while_it_looks() -> None:
@@ -160,7 +159,7 @@ def test_descriptors_may_come_and_go_while_it_looks() -> None:
         busy = [pool.submit(churn) for _ in range(2)]
         for _ in range(200):
             assert gloo_sockets.pair_sockets() == {}
-            gloo_sockets.socket_inodes()
+            sockets.socket_inodes()
         end.set()
         for work in busy:
             work.result()

@@ -127,7 +127,7 @@ def test_finalizes_compose() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("timeout", 3, TypeError),
+        ("timeout", "3", TypeError),
         ("timeout", timedelta(0), ValueError),
         ("timeout", timedelta(seconds=-1), ValueError),
         ("fn", "print", TypeError),

@@ -116,7 +116,8 @@ def test_a_real_gpu_answers_or_is_found_busy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(30, TypeError), (None, TypeError), (timedelta(0), ValueError)]
+    ("value", "error"),
+    [("30", TypeError), (-30, ValueError), (None, TypeError), (timedelta(0), ValueError)],
 )
 def test_a_wrong_timeout_is_named(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^timeout must be"):

@@ -182,7 +182,7 @@ def test_reasons_of_an_earlier_filter_are_kept() -> None:
     [
         ("key_or_fn", 3, TypeError),
         ("condition", True, TypeError),
-        ("timeout", 60, TypeError),
+        ("timeout", "60", TypeError),
         ("timeout", timedelta(0), ValueError),
     ],
 )
@@ -218,5 +218,8 @@ def test_it_is_found_in_a_composition_with_its_timeout() -> None:
 
 
 def test_it_needs_a_timeout() -> None:
-    with pytest.raises(TypeError, match=r"^timeout must be a datetime\.timedelta, not 9"):
-        AwaitReplacements(9)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"^timeout must be a number of seconds or a timedelta, not '9'"
+    ):
+        AwaitReplacements("9")  # type: ignore[arg-type]
+    assert AwaitReplacements(9).timeout == timedelta(seconds=9)

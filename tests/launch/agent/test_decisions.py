@@ -9,12 +9,12 @@ import pytest
 from outlast.launch.agent.decisions import Fate, JobRecord, JobState, decide
 from outlast.launch.agent.outcome import (
     Death,
-    describe_exit,
     exit_code,
     first_cause,
     last_lines,
     moments,
 )
+from outlast.system.exit_text import exit_text
 
 PLAIN = JobRecord()
 RUNNING = JobRecord(JobState.RUNNING)
@@ -92,9 +92,9 @@ def test_exit_codes(code: int | None, received: signal.Signals | None, expected:
 
 
 def test_exits_in_words() -> None:
-    assert describe_exit(3) == "exited with code 3"
-    assert describe_exit(-11) == "was killed by SIGSEGV"
-    assert describe_exit(-40) == "was killed by signal 40"
+    assert exit_text(3) == "exited with code 3"
+    assert exit_text(-11) == "was killed by SIGSEGV"
+    assert exit_text(-40) == "was killed by SIGRTMIN+6"
 
 
 def test_nothing_is_said_of_a_run_in_which_nothing_happened() -> None:

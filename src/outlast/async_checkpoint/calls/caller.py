@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +12,7 @@ from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
 from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
 from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.collectives import least, raise_together, rank_of
+from outlast.system.waiting import readable
 
 __all__ = ["DistributedAsyncCaller"]
 
@@ -106,8 +106,5 @@ class DistributedAsyncCaller:
                     self._running = False
             if not self._running or not blocking:
                 break
-            poll = select.poll()
-            for descriptor in self._runner.descriptors():
-                poll.register(descriptor, select.POLLIN)
-            poll.poll()
+            readable(*self._runner.descriptors())
         return not self._running

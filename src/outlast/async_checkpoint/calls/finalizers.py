@@ -10,8 +10,8 @@ from typing import Any
 
 from outlast.async_checkpoint.calls.reporter import Watcher
 from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
-from outlast.coordination.call_failure import describe
 from outlast.errors import AsyncCallError
+from outlast.system.error_text import describe
 
 __all__ = ["Call", "abandon"]
 

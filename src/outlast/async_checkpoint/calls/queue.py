@@ -29,10 +29,10 @@ from outlast.async_checkpoint.calls.runner_protocol import Outcome
 from outlast.async_checkpoint.calls.verdicts import Verdicts
 from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
 from outlast.async_checkpoint.failure_policy import FailurePolicy
-from outlast.coordination.call_failure import describe, formatted
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
+from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["AsyncCallsQueue"]
 
@@ -125,7 +125,7 @@ class AsyncCallsQueue:
             )
         except BaseException as e:
             # It is raised here; the others hear of it from the ledger.
-            watcher.say(call.index, call.name, Outcome(describe(e), formatted(e)))
+            watcher.say(call.index, call.name, Outcome(describe(e), traceback_text(e)))
             watcher.leave(call.index)
             self._calls.remove(call)
             raise

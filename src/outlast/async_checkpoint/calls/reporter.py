@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import select
 import socket
 import threading
 from collections import deque
@@ -22,6 +21,7 @@ from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
 from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import AsyncCallError, OutlastError, StoreError
+from outlast.system.waiting import readable
 
 __all__ = ["Watcher"]
 
@@ -152,13 +152,10 @@ class Watcher:
             self._woken.close()
 
     def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
         with self._guard:
-            for descriptor in self._runner.descriptors():
-                poll.register(descriptor, select.POLLIN)
+            descriptors = self._runner.descriptors()
         # The main thread may start another call now: it wakes this one.
-        poll.poll()
+        readable(self._woken.fileno(), *descriptors)
         try:
             while self._woken.recv(4096):
                 pass

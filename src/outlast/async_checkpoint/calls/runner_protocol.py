@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from outlast.coordination.call_failure import describe, formatted
+from outlast.system.error_text import describe, traceback_text
+from outlast.system.exit_text import exit_text
 
 __all__ = ["Outcome", "Runner", "await_copies", "ended_badly", "run_here"]
 
@@ -90,9 +90,9 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         # As for a program: nothing and 0 are success, a number is a code, all else a message.
         if e.code is None or e.code == 0:
             return Outcome()
-        return Outcome(f"it exited with code {e.code}", formatted(e))
+        return Outcome(f"it exited with code {e.code}", traceback_text(e))
     except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
-        return Outcome(describe(e), formatted(e))
+        return Outcome(describe(e), traceback_text(e))
     return Outcome()
 
 
@@ -102,8 +102,4 @@ def ended_badly(exit_code: int) -> Outcome:
     """
     if exit_code >= 0:
         return Outcome(f"its process ended with exit code {exit_code}, in the middle of the call")
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return Outcome(f"its process was killed by {name}")
+    return Outcome(f"its process {exit_text(exit_code)}")

@@ -7,10 +7,9 @@ thread waits there, and the main thread waits for that one, in Python.
 
 from __future__ import annotations
 
-import threading
-
 from outlast.coordination.call_ledger import CallLedger, Verdict
 from outlast.errors import OutlastError
+from outlast.system.waiting import ThreadedWait
 
 __all__ = ["Verdicts"]
 
@@ -27,7 +26,9 @@ class Verdicts:
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._known: dict[int, Verdict] = {}  # a verdict never changes
-        self._wait: _Wait | None = None
+        # The wait for the verdict with this index. It cannot be cancelled: it goes on until the
+        # verdict is there, or the store is gone; so a later call waits for the same one.
+        self._wait: tuple[int, ThreadedWait[Verdict]] | None = None
         self._error: OutlastError | None = None
 
     def look(self, index: int) -> Verdict | None:
@@ -45,20 +46,18 @@ class Verdicts:
         verdict = self.look(index)
         if verdict is not None or timeout == 0.0:
             return verdict
-        if self._wait is None or self._wait.index != index:
-            self._wait = _Wait(self._ledger, index)
-        wait = self._wait
+        if self._wait is None or self._wait[0] != index:
+            self._wait = (
+                index,
+                ThreadedWait(lambda: self._ledger.await_verdict(index, None), "outlast-verdict"),
+            )
+        wait = self._wait[1]
         # `give_up` sets the error, then looks for a wait; here it is the other way round.
         self._raise()
         if not wait.over.wait(timeout):
             return None
-        self._raise()
-        if wait.error is not None:
-            raise wait.error
-        wait.thread.join()
-        assert wait.verdict is not None
-        self._known[index] = wait.verdict
-        return wait.verdict
+        self._known[index] = verdict = wait.result()
+        return verdict
 
     def settled(self, index: int) -> None:
         """Nobody will ask for this one again."""
@@ -72,40 +71,16 @@ class Verdicts:
         deleted first.
         """
         wait = self._wait
-        if wait is not None and wait.index == index:
-            wait.thread.join(_STORE_S)  # this is one answer of the store
+        if wait is not None and wait[0] == index:
+            wait[1].join(_STORE_S)  # this is one answer of the store
 
     def give_up(self, error: OutlastError) -> None:
         """From any thread: this rank cannot tell its outcomes, so there may never be a verdict."""
         self._error = error
         wait = self._wait
         if wait is not None:
-            wait.over.set()
+            wait[1].abandon(error)
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-class _Wait:
-    """A thread that waits for one verdict.
-
-    It cannot be called back: it goes on until the verdict is there, or the store is not. So
-    whoever gave up waiting, and comes again, waits for the same one.
-    """
-
-    def __init__(self, ledger: CallLedger, index: int) -> None:
-        self.index = index
-        self.over = threading.Event()
-        self.verdict: Verdict | None = None
-        self.error: OutlastError | None = None
-        self._ledger = ledger
-        self.thread = threading.Thread(target=self._run, name="outlast-verdict", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.verdict = self._ledger.await_verdict(self.index, None)
-        except OutlastError as e:
-            self.error = e
-        self.over.set()

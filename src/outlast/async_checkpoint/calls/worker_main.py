@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from outlast.async_checkpoint.calls.runner_protocol import Outcome, run_here
-from outlast.coordination.call_failure import describe, formatted
 from outlast.system.background_process import settle
+from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["importing_main", "main"]
 
@@ -47,7 +47,9 @@ def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
             file.seek(0)  # the position is shared with the descriptor that was written to
             fn, args, kwargs = _Unpickler(file, surroundings).load()
     except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
-        return Outcome(f"the call cannot be unpickled in the worker: {describe(e)}", formatted(e))
+        return Outcome(
+            f"the call cannot be unpickled in the worker: {describe(e)}", traceback_text(e)
+        )
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the other processors are for the training

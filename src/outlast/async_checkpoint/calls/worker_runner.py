@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,8 +18,9 @@ from typing import Any
 from outlast.async_checkpoint.calls import worker_main
 from outlast.async_checkpoint.calls.request import name_of
 from outlast.async_checkpoint.calls.runner_protocol import Outcome, await_copies, ended_badly
-from outlast.coordination.call_failure import describe, formatted
 from outlast.system.background_process import BackgroundProcess, start_process
+from outlast.system.error_text import describe, traceback_text
+from outlast.system.waiting import readable
 
 __all__ = ["WorkerRunner"]
 
@@ -97,17 +97,14 @@ class WorkerRunner:
     def _said(self, worker: BackgroundProcess) -> Outcome | None:
         """What the worker says of its call, or its end does; `None` if there is nothing yet."""
         alive = worker.alive  # asked first: what it said before its end is there below
-        if not self._hung_up:
-            poll = select.poll()
-            poll.register(worker.channel.fileno(), select.POLLIN)
-            if poll.poll(0):
-                try:
-                    return Outcome.decode(worker.channel.receive()[0])
-                except EOFError:
-                    # It is ending; or a call has closed what it does not know, and then nobody
-                    # will hear of it again. Once it is ending, this changes its code no more.
-                    self._hung_up = True
-                    worker.kill()
+        if not self._hung_up and readable(worker.channel.fileno(), timeout=0):
+            try:
+                return Outcome.decode(worker.channel.receive()[0])
+            except EOFError:
+                # It is ending; or a call has closed what it does not know, and then nobody
+                # will hear of it again. Once it is ending, this changes its code no more.
+                self._hung_up = True
+                worker.kill()
         if alive:
             return None
         self._worker, self._hung_up = None, False
@@ -121,7 +118,7 @@ class WorkerRunner:
             except OSError as e:
                 index, descriptor = self._waiting.popleft()
                 os.close(descriptor)
-                outcomes.append((index, Outcome(f"no worker: {describe(e)}", formatted(e))))
+                outcomes.append((index, Outcome(f"no worker: {describe(e)}", traceback_text(e))))
 
     def _next(self) -> None:
         if self._running is not None or self._hung_up or not self._waiting:

@@ -22,6 +22,7 @@ from outlast.async_checkpoint.snapshot.structure import local_part
 from outlast.async_checkpoint.state_dict.sharding import Item, look_up
 from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
 from outlast.errors import CheckpointError
+from outlast.system.error_text import first_line
 
 __all__ = [
     "Index",
@@ -275,10 +276,9 @@ def load_values(
         try:
             value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except Exception as e:
-            first_line = str(e).partition("\n")[0]
             raise Misfit(
-                f"the value {item.name!r} of {source.where} cannot be loaded: {first_line}. If you "
-                "trust the checkpoint, weights_only=False loads any Python object"
+                f"the value {item.name!r} of {source.where} cannot be loaded: {first_line(e)}. If "
+                "you trust the checkpoint, weights_only=False loads any Python object"
             ) from e
         found.append((item, value))
     return found

@@ -26,6 +26,7 @@ from pathlib import Path
 from outlast.async_checkpoint.storage.protocol import IDENTITY, step_of
 from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
 from outlast.errors import CheckpointError
+from outlast.system.files import FileLocked, fsync_folder, lock_file
 
 __all__ = ["WORKING", "LocalStorage"]
 
@@ -51,7 +52,7 @@ class LocalStorage:
         missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
         self.root.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _sync(made.parent)
+            fsync_folder(made.parent)
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
         final = f"step-{step:08d}"
@@ -76,7 +77,7 @@ class LocalStorage:
             os.fsync(file.fileno())
 
     def sync(self, folder: str) -> None:
-        _sync(self._inside(folder))
+        fsync_folder(self._inside(folder))
 
     def publish(self, working: str, final: str) -> None:
         source, target = self._inside(working), self._inside(final)
@@ -86,9 +87,9 @@ class LocalStorage:
             if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             self._replace(source, target)
-            _sync(self.root)
+            fsync_folder(self.root)
             self.remove(working)  # the checkpoint that was replaced, by now
-        _sync(self.root)
+        fsync_folder(self.root)
 
     def get(self, folder: str, name: str) -> bytes:
         return self._inside(folder, name).read_bytes()
@@ -112,7 +113,7 @@ class LocalStorage:
             os.rename(self._inside(folder), self._inside(hidden))
         except FileNotFoundError:
             return ""
-        _sync(self.root)
+        fsync_folder(self.root)
         return hidden
 
     def remove(self, folder: str) -> None:
@@ -139,26 +140,18 @@ class LocalStorage:
             return path.read_text()
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
-        """Takes a lock of the process (`fcntl`): the kernel releases it when the process ends, it
-        works over NFS, and forked children do not hold it. So a lock holder is always alive, and
-        `careful` makes no difference.
+        """Takes a lock of the process, which the kernel releases when the process ends. So a lock
+        holder is always alive, and `careful` makes no difference.
         """
         path = self.root / _LOCK
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            if e.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
+            self._lock = lock_file(path, owner)
+        except FileLocked as e:
+            holder = str(e) or "which left no name"
             raise CheckpointError(
-                f"{self.where} is in use by another job ({holder or 'which left no name'}); two "
-                "jobs that save into one folder would overwrite each other's checkpoints"
+                f"{self.where} is in use by another job ({holder}); two jobs that save into one "
+                "folder would overwrite each other's checkpoints"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode(), 0)
-        self._lock = descriptor
         self._recover()
 
     def _recover(self) -> None:
@@ -170,7 +163,7 @@ class LocalStorage:
                 final = "-".join(folder.removeprefix(WORKING).split("-")[:2])
                 if step_of(final) is not None and not (self.root / final).exists():
                     os.rename(self.root / folder, self.root / final)
-                    _sync(self.root)
+                    fsync_folder(self.root)
 
     def unlock(self) -> None:
         if self._lock >= 0:
@@ -290,11 +283,3 @@ class _Reader:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from outlast.system.error_text import describe
+
 __all__ = ["OrderedUpload", "PartsUpload", "RangeReader", "as_os_errors", "unfinished_uploads"]
 
 _MOST_PARTS = 10_000  # S3's own limit
@@ -34,7 +36,7 @@ def as_os_errors(where: str) -> Iterator[None]:
         kinds = (FileNotFoundError, PermissionError)
         kind = next((kind for kind in kinds if isinstance(e, kind)), OSError)
         number = getattr(e, "errno", None)
-        said = str(e) if isinstance(e, OSError) else f"{type(e).__name__}: {e}"
+        said = str(e) if isinstance(e, OSError) else describe(e)
         text = f"{where}: {getattr(e, 'strerror', None) or said}"
         raise (kind(number, text) if isinstance(number, int) else kind(text)) from e
 

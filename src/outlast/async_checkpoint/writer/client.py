@@ -22,8 +22,8 @@ from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
-from outlast.system.channel import Channel
-from outlast.system.messages import pack, unpack
+from outlast.system.channel import Channel, pack, unpack
+from outlast.system.exit_text import exit_text
 
 __all__ = ["WriterClient", "WriterFailed"]
 
@@ -206,9 +206,7 @@ class WriterClient:
         with self._starting:
             if self._process is process:
                 self._process = None
-        if code < 0:
-            return f"the writer process {process.pid} was killed by signal {-code}"
-        return f"the writer process {process.pid} ended with exit code {code}"
+        return f"the writer process {process.pid} {exit_text(code)}"
 
 
 def _hung_up(channel: Channel) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import select
 import socket
 import stat
 import struct
@@ -20,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outlast.system.channel import Channel
-from outlast.system.messages import pack, unpack
+from outlast.system.channel import Channel, pack, unpack
+from outlast.system.waiting import readable
 
-__all__ = ["HandedOver", "claim", "hand_over", "open_pidfd", "private_folder"]
+__all__ = ["HandedOver", "claim", "hand_over", "private_folder"]
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A successor that connected and then says nothing must not keep the writer for ever.
@@ -53,23 +52,15 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 if it has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-
-
-def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int) -> None:
+def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int | None) -> None:
     """Waits for a successor, and gives it everything.
 
     Args:
         estate: the snapshots; without any, there is nothing to wait for.
         linger_s: seconds to wait.
-        launcher: pidfd of the process that would start a successor; -1 if it is gone.
+        launcher: pidfd of the process that would start a successor; `None` if it is gone.
     """
-    if not estate or launcher < 0:
+    if not estate or launcher is None:
         return
     path = Path(estate[-1].snapshot["socket"])
     private_folder(path.parent)
@@ -78,9 +69,7 @@ def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int) -> N
         listener.bind(str(path))
         try:
             listener.listen(1)
-            waited: list[int] = [listener.fileno(), launcher]
-            ready, _, _ = select.select(waited, [], [], linger_s)
-            if listener.fileno() not in ready:
+            if listener.fileno() not in readable(listener.fileno(), launcher, timeout=linger_s):
                 return
             connection, _ = listener.accept()
             path.unlink(missing_ok=True)
@@ -98,7 +87,7 @@ def _give(connection: socket.socket, estate: Sequence[HandedOver]) -> None:
         for snapshot in estate:
             channel.send(pack(snapshot.snapshot, snapshot.values), [snapshot.descriptor])
         channel.send(b"")
-        if select.select([channel], [], [], _PATIENCE_S)[0]:
+        if readable(channel.fileno(), timeout=_PATIENCE_S):
             channel.receive()
     channel.close()
 

@@ -17,20 +17,20 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import sys
 import threading
-import traceback
 from typing import Any
 
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.copy_progress import CopyProgress
-from outlast.async_checkpoint.writer.handover import HandedOver, hand_over, open_pidfd
+from outlast.async_checkpoint.writer.handover import HandedOver, hand_over
 from outlast.async_checkpoint.writer.write_files import Dropped, checksums_of, write_files
 from outlast.system.background_process import settle
-from outlast.system.channel import Channel
-from outlast.system.messages import pack, unpack
+from outlast.system.channel import Channel, pack, unpack
+from outlast.system.error_text import describe, traceback_text
+from outlast.system.processes import open_process
+from outlast.system.waiting import readable
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ class Writer:
     def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
         self.channel = channel
         parent = os.getppid()
-        self.main_process = open_pidfd(parent) if parent == config["main"] else -1
+        self.main_process = open_process(parent) if parent == config["main"] else None
         self.config = config
         self.storage = open_storage(config["url"])
         self.memories: dict[int, SharedMemory] = {}
@@ -77,12 +77,8 @@ class Writer:
         """Waits for a message, or for the end of the main process: a fork of that may hold the
         channel open. What it had sent before it ended is still read.
         """
-        poll = select.poll()
-        poll.register(self.channel.fileno(), select.POLLIN)
-        if self.main_process >= 0:
-            poll.register(self.main_process, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        if self.channel.fileno() not in ready:
+        main_process = () if self.main_process is None else (self.main_process,)
+        if self.channel.fileno() not in readable(self.channel.fileno(), *main_process):
             raise EOFError("the main process is gone")
 
     def _take(self, request: dict[str, Any], blob: bytes, descriptors: list[int]) -> None:
@@ -153,8 +149,8 @@ class Writer:
                 answer = {"dropped": True}
             except Exception as e:  # noqa: BLE001 - the main process raises it
                 answer = {
-                    "error": f"{type(e).__name__}: {e}",
-                    "traceback": traceback.format_exc(),
+                    "error": describe(e),
+                    "traceback": traceback_text(e),
                 }
             # The main process is gone: `serve` sees that too.
             with contextlib.suppress(OSError):
@@ -268,12 +264,12 @@ def main() -> None:
     # the training would wait for it in the end.
     channel = settle(nice=5, ends_with_parent=False)
     config = unpack(sys.argv[1].encode())[0]
-    launcher = open_pidfd(config["launcher"])
+    launcher = open_process(config["launcher"])
     writer = Writer(channel, config)
     try:
-        if not writer.serve() and writer.main_process >= 0 and config["linger_s"] > 0:
+        if not writer.serve() and writer.main_process is not None and config["linger_s"] > 0:
             # The channel may end before the process does.
-            select.select([writer.main_process], [], [], config["linger_s"])
+            readable(writer.main_process, timeout=config["linger_s"])
             hand_over(writer.estate(), config["linger_s"], launcher)
     finally:
         os._exit(0)  # threads that are in the middle of a write have nobody to write for

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
+from outlast.system.error_text import first_line
 
 __all__ = ["TorchStore"]
 
@@ -90,5 +91,4 @@ class TorchStore:
             raise self._lost(e) from e
 
     def _lost(self, cause: Exception) -> StoreError:
-        first_line = str(cause).partition("\n")[0]
-        return StoreError(f"the store at {self.where} cannot be reached: {first_line}")
+        return StoreError(f"the store at {self.where} cannot be reached: {first_line(cause)}")

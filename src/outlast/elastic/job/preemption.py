@@ -41,6 +41,7 @@ from typing import Any
 
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
+from outlast.system.exit_text import signal_name
 
 __all__ = ["Signals", "StopAgreement"]
 
@@ -209,7 +210,7 @@ class Signals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         before = self._before.pop(number, signal.SIG_DFL)
         signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._agreement.request(f"signal {signal.Signals(number).name}")
+        self._agreement.request(f"signal {signal_name(number)}")
 
     def close(self) -> None:
         """Gives the handlers back, unless somebody has put others in their place."""

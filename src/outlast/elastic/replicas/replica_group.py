@@ -22,9 +22,9 @@ from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic import environment
 from outlast.elastic.replicas import connect
-from outlast.elastic.replicas.interruptible_waits import Wait
 from outlast.elastic.replicas.unblock_collective import Rescue
 from outlast.errors import CheckpointError, StoreError, TimeoutError
+from outlast.system.waiting import ThreadedWait
 
 __all__ = ["TIMEOUT", "Replicas", "current"]
 
@@ -33,6 +33,7 @@ T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=30)
 _LATE = "late"  # in place of what a call is for, where a replica did not come to it
 _LINGER_S = 30.0
+_GROUP_GONE = "the process group of this call is gone"
 
 
 class Replicas:
@@ -56,7 +57,7 @@ class Replicas:
         self._ledger = ledger
         self._calls = 0
         self._within: Replicas | None = None
-        self._waiting: Wait[Any] | None = None
+        self._waiting: ThreadedWait[Any] | None = None
         self._given_up = False
         self._over: list[int] = []  # calls that this replica needs no more
 
@@ -71,7 +72,7 @@ class Replicas:
         """From any thread: nobody will answer any more. Waits end with a `CheckpointError`."""
         self._given_up = True
         if self._waiting is not None:
-            self._waiting.give_up()
+            self._waiting.abandon(CheckpointError(_GROUP_GONE))
 
     @property
     def several(self) -> bool:
@@ -198,7 +199,7 @@ class Replicas:
             return CallFailure.here(index, what, self.rank, str(error))
         return CallFailure.of(error, index, what, self.rank)
 
-    def _verdict(self, index: int, what: str, wait: Wait[Verdict] | None = None) -> Verdict:
+    def _verdict(self, index: int, what: str, wait: ThreadedWait[Verdict] | None = None) -> Verdict:
         if wait is None:
             verdict = self._ledger.verdict(index)
             if verdict is not None:
@@ -234,10 +235,10 @@ class Replicas:
                 self._ledger.forget(self._over.pop())
         self._over.append(index)
 
-    def _wait(self, wait: Callable[[], T]) -> Wait[T]:
-        self._waiting = started = Wait(wait)
+    def _wait(self, wait: Callable[[], T]) -> ThreadedWait[T]:
+        self._waiting = started = ThreadedWait(wait, "outlast-replicas")
         if self._given_up:  # said before it could be told
-            started.give_up()
+            started.abandon(CheckpointError(_GROUP_GONE))
         return started
 
     def _next(self) -> int:

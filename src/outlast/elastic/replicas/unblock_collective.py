@@ -15,6 +15,7 @@ from types import TracebackType
 
 from outlast.inprocess.distributed import gloo_sockets
 from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
+from outlast.system.sockets import shut_down
 
 __all__ = ["Rescue"]
 
@@ -60,7 +61,7 @@ class Rescue:
         while True:
             pairs = gloo_sockets.pair_sockets()
             for descriptor, inode in pairs.items():
-                gloo_sockets.shut_down(descriptor, inode)
+                shut_down(descriptor, inode)
             if self._left.wait(_AGAIN_S):
                 return
             forgotten.wake(settled=not pairs)

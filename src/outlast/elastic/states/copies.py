@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import BinaryIO
 
-from outlast.coordination.call_failure import describe
 from outlast.errors import CheckpointError
+from outlast.system.error_text import describe
 
 __all__ = ["Copy", "close_all"]
 

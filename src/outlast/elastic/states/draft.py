@@ -28,10 +28,10 @@ from outlast.async_checkpoint.storage.manifest import (
     encode,
     pieces,
 )
-from outlast.coordination.call_failure import describe
 from outlast.elastic.states import stored
 from outlast.elastic.states.file_names import file_name
 from outlast.errors import CheckpointError
+from outlast.system.error_text import describe
 
 __all__ = ["Draft", "write_state"]
 

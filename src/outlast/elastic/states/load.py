@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.coordination.call_failure import describe
 from outlast.elastic import environment
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
 from outlast.elastic.states import pending_save, ray_trial, stored
@@ -24,6 +23,7 @@ from outlast.elastic.states.file_names import file_name
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.stored import Chosen
 from outlast.errors import CheckpointError
+from outlast.system.error_text import describe
 
 __all__ = ["load_all_states", "load_state"]
 

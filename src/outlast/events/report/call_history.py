@@ -9,7 +9,6 @@ cause it. If several remain, they are ordered by rank.
 from __future__ import annotations
 
 import dataclasses
-import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,6 +25,7 @@ from outlast.events.types import (
     Seen,
     WorkerExited,
 )
+from outlast.system.exit_text import signal_name
 
 __all__ = ["CallHistory", "exits_of"]
 
@@ -208,12 +208,7 @@ def _party(event: Assigned | Entered, reason: str) -> Party:
 
 
 def _exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def _merge_hung(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fault]:

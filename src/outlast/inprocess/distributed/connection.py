@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import StoreError, TimeoutError
-from outlast.inprocess.distributed import gloo_sockets
 from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
+from outlast.system.error_text import first_line
+from outlast.system.sockets import shut_down, socket_inodes
 
 __all__ = ["Connection", "connect"]
 
@@ -59,7 +60,7 @@ class Connection(TorchStore):
     def break_off(self) -> None:
         """Ends the connection: an operation that waits on it fails at once (`StoreError`)."""
         for descriptor, inode in self._sockets.items():
-            gloo_sockets.shut_down(descriptor, inode)
+            shut_down(descriptor, inode)
 
 
 def connect(
@@ -114,7 +115,7 @@ def _connect_once(
         where = f"{endpoint[0]}:{endpoint[1]}"
         _await_server(endpoint, timeout)
         options.update(host_name=endpoint[0], port=endpoint[1])
-    before = set(gloo_sockets.socket_inodes().values())
+    before = set(socket_inodes().values())
     limited = "timeout" in inspect.signature(factory).parameters and "timeout" not in options
     if limited:
         options["timeout"] = datetime.timedelta(seconds=timeout)
@@ -125,8 +126,7 @@ def _connect_once(
     try:
         store: Any = factory(**options)
     except RuntimeError as e:
-        first_line = str(e).partition("\n")[0]
-        raise StoreError(f"{where} does not answer as a store: {first_line}") from e
+        raise StoreError(f"{where} does not answer as a store: {first_line(e)}") from e
     finally:
         overdue.cancel()
     if limited:
@@ -136,7 +136,7 @@ def _connect_once(
 
 def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
     for descriptor, inode in _new_connections(before, endpoint).items():
-        gloo_sockets.shut_down(descriptor, inode)
+        shut_down(descriptor, inode)
 
 
 def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict[int, int]:
@@ -144,7 +144,7 @@ def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict
     Other threads may open sockets of their own meanwhile.
     """
     found: dict[int, int] = {}
-    for descriptor, inode in gloo_sockets.socket_inodes().items():
+    for descriptor, inode in socket_inodes().items():
         if inode in before or endpoint is None:
             continue
         with (

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["pair_sockets", "shut_down", "socket_inodes", "type_name"]
+from outlast.system.sockets import descriptors_of, socket_inode
+
+__all__ = ["pair_sockets", "type_name"]
 
 _EVENT = re.compile(rb"^tfd:\s+(\d+) events:\s+[0-9a-f]+ data:\s+([0-9a-f]+)", re.MULTILINE)
-_FDS = Path("/proc/self/fd")
 
 
 def pair_sockets() -> dict[int, int]:
@@ -36,7 +35,7 @@ def pair_sockets() -> dict[int, int]:
     found: dict[int, int] = {}
     memory = -1
     try:
-        for epoll in _descriptors("anon_inode:[eventpoll]"):
+        for epoll in descriptors_of("anon_inode:[eventpoll]"):
             try:
                 registered = Path(f"/proc/self/fdinfo/{epoll}").read_bytes()
             except OSError:
@@ -49,56 +48,13 @@ def pair_sockets() -> dict[int, int]:
                     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
                 name = type_name(memory, address)
                 if name.startswith(b"N4gloo9transport3tcp") and b"Pair" in name:
-                    inode = _inode(int(descriptor))
+                    inode = socket_inode(int(descriptor))
                     if inode is not None:
                         found[int(descriptor)] = inode
     finally:
         if memory >= 0:
             os.close(memory)
     return found
-
-
-def socket_inodes() -> dict[int, int]:
-    """All sockets of this process: inode by descriptor."""
-    inodes = ((fd, _inode(fd)) for fd in _descriptors("socket:["))
-    return {fd: inode for fd, inode in inodes if inode is not None}
-
-
-def shut_down(descriptor: int, inode: int) -> bool:
-    """Shuts a connection down, if the descriptor still is the socket `inode`; says whether.
-
-    The descriptor is duplicated first: should its owner close it now, the duplicate is still the
-    same socket, and no other file that takes its number is touched.
-    """
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return False
-    with socket.socket(fileno=duplicate) as connection:
-        if _inode(duplicate) != inode:
-            return False
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return False  # not connected any more
-    return True
-
-
-def _descriptors(kind: str) -> Iterator[int]:
-    for name in os.listdir(_FDS):
-        try:
-            if os.readlink(_FDS / name).startswith(kind):
-                yield int(name)
-        except OSError:
-            continue  # closed meanwhile
-
-
-def _inode(descriptor: int) -> int | None:
-    try:
-        target = os.readlink(_FDS / str(descriptor))
-    except OSError:
-        return None
-    return int(target[8:-1]) if target.startswith("socket:[") else None
 
 
 def type_name(memory: int, address: int) -> bytes:

@@ -31,12 +31,12 @@ class KeyExchange:
         self._written: list[tuple[int, str]] = []
 
     def exchange(
-        self, state: State, key: str, healthy: Collection[int], timeout: datetime.timedelta
+        self, state: State, key: str, healthy: Collection[int], timeout: float
     ) -> dict[int, str]:
         """Publishes `key` as that of `state.rank`, and waits for those of all `healthy` ranks.
 
         Raises:
-            TimeoutError: if a rank did not publish within `timeout`; names those that did not.
+            TimeoutError: naming the ranks that did not publish within `timeout` seconds.
             StoreError: if the store fails.
         """
         store = state.store
@@ -56,7 +56,7 @@ class KeyExchange:
             ) from e
         raise TimeoutError(
             f"rank {state.rank}: FilterGroupedByKey: in iteration {state.iteration}, ranks "
-            f"{missing} did not publish their keys within timeout={timeout.total_seconds()} s"
+            f"{missing} did not publish their keys within timeout={timeout} s"
         )
 
     def _publish(self, state: State, key: str, healthy: Collection[int]) -> dict[int, str]:
@@ -78,10 +78,10 @@ class KeyExchange:
         self._written = [entry for entry in self._written if entry[0] == iteration]
 
 
-def _await(store: Any, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:
+def _await(store: Any, keys: dict[int, str], timeout: float) -> list[int]:
     """Waits for `keys`; returns the ranks whose key is not there when the time is over."""
     try:
-        store.wait(list(keys.values()), timeout)
+        store.wait(list(keys.values()), datetime.timedelta(seconds=timeout))
     except dist.DistNetworkError:
         raise
     except (dist.DistError, RuntimeError):  # FileStore tells a timeout by a RuntimeError

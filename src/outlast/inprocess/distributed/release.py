@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from outlast.inprocess.distributed import gloo_sockets
 from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
+from outlast.system.sockets import shut_down
 
 __all__ = ["Releaser"]
 
@@ -93,7 +94,7 @@ def _drain() -> None:
     deadline = time.monotonic() + _DRAIN_S
     while forgotten.waiting() and time.monotonic() < deadline:
         for descriptor, inode in gloo_sockets.pair_sockets().items():
-            gloo_sockets.shut_down(descriptor, inode)
+            shut_down(descriptor, inode)
         forgotten.wake(settled=not gloo_sockets.pair_sockets())
         time.sleep(0.002)  # nothing tells when a thread of gloo has come out of a wait
 

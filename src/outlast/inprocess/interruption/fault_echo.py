@@ -1,4 +1,4 @@
-"""Exceptions as facts: one line for people, and whether it is the echo of another rank's end."""
+"""Whether an exception is the consequence of another rank's fault, or of the interrupt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from outlast.errors import RankShouldRestart
+from outlast.system.error_text import message
 
-__all__ = ["describe", "ending_in", "is_consequence", "is_interrupt", "let_go"]
+__all__ = ["ending_in", "is_consequence", "is_interrupt", "let_go"]
 
 # What the ends of a broken connection say: gloo (pair.cc), NCCL (remote process exited), and
 # torch's TCP store.
@@ -26,21 +27,14 @@ _ECHOES = (
 )
 
 
-def describe(error: BaseException) -> str:
-    """Type and message in one line."""
-    message = _message(error).strip().partition("\n")[0]
-    name = type(error).__name__
-    return f"{name}: {message}" if message else name
-
-
 def is_consequence(error: BaseException) -> bool:
     """Whether `error`, or what it was raised from, is what a broken connection looks like."""
     for seen in _chain(error):
         if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
             return True
         if isinstance(seen, RuntimeError | OSError):
-            message = _message(seen)
-            if any(echo in message for echo in _ECHOES):
+            text = message(seen)
+            if any(echo in text for echo in _ECHOES):
                 return True
     return False
 
@@ -81,10 +75,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         met.add(id(seen))
         yield seen
         seen = seen.__cause__ or seen.__context__
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - a user's __str__ must not hide the user's error
-        return "(its message cannot be made)"

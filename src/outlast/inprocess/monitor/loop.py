@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -25,7 +24,8 @@ from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.start import MonitorPlan
 from outlast.inprocess.progress.shared_page import Activity
 from outlast.inprocess.store import TCPStore
-from outlast.system.process_death import is_dying, open_thread
+from outlast.system.processes import is_dying, open_parent, open_thread, send_signal
+from outlast.system.waiting import readable
 
 __all__ = ["MonitorLoop"]
 
@@ -101,13 +101,9 @@ class MonitorLoop:
     # -- coming up ---------------------------------------------------------------------------
 
     def _open_pidfd(self) -> int | None:
-        try:
-            pidfd = os.pidfd_open(self.main)
-        except ProcessLookupError:
-            return None
-        if os.getppid() != self.main:
-            return None  # gone, and its number given to somebody else
-        self.poll.register(pidfd, select.POLLIN)
+        pidfd = open_parent(self.main)
+        if pidfd is not None:
+            self.poll.register(pidfd, select.POLLIN)
         return pidfd
 
     def _watch_threads(self) -> None:
@@ -204,8 +200,7 @@ class MonitorLoop:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.pidfd is not None
-        with contextlib.suppress(ProcessLookupError):  # it has ended: the loop sees that
-            signal.pidfd_send_signal(self.pidfd, number)
+        send_signal(self.pidfd, number)
 
     def _beat(self) -> None:
         now = self.clock.now()
@@ -337,9 +332,7 @@ class MonitorLoop:
         if not port or self.store is None or self.pidfd is None:
             return
         if not self.main_alive:  # told by a thread, perhaps: the port is free when all is over
-            over = select.poll()
-            over.register(self.pidfd, select.POLLIN)
-            over.poll(self.plan.patience * 1000)
+            readable(self.pidfd, timeout=self.plan.patience)
         try:
             server = TCPStore.serve(host_name=self.plan.address, port=port)
         except (StoreError, RuntimeError) as e:
@@ -356,12 +349,10 @@ class MonitorLoop:
         """Until the key appears. Meanwhile it goes on as the observer of the ring, so that members
         whose hosts died are not waited for.
         """
-        readable, writable = os.pipe()
+        over, writable = os.pipe()
         thread = threading.Thread(target=self._await, args=(key, writable), daemon=True)
         thread.start()
-        wait = select.poll()
-        wait.register(readable, select.POLLIN)
-        while not wait.poll(self.plan.interval * 1000) and self.clock.now() < deadline:
+        while not readable(over, timeout=self.plan.interval) and self.clock.now() < deadline:
             if self.store is None:
                 return
             current = self._drive(self.job.current())

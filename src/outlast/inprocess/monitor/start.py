@@ -19,21 +19,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import gc
 import json
 import os
-import select
-import signal
 import socket
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from outlast.errors import StoreError
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.store import StoreMixin
+from outlast.system.error_text import first_line
+from outlast.system.fork import fork_detached
+from outlast.system.waiting import readable
 
 __all__ = ["MonitorHandle", "MonitorPlan", "start_monitor"]
 
@@ -102,9 +100,7 @@ class MonitorHandle:
         """
         with contextlib.suppress(OSError):  # it has ended already
             self.socket.send(b"B")
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN | select.POLLHUP)
-        ended = bool(poll.poll(timeout * 1000))
+        ended = bool(readable(self.socket.fileno(), timeout=timeout))
         self.socket.close()
         if ended:
             self.reap()
@@ -124,17 +120,7 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     """
     ours, theirs = socket.socketpair()
     main = os.getpid()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a daemon may have none
-            with contextlib.suppress(OSError, ValueError):  # or one that nobody reads, or closed
-                stream.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks with threads. The child takes no lock but those that Python
-        # itself reinitializes after a fork, and makes its own connection.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        _child(plan, main, theirs)
+    pid = fork_detached(lambda: _run_child(plan, main, theirs), new_session=True)
     theirs.close()
     ours.settimeout(plan.patience)
     try:
@@ -152,30 +138,16 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     return MonitorHandle(pid, ours, endpoint)
 
 
-def _child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
-    """Never returns: the parent's stack below is not ours to unwind."""
-    code = 1
-    try:
-        end = _detach(plan, end)
-        from outlast.inprocess.monitor.loop import MonitorLoop  # what only the child needs
+def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
+    end = _replace_descriptors(plan, end)
+    from outlast.inprocess.monitor.loop import MonitorLoop  # what only the child needs
 
-        _serve_and_watch(plan, main, end, MonitorLoop)
-        code = 0
-    except BaseException:  # noqa: BLE001 - the last frame of this process
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _serve_and_watch(
-    plan: MonitorPlan, main: int, end: socket.socket, loop: Callable[..., Any]
-) -> None:
     server = None
     if plan.serve:
         try:
             server = plan.factory.serve(**plan.kwargs)
         except (StoreError, RuntimeError) as e:
-            end.send(json.dumps({"error": str(e).partition("\n")[0]}).encode())
+            end.send(json.dumps({"error": first_line(e)}).encode())
             return
         port = server.port
         server.set(plan.ready, "1")
@@ -184,19 +156,13 @@ def _serve_and_watch(
         end.send(json.dumps({"port": port}).encode())
     else:
         end.send(b"{}")
-    loop(plan, main, end, server).run()
+    MonitorLoop(plan, main, end, server).run()
 
 
-def _detach(plan: MonitorPlan, end: socket.socket) -> socket.socket:
-    """Leaves everything behind that is the parent's, but `end`, which it returns."""
-    gc.disable()  # a collection would write to, and so copy, the pages shared with the parent
-    os.setsid()
-    for number in signal.valid_signals():
-        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+def _replace_descriptors(plan: MonitorPlan, end: socket.socket) -> socket.socket:
+    """Closes every descriptor of the parent except `end`, which it returns with another number, and
+    opens standard streams of its own.
+    """
     target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
     # Where the main process has closed these three, anything may have got their numbers.
     keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)

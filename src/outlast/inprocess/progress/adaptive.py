@@ -17,6 +17,8 @@ import collections
 import dataclasses
 import datetime
 
+from outlast.system.durations import Duration, as_timedelta, seconds
+
 __all__ = ["Adaptive", "GapEstimator"]
 
 
@@ -33,20 +35,17 @@ class Adaptive:
         warmup: how many gaps to see first. The first steps of a job are its slowest.
     """
 
-    initial: datetime.timedelta = datetime.timedelta(seconds=60)
-    floor: datetime.timedelta = datetime.timedelta(seconds=1)
+    initial: Duration = datetime.timedelta(seconds=60)
+    floor: Duration = datetime.timedelta(seconds=1)
     factor: float = 4.0
     deviations: float = 8.0
     warmup: int = 10
 
     def __post_init__(self) -> None:
         for name in ("initial", "floor"):
-            value = getattr(self, name)
-            if not isinstance(value, datetime.timedelta):
-                raise TypeError(f"Adaptive {name} must be a timedelta, not {type(value).__name__}")
-            if value <= datetime.timedelta(0):
-                raise ValueError(f"Adaptive {name} must be positive, not {value}")
-        if self.floor > self.initial:
+            value = as_timedelta(f"Adaptive {name}", getattr(self, name))
+            object.__setattr__(self, name, value)
+        if seconds(self.floor) > seconds(self.initial):
             raise ValueError(f"Adaptive floor={self.floor} must not exceed initial={self.initial}")
         if self.factor < 1 or self.deviations < 0 or self.warmup < 1:
             raise ValueError(
@@ -84,9 +83,9 @@ class GapEstimator:
     @property
     def limit(self) -> float:
         """How long without a ping is healthy, in seconds."""
-        initial = self.settings.initial.total_seconds()
+        initial = seconds(self.settings.initial)
         if self._seen < self.settings.warmup:
             return initial
         learned = self._mean + self.settings.deviations * self._deviation
         learned = max(learned, self.settings.factor * max(self._recent))
-        return min(initial, max(self.settings.floor.total_seconds(), learned))
+        return min(initial, max(seconds(self.settings.floor), learned))

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +37,7 @@ from outlast.events.hang_report import HUNG
 from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.environment import Launch, publish_place
 from outlast.inprocess.interruption.atomic import AtomicGate
-from outlast.inprocess.interruption.fault_echo import describe, is_consequence, is_interrupt, let_go
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, let_go
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import Guard, Watcher
 from outlast.inprocess.interruption.stack_sample import Standstill
@@ -48,11 +47,14 @@ from outlast.inprocess.recovery.iteration_store import IterationStore
 from outlast.inprocess.recovery.next_view import place_of
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.state import LazyStore, State, Status
-from outlast.system.fork import end_child
+from outlast.system.error_text import first_line, traceback_text
+from outlast.system.fork import end_stray_child
 
 __all__ = ["RankHost"]
 
 log = logging.getLogger("outlast.inprocess")
+
+_TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankHost:
@@ -88,7 +90,7 @@ class RankHost:
             completion=settings.completion_timeout.total_seconds(),
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
             await_size=0 if held is None else launch.world_size,
-            await_seconds=0.0 if held is None else held.total_seconds(),
+            await_seconds=held or 0.0,
         )
         self.state = State(
             rank=launch.rank,
@@ -186,7 +188,7 @@ class RankHost:
             if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
                 sys.excepthook = hook
             if os.getpid() != self.pid:
-                end_child(error)
+                end_stray_child(error)
             self.gate.left()
         # In this order: once `left` is set, the watcher does not touch `activity` any more.
         guard.left.set()
@@ -235,7 +237,11 @@ class RankHost:
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         record = self._record(
-            iteration, "BASE_EXCEPTION", describe(error), _text(error), is_consequence(error)
+            iteration,
+            "BASE_EXCEPTION",
+            first_line(error, with_type=True),
+            traceback_text(error, _TRACEBACK_CHARS),
+            is_consequence(error),
         )
         self._emit(record)
         return record
@@ -317,8 +323,8 @@ class RankHost:
         record = self._record(
             self.state.iteration,
             "EXCEPTION",
-            where + describe(error),
-            _text(error),
+            where + first_line(error, with_type=True),
+            traceback_text(error, _TRACEBACK_CHARS),
             is_consequence(error),
         )
         self._emit(record)
@@ -365,7 +371,7 @@ class RankHost:
             raise
         except Exception as e:
             raise HealthCheckError(
-                f"rank {self.state.rank} on {self.emitter.host}: {describe(e)}"
+                f"rank {self.state.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
             ) from e
 
     @contextmanager
@@ -382,9 +388,3 @@ class RankHost:
 
 def _nothing(*args: Any) -> None:
     """In the place of what belongs to a call that is over."""
-
-
-def _text(error: BaseException) -> str:
-    """The traceback, its end if it is long: the store is no place for megabytes."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return text[-8000:]

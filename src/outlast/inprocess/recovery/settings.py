@@ -19,20 +19,9 @@ from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.store import PrefixStore, StoreMixin
+from outlast.system.durations import as_timedelta, seconds
 
 __all__ = ["Settings"]
-
-_DURATIONS = (
-    "monitor_thread_interval",
-    "monitor_process_interval",
-    "progress_watchdog_interval",
-    "hard_timeout",
-    "heartbeat_timeout",
-    "barrier_timeout",
-    "completion_timeout",
-    "last_call_wait",
-    "termination_grace_time",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +55,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_parts()
-        self._check_durations()
+        self._check_order()
         logfile = self.monitor_process_logfile
         if logfile is not None:
             if not isinstance(logfile, str):
@@ -80,17 +69,17 @@ class Settings:
     def soft(self) -> datetime.timedelta:
         """The soft timeout; of an adaptive one, its upper bound."""
         return (
-            self.soft_timeout.initial
+            as_timedelta("initial", self.soft_timeout.initial)
             if isinstance(self.soft_timeout, Adaptive)
             else self.soft_timeout
         )
 
     @property
-    def await_replacements(self) -> datetime.timedelta | None:
-        """How long a restart is held for replacements; `None` for not at all."""
+    def await_replacements(self) -> float | None:
+        """How many seconds a restart is held for replacements; `None` for not at all."""
         for part in iter_parts(self.rank_assignment):
             if isinstance(part, AwaitReplacements):
-                return part.timeout
+                return seconds(part.timeout)
         return None
 
     def _check_parts(self) -> None:
@@ -120,18 +109,7 @@ class Settings:
                 wanted = f"{kind.__name__}{' or None' if optional else ''}"
                 raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
 
-    def _check_durations(self) -> None:
-        if not isinstance(self.soft_timeout, datetime.timedelta | Adaptive):
-            raise TypeError(
-                f"soft_timeout must be a timedelta or Adaptive, not {self.soft_timeout!r}"
-            )
-        for name in (*_DURATIONS, "soft"):
-            value = getattr(self, name)
-            shown = "soft_timeout" if name == "soft" else name
-            if not isinstance(value, datetime.timedelta):
-                raise TypeError(f"{shown} must be a timedelta, not {value!r}")
-            if value < datetime.timedelta(0) or (not value and name != "last_call_wait"):
-                raise ValueError(f"{shown} must be positive, not {value}")
+    def _check_order(self) -> None:
         chains = (
             ("soft", "hard_timeout", "barrier_timeout"),
             ("monitor_process_interval", "heartbeat_timeout", "barrier_timeout"),

@@ -28,7 +28,7 @@ from outlast.errors import LaunchError
 from outlast.launch.agent import outcome
 from outlast.launch.agent.death_log import Ledger
 from outlast.launch.agent.decisions import Fate, JobRecord, JobState
-from outlast.launch.agent.outcome import Death, describe_exit
+from outlast.launch.agent.outcome import Death
 from outlast.launch.agent.resources import Site
 from outlast.launch.agent.shutdown import Ending
 from outlast.launch.config.job_spec import Job
@@ -42,6 +42,7 @@ from outlast.launch.processes.reaping import (
     reap,
 )
 from outlast.launch.workers.worker import Worker
+from outlast.system.exit_text import exit_text
 
 __all__ = ["Agent", "Phase"]
 
@@ -169,7 +170,7 @@ class Agent:
         job = self._site.store.job()
         fate = self._ledger.judge(worker, code, job)
         death = self._ledger.record(worker, code, when, fate)
-        what = f"rank {death.rank} (pid {death.pid}) {describe_exit(code)}"
+        what = f"rank {death.rank} (pid {death.pid}) {exit_text(code)}"
         if fate is Fate.REPLACED:
             self._say(f"{what}: {self._ledger.budget(job)}")
             self._replace_later(death)

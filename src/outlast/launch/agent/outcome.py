@@ -7,8 +7,9 @@ import signal
 from collections.abc import Sequence
 
 from outlast.launch.agent.decisions import Fate, JobRecord, JobState
+from outlast.system.exit_text import exit_text
 
-__all__ = ["Death", "describe_exit", "exit_code", "first_cause", "last_lines", "moments"]
+__all__ = ["Death", "exit_code", "first_cause", "last_lines", "moments"]
 
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
@@ -34,16 +35,6 @@ class Death:
     fate: Fate
     words: str = ""
     source: str = ""
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words, e.g. `was killed by SIGKILL`."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def moments(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
@@ -98,7 +89,7 @@ def last_lines(
         lines.append(f"job ended by {received.name}, exit code {code}")
     elif cause is not None:
         lines.append(f"job failed, exit code {code}")
-        lines.append(f"first cause: {_where(cause, host)} {describe_exit(cause.exit_code)}")
+        lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
         if cause.words:
             lines.append("traceback:" if cause.source == "traceback" else "its last lines:")
             lines.extend(f"  {line}" for line in cause.words.splitlines())
@@ -108,7 +99,7 @@ def last_lines(
     if others:
         lines.append("on the way:" if cause is None else "also:")
         lines.extend(
-            f"  {_where(death, host)} {describe_exit(death.exit_code)}: {death.fate.value}"
+            f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.fate.value}"
             for death in sorted(others, key=lambda death: death.when)
         )
     return lines

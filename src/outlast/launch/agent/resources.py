@@ -23,8 +23,9 @@ from outlast.launch.agent.job_store import AgentStore
 from outlast.launch.config.job_spec import Job
 from outlast.launch.event_loop import Loop
 from outlast.launch.output.console import Console
-from outlast.launch.processes.reaping import become_subreaper, reap, start_warden
+from outlast.launch.processes.reaping import reap, start_warden
 from outlast.launch.workers.worker_group import Crew
+from outlast.system.processes import become_subreaper
 
 __all__ = ["FORWARDED", "Site"]
 

@@ -17,7 +17,6 @@ signal that stands for several of them loses none.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -32,7 +31,6 @@ from outlast.launch.event_loop import Loop, Timer
 __all__ = [
     "LINGER_S",
     "Sweep",
-    "become_subreaper",
     "end_group",
     "ended_children",
     "kill_all",
@@ -41,21 +39,12 @@ __all__ = [
     "start_warden",
 ]
 
-_PR_SET_CHILD_SUBREAPER = 36
-
 LINGER_S = 1.0
 """How long helpers of ended workers may take to end by themselves."""
 ASKED_S = 5.0
 """How long they may take after SIGTERM, if the grace time is not shorter."""
 KILLED_S = 30.0
 """How long a killed process may take to vanish before the launcher gives it up, and says so."""
-
-
-def become_subreaper(on: bool = True) -> None:
-    """Make orphans of this process's children its own children from now on (or no longer)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def ended_children() -> Iterator[tuple[int, int]]:

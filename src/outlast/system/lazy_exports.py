@@ -1,7 +1,7 @@
-"""Packages whose modules are imported when something of them is asked for (PEP 562).
+"""Packages that import a module of theirs on the first use of a name in it (PEP 562).
 
-The small processes that `outlast` starts beside a training import modules of such packages, and
-have no use for torch, whose import takes seconds.
+The background processes of `outlast` import modules of such packages, and do not need torch, whose
+import takes seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def exports(
 
     Args:
         package: its name.
-        modules: for each name that it exports, the module of it that has it.
+        modules: for each exported name, the module of the package that defines it.
     """
     namespace = vars(sys.modules[package])
 
@@ -29,7 +29,7 @@ def exports(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        namespace[name] = value  # asked for once
+        namespace[name] = value  # once
         return value
 
     return getattr_, lambda: sorted({*namespace, *modules})

@@ -1,0 +1,41 @@
+"""An exception as text: in one line, or with its traceback."""
+
+from __future__ import annotations
+
+import traceback
+
+__all__ = ["describe", "first_line", "message", "traceback_text"]
+
+_MESSAGE_CHARS = 2_000
+_TRACEBACK_CHARS = 20_000
+
+
+def describe(error: BaseException) -> str:
+    """Type and message, as at the end of a traceback: `ValueError: ...`, cut where very long."""
+    text = _with_type(error, message(error))
+    return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + " ..."
+
+
+def first_line(error: BaseException, *, with_type: bool = False) -> str:
+    """The first line of the message: torch appends a C++ stack to its own."""
+    line = message(error).partition("\n")[0]
+    return _with_type(error, line) if with_type else line
+
+
+def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> str:
+    """The traceback; only its end where it is very long, because it is sent to other ranks."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return text[-max_chars:]
+
+
+def message(error: BaseException) -> str:
+    """The message, also of an exception that fails to make its own."""
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - a user's __str__ must not hide the user's error
+        return "(its message cannot be made)"
+
+
+def _with_type(error: BaseException, text: str) -> str:
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name

@@ -1,0 +1,53 @@
+"""Files: make them durable, and lock them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+__all__ = ["FileLocked", "fsync_folder", "lock_file"]
+
+
+class FileLocked(Exception):
+    """Another process has locked the file; the message is what that process wrote into it."""
+
+
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(path: str | os.PathLike[str], owner: str) -> int:
+    """Locks a file, which is made if need be, for this process.
+
+    The lock (`fcntl`) ends with this process, however that ends; it works over NFS, and a forked
+    child does not hold it.
+
+    Args:
+        path: of the file.
+        owner: what to write into it, for `FileLocked` in other processes.
+
+    Returns:
+        A descriptor; closing it, or any other descriptor of the file, ends the lock.
+
+    Raises:
+        FileLocked: if another process has locked it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, owner.encode(), 0)
+    except OSError as e:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            raise FileLocked(holder) from None
+        raise
+    return descriptor

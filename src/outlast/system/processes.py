@@ -1,0 +1,168 @@
+"""Other processes: open, watch, signal and reap them by pidfd; lower this one's priority.
+
+`is_dying` and `open_thread` see a process die before it is dead. The pidfd of a process becomes
+readable only when all of the process is gone, which includes giving its memory back to the system
+(about 100 ms per GiB); its sockets are closed only then. But SIGKILL, a crash or `_exit` end all
+threads at once, and a thread that does not happen to be the last holder of the memory is gone
+within a millisecond. So threads of the process are watched, each by a pidfd of its own
+(PIDFD_THREAD, Linux 6.9; on older systems only the process itself is watched).
+
+A thread may also return normally, and the process goes on. The kernel says which of the two it is:
+the main thread of a dying process is exiting, or has SIGKILL pending, and never runs its own code
+again. That is all that its peers need to know to go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+
+from outlast.system.waiting import readable
+
+__all__ = [
+    "UNKNOWN_EXIT",
+    "become_subreaper",
+    "end_with_parent",
+    "is_dying",
+    "lower_priority",
+    "open_parent",
+    "open_process",
+    "open_thread",
+    "reap",
+    "send_signal",
+]
+
+UNKNOWN_EXIT = 255
+"""The exit code of a process whose real one is lost: this program ignores SIGCHLD, or another part
+of it reaps every child. It is not 0, because success was not seen.
+"""
+
+_PIDFD_OPEN = 434
+_PIDFD_THREAD = os.O_EXCL
+_PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4
+
+
+def open_process(pid: int) -> int | None:
+    """A pidfd, readable once the process has ended; `None` if it has ended already.
+
+    The number 0 stands for a process outside this one's container, which cannot be watched: `None`.
+    """
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except ProcessLookupError:
+        return None
+
+
+def open_parent(parent: int) -> int | None:
+    """A pidfd of this process's parent; `None` if that has ended.
+
+    Args:
+        parent: its process id, known from before this process began.
+    """
+    pidfd = open_process(parent)
+    # If it is the parent now, it was the parent when the pidfd was opened: the number cannot have
+    # passed to another process in between.
+    if pidfd is not None and os.getppid() != parent:
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def open_thread(tid: int) -> int | None:
+    """A descriptor, readable once the thread has ended; `None` where the system has none."""
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, tid, _PIDFD_THREAD)
+    return None if descriptor < 0 else int(descriptor)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether the process will run no more of its own code."""
+    try:
+        # Fields after the name, which is in parentheses and may hold anything: state, ..., flags.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
+            return True
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    killed = 1 << (signal.SIGKILL - 1)
+    return any(
+        int(line.partition(":")[2], 16) & killed
+        for line in status.splitlines()
+        if line.startswith(("SigPnd:", "ShdPnd:"))
+    )
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """Sends a signal, unless the process has ended. Does not wait."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def reap(pidfd: int) -> int:
+    """Waits for the end of a child, and takes its exit code.
+
+    By pidfd, so that it is never the exit code of another process that got the same number.
+
+    Returns:
+        The exit code, negative for a signal; `UNKNOWN_EXIT` if it was taken already.
+    """
+    try:
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:
+        return UNKNOWN_EXIT
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def become_subreaper(on: bool = True) -> None:
+    """Makes orphans of this process's children its own children from now on (or no longer)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes this process end at once when its parent ends.
+
+    It does not use PR_SET_PDEATHSIG: that signal comes when the *thread* that started this process
+    ends.
+
+    Args:
+        parent: its process id, known from before this process began.
+    """
+    pidfd = open_parent(parent)
+    if pidfd is None:
+        os._exit(1)
+
+    def watch() -> None:
+        readable(pidfd)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="outlast-parent", daemon=True).start()
+
+
+def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> None:
+    """Lowers the priority of this process, which has one thread so far, for CPU and disk.
+
+    Args:
+        nice: its niceness, 0 to 19; a higher one that it already has stays.
+        idle_io: whether its disk access waits for that of all other processes.
+        own_session: whether this process is alone in its session.
+    """
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(own, min(nice, 19)))
+    if own_session:
+        # Where the kernel groups processes by session, niceness counts within a session only;
+        # with one process in it, the group must be made nice as a whole.
+        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
+            Path("/proc/self/autogroup").write_text(str(nice))
+    kind, level = (psutil.IOPRIO_CLASS_IDLE, 0) if idle_io else (psutil.IOPRIO_CLASS_BE, 7)
+    with contextlib.suppress(psutil.AccessDenied):  # a container may forbid it
+        psutil.Process().ionice(kind, level)

@@ -1,0 +1,74 @@
+"""The sockets of this process, as `/proc/self/fd` lists them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["descriptors_of", "replace_tcp_sockets", "shut_down", "socket_inode", "socket_inodes"]
+
+_FDS = Path("/proc/self/fd")
+
+
+def descriptors_of(kind: str) -> Iterator[int]:
+    """The descriptors whose link in `/proc/self/fd` begins with `kind`."""
+    for name in os.listdir(_FDS):
+        try:
+            if os.readlink(_FDS / name).startswith(kind):
+                yield int(name)
+        except OSError:
+            continue  # closed meanwhile
+
+
+def socket_inode(descriptor: int) -> int | None:
+    """The inode of a socket, which no other socket has; `None` if the descriptor is none."""
+    try:
+        target = os.readlink(_FDS / str(descriptor))
+    except OSError:
+        return None
+    return int(target[8:-1]) if target.startswith("socket:[") else None
+
+
+def socket_inodes() -> dict[int, int]:
+    """All sockets of this process: inode by descriptor."""
+    inodes = ((descriptor, socket_inode(descriptor)) for descriptor in descriptors_of("socket:["))
+    return {descriptor: inode for descriptor, inode in inodes if inode is not None}
+
+
+def shut_down(descriptor: int, inode: int) -> bool:
+    """Shuts a connection down, if the descriptor is still the socket `inode`; says whether.
+
+    The descriptor is duplicated first: if its owner closes it now, the duplicate is still the same
+    socket, and no other file that gets its number is touched.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return False
+    with socket.socket(fileno=duplicate) as connection:
+        if socket_inode(duplicate) != inode:
+            return False
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False  # no longer connected
+    return True
+
+
+def replace_tcp_sockets() -> None:
+    """Replaces every TCP socket, except the standard streams, by the null device: for a child of a
+    fork. The numbers stay taken, so that no new file gets the number of a connection that objects
+    of the parent still hold.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in socket_inodes():
+        if descriptor <= 2:
+            continue
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            network = copy.family in (socket.AF_INET, socket.AF_INET6)
+            stream = copy.type == socket.SOCK_STREAM
+        if network and stream:
+            os.dup2(null, descriptor, inheritable=False)
+    os.close(null)

@@ -1,0 +1,80 @@
+"""Waits: for descriptors, and for what blocks in C++ where Python cannot interrupt it."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["ThreadedWait", "readable"]
+
+T = TypeVar("T")
+
+
+def readable(*descriptors: int, timeout: float | None = None) -> list[int]:
+    """Waits until one of the descriptors is readable, or has been closed by its other end.
+
+    Args:
+        descriptors: of files, sockets and processes (pidfds).
+        timeout: in seconds; `None` waits for as long as it takes.
+
+    Returns:
+        The descriptors that are readable; none when the time is over.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    found = poll.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+    return [descriptor for descriptor, _ in found]
+
+
+class ThreadedWait(Generic[T]):
+    """A wait that blocks in C++, run in a thread, so that its caller waits in Python.
+
+    torch's stores wait in C++, where neither Ctrl-C nor a restart in place can interrupt a thread.
+
+    Attributes:
+        over: set when the wait has ended, or was abandoned.
+    """
+
+    def __init__(self, wait: Callable[[], T], name: str) -> None:
+        self.over = threading.Event()
+        self._wait = wait
+        self._value: T | None = None
+        self._error: Exception | None = None
+        self._abandoned: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self) -> T:
+        """Waits for the end of the wait; returns what it returned.
+
+        Raises:
+            Exception: what the wait raised, or what it was abandoned with.
+        """
+        self.over.wait()
+        if self._abandoned is not None:
+            raise self._abandoned
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def join(self, timeout: float) -> None:
+        """Waits for the end of the thread, also of an abandoned one; in seconds."""
+        self._thread.join(timeout)
+
+    def abandon(self, error: Exception) -> None:
+        """Makes `result` raise `error`. The thread itself goes on until what it waits for has come,
+        or the store is gone.
+        """
+        self._abandoned = error
+        self.over.set()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._wait()
+        except Exception as e:  # noqa: BLE001 - `result` raises it
+            self._error = e
+        self.over.set()
