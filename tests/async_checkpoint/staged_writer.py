@@ -194,6 +194,7 @@ def _as_it_is(path: Path) -> tuple[int, int]:
 
 def _set_up() -> None:
     from outlast.async_checkpoint.writer import main
+    from outlast.async_checkpoint.writer.write_files import checksums_of
 
     stage = _Stage()
     plan = stage.plan()
@@ -217,7 +218,7 @@ def _set_up() -> None:
         threading.Thread(
             target=real_write, args=(storage, folder, memory, files, small), kwargs=options
         ).start()
-        return main.checksums_of(memory, files, small)
+        return checksums_of(memory, files, small)
 
     os.fsync = _fsync
     main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]

@@ -370,7 +370,7 @@ class Checkpointer:
         if before is not None:
             before._drop()  # also if it was aborted: an interrupt may have cut that short
             # A restart must not wait for a disk that is slow to make durable what is dropped.
-            self._session.writer.free(_FOR_WRITER_S)
+            self._session.writer.await_idle(_FOR_WRITER_S)
         self._session.give_back_all()
 
     def _drop(self) -> None:

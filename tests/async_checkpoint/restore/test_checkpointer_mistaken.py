@@ -86,7 +86,7 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
     writing, written = threading.Event(), threading.Event()
 
     def late(session: FolderSession, *args: Any) -> None:
-        if threading.current_thread().name == "outlast-pipeline" and not held.is_set():
+        if threading.current_thread().name == "outlast-saver" and not held.is_set():
             held.set()
             go.wait()
             give_back(session, *args)

@@ -43,16 +43,16 @@ def test_all_is_durable_before_it_is_visible(tmp_path: Path, plan: Plan) -> None
 
 
 NOT_DURABLE = {
-    "a file's content": ("local_storage", "_Writer.finish", "os.fsync(self._fd)", "pass"),
-    "a small file's": ("local_storage", "LocalStorage.put", "os.fsync(file.fileno())", "pass"),
+    "a file's content": ("storage.local", "_Writer.finish", "os.fsync(self._fd)", "pass"),
+    "a small file's": ("storage.local", "LocalStorage.put", "os.fsync(file.fileno())", "pass"),
     "the names of files": (
-        "writer_main",
-        "Writer._do",
-        'self.storage.sync(request["working"])\n        self.storage.publish',
+        "writer.main",
+        "Writer._commit",
+        "self.storage.sync(request.working)\n    self.storage.publish",
         "self.storage.publish",
     ),
     "the name of the folder": (
-        "local_storage",
+        "storage.local",
         "LocalStorage.publish",
         "is now\n    _sync(self.root)\n",
         "is now\n",

@@ -28,6 +28,7 @@ from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.writer.messages import BeginSave
 from outlast.errors import CheckpointError
 from procs import Job
 
@@ -149,7 +150,7 @@ def running_writer(checkpointer: Checkpointer) -> int:
     writer = checkpointer._session.writer
     while True:
         with contextlib.suppress(CheckpointError):
-            writer.request({"op": "begin"})
+            writer.request(BeginSave())
             assert writer.pid is not None
             return writer.pid
 

@@ -26,6 +26,7 @@ from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.snapshot import copy_overlapped as copies
+from outlast.async_checkpoint.writer.messages import BeginSave, SnapshotSealed
 from outlast.errors import CheckpointError
 
 
@@ -325,13 +326,13 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
         ask = client.request
         replaying, sealed = threading.Event(), threading.Event()
 
-        def killed_before(header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
-            if header["op"] == "begin":
+        def killed_before(request: Any) -> Any:
+            if isinstance(request, BeginSave):
                 monkeypatch.setattr(client, "request", ask)
                 assert client._process is not None
                 client._process.kill()
                 client._process.wait()
-            return ask(header, blob)
+            return ask(request)
 
         class Ends(dict[int, Any]):
             """What is said again to the new writer: it is read, and the seal comes then."""
@@ -366,11 +367,11 @@ def test_an_interrupt_in_the_seal_is_made_up_for(
         client = checkpointer._session.writer
         tell = client.tell
 
-        def interrupted(header: dict[str, Any], blob: bytes = b"") -> None:
-            if header["op"] == "sealed":
+        def interrupted(message: Any) -> None:
+            if isinstance(message, SnapshotSealed):
                 monkeypatch.setattr(client, "tell", tell)
                 raise KeyboardInterrupt
-            tell(header, blob)
+            tell(message)
 
         monkeypatch.setattr(client, "tell", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from ranks import main, say, scenario
 from async_checkpoint.checkpoints import NET, blank, same, state_of
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.writer.client import WriterClient
+from outlast.async_checkpoint.writer.messages import BeginSave
 from outlast.inprocess import CallWrapper, Wrapper
 
 ELEMENTS = 300_000
@@ -34,11 +35,11 @@ def empty() -> dict[str, Any]:
 def held(writing: WriterClient) -> dict[str, int]:
     """What this process and its writer hold, when both have done what they were asked for."""
     for thread in threading.enumerate():
-        if thread.name in ("outlast-release", "outlast-pipeline", "outlast-abort"):
+        if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
-    writing.request({"op": "begin"})  # done in its turn: what was dropped before is at an end
+    writing.request(BeginSave())  # done in its turn: what was dropped before is at an end
     writer = psutil.Process(writing.pid)
     return {
         "threads": len(threading.enumerate()),

@@ -17,6 +17,7 @@ from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import InMemory
 from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.messages import DescribeSnapshots
 from outlast.chaos.storage import flip_byte
 from outlast.errors import CheckpointError, TimeoutError
 
@@ -187,10 +188,10 @@ def one_writer_does_not_answer(path: str, plan: str) -> None:
         writer = checkpointer._session.writer
         ask = writer.request
 
-        def lost(header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
-            if header["op"] == "snapshots":
+        def lost(request: Any) -> Any:
+            if isinstance(request, DescribeSnapshots):
                 raise WriterFailed("it is lost")
-            return ask(header, blob)
+            return ask(request)
 
         with pytest.MonkeyPatch.context() as patch:
             if RANK == 1:

@@ -31,6 +31,7 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.messages import DescribeSnapshots, RemoveFolders
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger
@@ -92,7 +93,7 @@ class Restorer:
             left = [name for name in folders.leftovers(storage) if not ours or name != RECYCLED]
             for name in left:
                 try:
-                    self._session.writer.request({"op": "remove", "folders": [name]})
+                    self._session.writer.request(RemoveFolders(folders=[name]))
                 except CheckpointError as e:
                     # It is in nobody's way: its name is no checkpoint's.
                     log.warning("%s, which a save has left, cannot be removed: %s", name, e)
@@ -153,14 +154,14 @@ class Restorer:
         if not any(buffer.snapshot is not None for buffer in buffers):
             return {}
         try:
-            answer = self._session.writer.request({"op": "snapshots"})
+            answer = self._session.writer.request(DescribeSnapshots())
         except WriterFailed as e:  # the other ranks need not wait for what this one does not have
             log.warning("snapshots in memory are of no use, storage is: %s", e)
             return {}
         place = self._ledger.rank, self._ledger.world_size
         return {
             s["save_id"]: s
-            for s in answer["snapshots"]
+            for s in answer.snapshots
             if (s["rank"], s["world_size"]) == place
             # Of this folder as it is, and not of one that stood there before.
             and s["folder_id"] == self._session.identity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
@@ -12,6 +11,7 @@ from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.pipeline import Save
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
+from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError
 from outlast.events import (
@@ -79,7 +79,7 @@ class AfterSave:
             removable = self._keep.removable(present, manifest.step)
             if removable:
                 names = [info.folder for info in removable]
-                self._warn(self._session.writer.request({"op": "retire", "folders": names}))
+                self._warn(self._session.writer.request(HideFolders(folders=names)))
         except (CheckpointError, OSError, Dropped):
             # The save is committed: what stays too long does no harm, but somebody must look.
             log.warning("%s", _NOT_REMOVED, exc_info=True)
@@ -92,12 +92,12 @@ class AfterSave:
         if self._session.writer.pid is None:
             return
         try:
-            self._warn(self._session.writer.request({"op": "settle", "tidy": True}))
+            self._warn(self._session.writer.request(AwaitRemovals(tidy=True)))
         except (CheckpointError, Dropped):
             log.warning("%s", _NOT_REMOVED, exc_info=True)
 
-    def _warn(self, answer: dict[str, Any]) -> None:
-        for error in answer["late"]:
+    def _warn(self, answer: RemovalErrors) -> None:
+        for error in answer.errors:
             log.warning(
                 "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
             )

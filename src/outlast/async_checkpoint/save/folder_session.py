@@ -27,7 +27,8 @@ from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.handover import claim
+from outlast.async_checkpoint.writer.handover import take_over
+from outlast.async_checkpoint.writer.messages import BufferReused, ReleaseBuffer, SnapshotSealed
 from outlast.events import JsonlSink, Sink
 
 __all__ = ["FolderSession", "SnapshotBuffer", "session_for"]
@@ -110,7 +111,7 @@ class FolderSession:
 
     def take_handover(self, rank: int, world_size: int) -> None:
         """Takes what a dead process of this rank left in memory."""
-        found = claim(self.socket_path(rank, world_size))
+        found = take_over(self.socket_path(rank, world_size))
         if found:
             self.writer.start()
         for snapshot in found:
@@ -120,9 +121,9 @@ class FolderSession:
                 number, memory, snapshot=snapshot.snapshot, values=snapshot.values
             )
             self.handed_over.append(buffer)
-            self.writer.give(number, memory, snapshot.snapshot["index"].encode())
+            self.writer.share(number, memory, snapshot.snapshot["index"].encode())
             self.writer.tell(
-                {"op": "sealed", "buffer": number, "snapshot": snapshot.snapshot}, snapshot.values
+                SnapshotSealed(buffer=number, snapshot=snapshot.snapshot, blob=snapshot.values)
             )
 
     def unlock(self) -> None:
@@ -204,7 +205,7 @@ class FolderSession:
     def release_handed_over(self) -> None:
         """The snapshots of a dead predecessor are of no use any more: there is a newer state."""
         for buffer in self.handed_over:
-            self.writer.tell({"op": "release", "buffer": buffer.number})
+            self.writer.tell(ReleaseBuffer(buffer=buffer.number))
             self.writer.forget(buffer.number)
             if buffer.memory is not None:
                 buffer.memory.close()
@@ -213,7 +214,7 @@ class FolderSession:
     def _fit(self, buffer: SnapshotBuffer, structure: Structure) -> None:
         # Before the first byte is overwritten: see `writer_main`.
         buffer.snapshot = None
-        self.writer.tell({"op": "reuse", "buffer": buffer.number})
+        self.writer.tell(BufferReused(buffer=buffer.number))
         if buffer.structure is structure:
             return
         buffer.targets = ()
@@ -229,7 +230,7 @@ class FolderSession:
             buffer.memory = SharedMemory(needed)
             populate(buffer.memory)
             self._pin(buffer.memory)
-        self.writer.give(buffer.number, buffer.memory, structure.index)
+        self.writer.share(buffer.number, buffer.memory, structure.index)
         structure.layout.inscribe(buffer.memory, structure.tensors)
         buffer.targets = structure.targets(buffer.memory)
         buffer.structure = structure

@@ -41,6 +41,14 @@ from outlast.async_checkpoint.storage.manifest import (
     pieces,
 )
 from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.messages import (
+    BeginSave,
+    Commit,
+    DropSaves,
+    RemoveFolders,
+    SnapshotCommitted,
+    WriteSnapshot,
+)
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
@@ -150,7 +158,7 @@ class SavePipeline:
                 save.torn = CheckpointError(_ABORTED)
                 save.sealed.set()
         if pending:
-            self._session.writer.tell({"op": "drop"})
+            self._session.writer.tell(DropSaves())
             threading.Thread(
                 target=self._drop, args=(pending,), name="outlast-abort", daemon=True
             ).start()
@@ -191,8 +199,10 @@ class SavePipeline:
                 queued = len(self._pending)
             if error is None:
                 save.snapshot["committed"] = True
-                said = {"buffer": save.buffer.number, "save_id": save.snapshot["save_id"]}
-                self._session.writer.tell({"op": "committed", **said})
+                committed = SnapshotCommitted(
+                    buffer=save.buffer.number, save_id=save.snapshot["save_id"]
+                )
+                self._session.writer.tell(committed)
             self._session.give_back(save.buffer, save.turn)
             save.handle._end(error)
             self._ended(save, size_bytes, error, queued)
@@ -260,21 +270,23 @@ class SavePipeline:
 
     def _write(self, save: Save) -> dict[str, Any]:
         snapshot = save.snapshot
-        header = {
-            "op": "write",
-            "buffer": save.buffer.number,
-            "save_id": snapshot["save_id"],
-            "folder": snapshot["working"],
-            "files": snapshot["layout"],
-            "values": snapshot["values"],
-            "hashed": save.hashed,
-        }
+        request = WriteSnapshot(
+            buffer=save.buffer.number,
+            save_id=snapshot["save_id"],
+            folder=snapshot["working"],
+            files=snapshot["layout"],
+            values_file=snapshot["values"],
+            hashed=save.hashed,
+            blob=save.values,
+        )
         try:
-            with self._session.writer.one_at_a_time:  # no other saver's "begin" comes between
-                self._session.writer.request({"op": "begin"})
+            with (
+                self._session.writer.exclusive
+            ):  # no other checkpointer's `BeginSave` comes between
+                self._session.writer.request(BeginSave())
                 if self._aborted:
                     raise Dropped
-                answer = self._session.writer.request(header, save.values)
+                answer = self._session.writer.request(request)
         finally:
             # Also where it has failed: only then is nothing copied any more, and no hook left. And
             # a torn snapshot is the first cause of its save's being dropped.
@@ -282,21 +294,21 @@ class SavePipeline:
             if save.torn is not None:
                 raise save.torn
         # Who has copied the snapshot has its checksums, or the writer has taken them.
-        files = snapshot["files"] if save.hashed else answer["files"]
+        files = snapshot["files"] if save.hashed else answer.files
         return {"files": files, "places": save.places, "id": snapshot["save_id"]}
 
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
         """The manifest, if it is committed, and what rank 0 says of it: `size_bytes` or `error`."""
         try:
-            manifest, puts = self._gather(save)
-            header = {
-                "op": "commit",
-                "working": save.snapshot["working"],
-                "final": save.snapshot["final"],
-                "manifest": MANIFEST,
-                "puts": [[name, len(content)] for name, content in puts],
-            }
-            self._session.writer.request(header, b"".join(content for _, content in puts))
+            manifest, files = self._gather(save)
+            self._session.writer.request(
+                Commit(
+                    working=save.snapshot["working"],
+                    final=save.snapshot["final"],
+                    files=[(name, len(content)) for name, content in files],
+                    blob=b"".join(content for _, content in files),
+                )
+            )
         except (OutlastError, OSError, Dropped) as e:
             self._clean(save)
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
@@ -336,7 +348,7 @@ class SavePipeline:
     def _clean(self, save: Save) -> None:
         """Removes what a save that failed has left. If that fails too, the next job does it."""
         with contextlib.suppress(WriterFailed, Dropped):
-            self._session.writer.request({"op": "remove", "folders": [save.snapshot["working"]]})
+            self._session.writer.request(RemoveFolders(folders=[save.snapshot["working"]]))
 
     def _failure(self, save: Save, cause: str) -> CallFailure:
         return CallFailure.here(save.index, _name(save), self._ledger.rank, cause)

@@ -33,6 +33,7 @@ from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.catalog import Catalog
 from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.state_dict.sharding import walk
+from outlast.async_checkpoint.writer.messages import SnapshotCopied, SnapshotSealed, SnapshotTorn
 from outlast.errors import CheckpointError, StoreError
 
 __all__ = ["Snapshots"]
@@ -161,7 +162,7 @@ class Snapshots:
         later, now = self._split(list(zip(sources, buffer.targets, strict=True)))
 
         writer = self._session.writer
-        said = {"buffer": buffer.number, "save_id": save.snapshot["save_id"]}
+        number, save_id = buffer.number, save.snapshot["save_id"]
 
         def sealed(error: CheckpointError | None) -> None:
             save.torn = error
@@ -171,13 +172,14 @@ class Snapshots:
                     small = checksums_of_content(values, save.values) if values else {}
                     save.snapshot["files"] = {**chunks.told(), **small}
                 buffer.snapshot, buffer.values = save.snapshot, save.values
-                writer.tell({"op": "sealed", "snapshot": save.snapshot, **said}, save.values)
+                writer.tell(SnapshotSealed(buffer=number, snapshot=save.snapshot, blob=save.values))
             else:
-                writer.tell({"op": "torn", **said})
+                writer.tell(SnapshotTorn(buffer=number, save_id=save_id))
             save.sealed.set()
 
         def reached(address: int) -> None:
-            writer.tell({"op": "copied", "upto": address - memory.address, **said})
+            upto = address - memory.address
+            writer.tell(SnapshotCopied(buffer=number, save_id=save_id, upto=upto))
 
         writer.start()
         in_rows = [each for each in now if is_contiguous_cpu(each[0])]

@@ -1,12 +1,11 @@
-"""The main process's side of its writer process: started when needed, started again when lost.
+"""The main process's side of its writer process: started when needed, replaced when lost.
 
-One thread of the checkpointer makes all requests that are answered (`request`); any thread may
-`tell` what needs no answer. The memories are held on both sides, so a new writer gets them again;
-what a lost one was writing has failed.
+`request` waits for an answer; `tell` sends a notification, from any thread. Both processes map the
+snapshot buffers, so a replaced writer gets them again; what the lost one was writing has failed.
 
-The main thread of a training that is restarted in place is interrupted anywhere. A message that
-was cut short ends the channel, and an answer of which half may have been read ends the writer:
-the next one gets the memories, and is told what lies in them.
+A restart in place interrupts the main thread anywhere. A message that was cut short breaks the
+channel, and an answer that may have been read in part ends the writer: its replacement gets the
+buffers again, and is told which snapshots are in them.
 """
 
 from __future__ import annotations
@@ -16,20 +15,40 @@ import os
 import select
 import threading
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
+from outlast.async_checkpoint.writer.messages import (
+    BufferReused,
+    Goodbye,
+    Message,
+    ReleaseBuffer,
+    Request,
+    RequestFailed,
+    SaveDropped,
+    ShareBuffer,
+    SnapshotSealed,
+    SnapshotTorn,
+    decode,
+    encode,
+)
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
-from outlast.system.channel import Channel, pack, unpack
+from outlast.system.channel import Channel, pack
 from outlast.system.exit_text import exit_text
 
 __all__ = ["WriterClient", "WriterFailed"]
 
+A = TypeVar("A", bound=Message)
+
 
 class WriterFailed(CheckpointError):
-    """The writer could not do what it was asked, or was lost. `remote_traceback` is its own."""
+    """A request to the writer failed, or the writer was lost.
+
+    Attributes:
+        remote_traceback: of the error in the writer.
+    """
 
     def __init__(self, cause: str, remote_traceback: str = "") -> None:
         super().__init__(cause)
@@ -40,20 +59,20 @@ class WriterClient:
     """Starts the writer process, and talks to it.
 
     Args:
-        config: what `writer_main` reads: url, threads, linger_s, launcher.
+        config: of `writer.main`: url, threads, linger_s, launcher.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = {**config, "main": os.getpid()}
         self._process: BackgroundProcess | None = None
-        self.memories: dict[int, tuple[SharedMemory, bytes]] = {}
+        self._buffers: dict[int, tuple[SharedMemory, bytes]] = {}
         self._starting = threading.Lock()
         self._closed = False
-        # How the snapshot in each memory has ended, for a writer that takes the place of another.
-        self._ends: dict[int, tuple[dict[str, Any], bytes]] = {}
+        # How the copy into each buffer ended, for the replacement of a lost writer.
+        self._ends: dict[int, SnapshotSealed | SnapshotTorn] = {}
         self._half_read = False
         self._requests = 0
-        self._asking = threading.RLock()
+        self._requesting = threading.RLock()
         self._telling = threading.Lock()
 
     @property
@@ -63,10 +82,10 @@ class WriterClient:
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Starts the writer process, unless it is there.
+        """Starts the writer process, unless it is running.
 
         Raises:
-            WriterFailed: after `close`: a save that was dropped then must not start another one.
+            WriterFailed: after `close`: a save that was dropped by it must not start another one.
         """
         with self._starting:
             if self._closed:
@@ -80,126 +99,119 @@ class WriterClient:
                 "outlast.async_checkpoint.writer.main",
                 arguments=[pack(self._config).decode().rstrip("\n")],
             )
-            for number, (memory, index) in self.memories.items():
-                self._hand(process, number, memory, index)
-            # What is told meanwhile comes after it, to the new process.
+            for number, (memory, index) in self._buffers.items():
+                _share(process, number, memory, index)
+            # A notification that is sent meanwhile comes after these, to the new process.
             with self._telling:
-                for header, blob in self._ends.values():
-                    process.channel.send(pack(header, blob))
+                for message in self._ends.values():
+                    process.channel.send(encode(message))
                 self._process = process
 
-    def give(self, number: int, memory: SharedMemory, index: bytes) -> None:
-        """Gives the writer a shared memory, instead of the one of that number.
+    def share(self, number: int, memory: SharedMemory, index: bytes) -> None:
+        """Shares a buffer with the writer, in place of the one of that number.
 
         Args:
             number: names it.
             memory: the memory.
-            index: what lies in it and where (`Structure.index`).
+            index: what a snapshot in it holds, and where (`Structure.index`).
         """
         with self._starting:
-            self.memories[number] = (memory, index)
+            self._buffers[number] = (memory, index)
             with self._telling:
                 self._ends.pop(number, None)
             if self._process is not None:
-                with contextlib.suppress(OSError):  # lost: the next one gets it
-                    self._hand(self._process, number, memory, index)
+                with contextlib.suppress(OSError):  # lost: its replacement gets the buffer
+                    _share(self._process, number, memory, index)
 
     def forget(self, number: int) -> None:
-        """A writer that is started anew does not get this memory."""
+        """A replacement of the writer does not get this buffer."""
         with self._starting:
-            self.memories.pop(number, None)
+            self._buffers.pop(number, None)
 
-    def tell(self, header: dict[str, Any], blob: bytes = b"") -> None:
-        """Says something that is not answered. A writer that is lost needs not to know."""
-        with self._telling:  # either this process is told, or the one that takes its place
-            if header["op"] in ("sealed", "torn"):
-                self._ends[header["buffer"]] = (header, blob)
-            elif header["op"] in ("reuse", "release"):
-                self._ends.pop(header["buffer"], None)
+    def tell(self, message: Message) -> None:
+        """Sends a notification. A lost writer does not need it."""
+        with self._telling:  # either this process gets it, or its replacement
+            match message:
+                case SnapshotSealed() | SnapshotTorn():
+                    self._ends[message.buffer] = message
+                case BufferReused() | ReleaseBuffer():
+                    self._ends.pop(message.buffer, None)
             process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
-                process.channel.send(pack(header, blob))
+                process.channel.send(encode(message))
 
-    def free(self, timeout: float) -> None:
-        """Has what was asked for end. A writer that does not come back, because its disk does not,
-        is ended, and the next one takes its place: the memories are here too.
+    def await_idle(self, timeout: float) -> None:
+        """Waits for the request in progress. A writer that does not answer in time, because its
+        disk does not, is killed and will be replaced: the buffers are mapped here too.
 
         Args:
             timeout: in seconds.
         """
-        if self._asking.acquire(timeout=timeout):
-            self._asking.release()
+        if self._requesting.acquire(timeout=timeout):
+            self._requesting.release()
             return
         process = self._process
         if process is not None:
-            process.kill()  # whoever waits for its answer is told by the end of the channel
+            process.kill()  # the end of the channel ends the wait for its answer
 
     @property
-    def one_at_a_time(self) -> AbstractContextManager[Any]:
-        """Keeps the requests of other threads out between several of this one."""
-        return self._asking
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Holds requests of other threads back during several of this thread."""
+        return self._requesting
 
-    def request(self, header: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
-        """Asks for something, and waits for the answer.
+    def request(self, request: Request[A]) -> A:
+        """Sends a request, and waits for the answer.
 
         Raises:
             WriterFailed: naming the cause.
-            Dropped: if it was told to drop it.
+            Dropped: if the request was dropped.
         """
-        with self._asking:
-            return self._request(header, blob)
+        with self._requesting:
+            answer = self._exchange(request)
+        if isinstance(answer, SaveDropped):
+            raise Dropped
+        if isinstance(answer, RequestFailed):
+            raise WriterFailed(answer.error, answer.traceback)
+        return cast(A, answer)
 
-    def _request(self, header: dict[str, Any], blob: bytes) -> dict[str, Any]:
+    def _exchange(self, request: Message) -> Message:
         if self._half_read:
-            self._give_up()
+            with self._starting:
+                if self._process is not None:
+                    self._process.close()
+                    self._process = None
+            self._half_read = False
         self.start()
         process = self._process
         assert process is not None
         self._requests += 1
         number = self._requests
         try:
-            process.channel.send(pack({**header, "id": number}, blob))
+            process.channel.send(encode(request, number))
             self._half_read = True
             while True:
-                answer, _ = unpack(process.channel.receive()[0])
-                if answer["id"] == number:
+                answer, answered = decode(process.channel.receive()[0])
+                if answered == number:
                     break
             self._half_read = False
         except (OSError, EOFError):
             self._half_read = False
             raise WriterFailed(self._how_lost(process)) from None
-        if answer.get("dropped"):
-            raise Dropped
-        if "error" in answer:
-            raise WriterFailed(answer["error"], answer["traceback"])
         return answer
 
     def close(self, timeout: float) -> None:
-        """Ends the writer process; what it is writing is lost. Its snapshots go with it.
+        """Ends the writer process; what it is writing and its snapshots are lost.
 
         Args:
             timeout: in seconds, until it is killed.
         """
-        self.tell({"op": "bye"})
+        self.tell(Goodbye())
         with self._starting:
             self._closed = True
             if self._process is not None:
                 self._process.close(timeout)
                 self._process = None
-
-    def _hand(
-        self, process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes
-    ) -> None:
-        header = {"op": "buffer", "buffer": number, "size_bytes": memory.size_bytes}
-        process.channel.send(pack(header, index), [memory.descriptor])
-
-    def _give_up(self) -> None:
-        with self._starting:
-            if self._process is not None:
-                self._process.close()
-                self._process = None
-        self._half_read = False
 
     def _how_lost(self, process: BackgroundProcess) -> str:
         code = process.close(timeout=1.0)
@@ -207,6 +219,11 @@ class WriterClient:
             if self._process is process:
                 self._process = None
         return f"the writer process {process.pid} {exit_text(code)}"
+
+
+def _share(process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes) -> None:
+    message = ShareBuffer(buffer=number, size_bytes=memory.size_bytes, blob=index)
+    process.channel.send(encode(message), [memory.descriptor])
 
 
 def _hung_up(channel: Channel) -> bool:

@@ -1,8 +1,8 @@
-"""How snapshots outlive a main process: its writer hands them to the process that replaces it.
+"""Hands the snapshots of a dead main process from its writer to the replacement process.
 
-The writer opens a socket only once its main process is dead, so that whoever can connect finds
-snapshots of a dead process and of no other. The socket lies in a folder that only this user can
-enter, and both ends check that the other one is this user.
+The writer opens a socket only once its main process is dead, so a process that can connect gets
+snapshots of a dead process only. The socket is in a folder that only this user can enter, and both
+ends check that the other one belongs to this user.
 
 Nothing here imports torch.
 """
@@ -22,16 +22,16 @@ from typing import Any
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.waiting import readable
 
-__all__ = ["HandedOver", "claim", "hand_over", "private_folder"]
+__all__ = ["HandedOver", "hand_over", "private_folder", "take_over"]
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-# A successor that connected and then says nothing must not keep the writer for ever.
+# A replacement that connects and then sends nothing must not keep the writer for ever.
 _PATIENCE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class HandedOver:
-    """A snapshot: what it is, the values of it that are no tensors, its memory's descriptor."""
+    """A snapshot: its description, its pickled values, the descriptor of its buffer."""
 
     snapshot: dict[str, Any]
     values: bytes
@@ -42,7 +42,7 @@ def private_folder(folder: Path) -> Path:
     """Makes `folder` for this user alone, or checks that it is that.
 
     Raises:
-        PermissionError: if it is somebody else's, a link, or open to others.
+        PermissionError: if it belongs to another user, is a link, or is open to others.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -52,17 +52,17 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int | None) -> None:
-    """Waits for a successor, and gives it everything.
+def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | None) -> None:
+    """Waits for a replacement of the main process, and hands it all snapshots.
 
     Args:
-        estate: the snapshots; without any, there is nothing to wait for.
+        snapshots: without any, it does not wait.
         linger_s: seconds to wait.
-        launcher: pidfd of the process that would start a successor; `None` if it is gone.
+        launcher: pidfd of the process that would start a replacement; `None` if it is gone.
     """
-    if not estate or launcher is None:
+    if not snapshots or launcher is None:
         return
-    path = Path(estate[-1].snapshot["socket"])
+    path = Path(snapshots[-1].snapshot["socket"])
     private_folder(path.parent)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -76,15 +76,15 @@ def hand_over(estate: Sequence[HandedOver], linger_s: float, launcher: int | Non
             if not _is_ours(connection):
                 connection.close()
                 return
-            _give(connection, estate)
+            _give(connection, snapshots)
         finally:
             path.unlink(missing_ok=True)
 
 
-def _give(connection: socket.socket, estate: Sequence[HandedOver]) -> None:
+def _give(connection: socket.socket, snapshots: Sequence[HandedOver]) -> None:
     channel = Channel(connection)
-    with contextlib.suppress(OSError, EOFError):  # it died as well: its own successor starts anew
-        for snapshot in estate:
+    with contextlib.suppress(OSError, EOFError):  # the replacement died as well
+        for snapshot in snapshots:
             channel.send(pack(snapshot.snapshot, snapshot.values), [snapshot.descriptor])
         channel.send(b"")
         if readable(channel.fileno(), timeout=_PATIENCE_S):
@@ -92,12 +92,12 @@ def _give(connection: socket.socket, estate: Sequence[HandedOver]) -> None:
     channel.close()
 
 
-def claim(path: Path) -> list[HandedOver]:
-    """What a dead predecessor left, if its writer is still there. The descriptors are the
-    caller's to close.
+def take_over(path: Path) -> list[HandedOver]:
+    """The snapshots of a dead predecessor, if its writer is still there. The caller closes the
+    descriptors.
     """
     connection = socket.socket(socket.AF_UNIX)
-    # For sending and receiving alike: the other side answers at once, or is not to be waited for.
+    # Applies to sending and receiving: the other side answers at once, or never.
     connection.settimeout(_PATIENCE_S)
     try:
         private_folder(path.parent)
@@ -118,7 +118,7 @@ def claim(path: Path) -> list[HandedOver]:
             snapshot, values = unpack(payload)
             found.append(HandedOver(snapshot, values, descriptors[0]))
         channel.send(b"thanks")
-    except (OSError, EOFError):  # what has come is whole all the same: checksums tell
+    except (OSError, EOFError):  # what has arrived is usable: checksums decide
         pass
     finally:
         channel.close()

@@ -1,15 +1,15 @@
 """The writer process: writes snapshots to storage, checksums them, and keeps the last ones.
 
-A program of its own (see `writer/client.py` for the side that starts it), without torch, of low
-priority. It holds the memories of the main process, so the snapshots outlive that. When the main
-process ends without a word of goodbye, it lingers for a while on a socket in a private folder, and
-hands the memories to the successor that asks; then it ends. It ends at once when the process that
-would start a successor (the launcher: the main process's own parent) is gone too, so it is never
-left behind.
+It is a program of its own, without torch and of low priority; `writer/client.py` starts it and
+talks to it (`writer/messages.py`). It maps the snapshot buffers of the main process, so snapshots
+outlive that process. When the main process ends without a goodbye, the writer waits for a while at
+a socket in a private folder, hands the buffers to the replacement that connects, and ends. It ends
+at once when the process that would start a replacement (the launcher: the parent of the main
+process) is gone too, so it is never left behind.
 
-Messages are a line of JSON and, behind it, bytes (see `pack`). A request is answered in the order
-of its kind: writing is done by one thread, everything else at once. What has been taken out of
-sight is removed by another thread, beside the saves that follow.
+Three threads: the main one receives messages, and handles notifications at once. Requests are
+carried out and answered in order by one thread (`outlast-writer`). Checkpoints that were made
+invisible are removed by another thread, during the saves that follow.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.open import open_storage
-from outlast.async_checkpoint.writer.copy_progress import CopyProgress
-from outlast.async_checkpoint.writer.handover import HandedOver, hand_over
-from outlast.async_checkpoint.writer.write_files import Dropped, checksums_of, write_files
+from outlast.async_checkpoint.writer import messages
+from outlast.async_checkpoint.writer.buffers import HeldBuffers
+from outlast.async_checkpoint.writer.handover import hand_over
+from outlast.async_checkpoint.writer.messages import Message, Request
+from outlast.async_checkpoint.writer.write_files import Dropped, write_files
 from outlast.system.background_process import settle
-from outlast.system.channel import Channel, pack, unpack
+from outlast.system.channel import Channel, unpack
 from outlast.system.error_text import describe, traceback_text
 from outlast.system.processes import open_process
 from outlast.system.waiting import readable
@@ -36,42 +39,59 @@ __all__ = ["main"]
 
 
 class Writer:
-    """The writer process's state: memories, the snapshots that lie in them, the work to do."""
+    """The writer process: its buffers and its threads."""
 
     def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
         self.channel = channel
         parent = os.getppid()
         self.main_process = open_process(parent) if parent == config["main"] else None
-        self.config = config
+        self.threads = config["threads"]
         self.storage = open_storage(config["url"])
-        self.memories: dict[int, SharedMemory] = {}
-        self.snapshots: dict[int, dict[str, Any]] = {}
-        self.values: dict[int, bytes] = {}
-        self.indexes: dict[int, bytes] = {}
+        self.buffers = HeldBuffers()
         self.dropped = threading.Event()
-        # Of snapshots that are written, or will be: by the memory and the save.
-        self.progress: dict[tuple[int, str], CopyProgress] = {}
-        self.written: dict[int, tuple[str, dict[str, Any]]] = {}
-        self._work: queue.SimpleQueue[tuple[dict[str, Any], bytes] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, name="outlast-writer", daemon=True).start()
+        self._notifications: dict[type[Message], Callable[[Any], None]] = {
+            messages.BufferReused: self._buffer_reused,
+            messages.ReleaseBuffer: self._release_buffer,
+            messages.SnapshotCopied: self._snapshot_copied,
+            messages.SnapshotTorn: self._snapshot_torn,
+            messages.SnapshotSealed: self._snapshot_sealed,
+            messages.SnapshotCommitted: self._snapshot_committed,
+            messages.DropSaves: self._drop_saves,
+        }
+        self._requests: dict[type[Message], Callable[[Any], Message]] = {
+            messages.BeginSave: self._begin_save,
+            messages.WriteSnapshot: self._write_snapshot,
+            messages.Commit: self._commit,
+            messages.RemoveFolders: self._remove_folders,
+            messages.HideFolders: self._hide_folders,
+            messages.AwaitRemovals: self._await_removals,
+            messages.DescribeSnapshots: self._describe_snapshots,
+        }
+        self._queue: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._answer_all, name="outlast-writer", daemon=True).start()
         self._removals: queue.Queue[str] = queue.Queue()
-        self._late: list[str] = []  # errors of removals, until somebody asks
+        self._removal_errors: list[str] = []  # since they were last reported
         threading.Thread(target=self._remove_all, name="outlast-remover", daemon=True).start()
 
     def serve(self) -> bool:
-        """Serves the main process until it is gone; says whether it said goodbye."""
+        """Serves the main process until it is gone; returns whether it said goodbye."""
         while True:
             try:
                 self._await_message()
                 payload, descriptors = self.channel.receive()
             except EOFError:
-                # Nobody can commit what is being written now: the main process would have to.
-                self._drop()
+                # What is being written now cannot be committed: only the main process could.
+                self.buffers.wake_all(self.dropped)
                 return False
-            request, blob = unpack(payload)
-            if request["op"] == "bye":
+            message, number = messages.decode(payload)
+            if isinstance(message, messages.Goodbye):
                 return True
-            self._take(request, blob, descriptors)
+            if isinstance(message, Request):
+                self._queue.put((message, number))
+            elif isinstance(message, messages.ShareBuffer):
+                self._share_buffer(message, descriptors[0])
+            else:
+                self._notifications[type(message)](message)
 
     def _await_message(self) -> None:
         """Waits for a message, or for the end of the main process: a fork of that may hold the
@@ -81,186 +101,144 @@ class Writer:
         if self.channel.fileno() not in readable(self.channel.fileno(), *main_process):
             raise EOFError("the main process is gone")
 
-    def _take(self, request: dict[str, Any], blob: bytes, descriptors: list[int]) -> None:
-        op = request["op"]
-        if op == "buffer":
-            old = self.memories.pop(request["buffer"], None)
-            self._reuse(request["buffer"])
-            if old is not None:
-                old.close()
-            self.memories[request["buffer"]] = SharedMemory(request["size_bytes"], descriptors[0])
-            self.indexes[request["buffer"]] = blob
-        elif op == "reuse":
-            # From here on the main process writes into the memory: what lay there is no more. It
-            # was told before the first byte is written, so this holds also if it dies next.
-            self._reuse(request["buffer"])
-        elif op == "copied":
-            self._progress(request["buffer"], request["save_id"]).reached(request["upto"])
-        elif op == "torn":
-            self._progress(request["buffer"], request["save_id"]).tear()
-        elif op == "sealed":
-            snapshot = request["snapshot"]
-            self.values[request["buffer"]] = blob
-            self.snapshots[request["buffer"]] = snapshot
-            # `_do` looks the other way round: one of the two finds both.
-            self._take_checksums(request["buffer"])
-            self._progress(request["buffer"], snapshot["save_id"]).reached(sys.maxsize)
-        elif op == "committed":
-            snapshot = self.snapshots.get(request["buffer"])
-            if snapshot is not None and snapshot["save_id"] == request["save_id"]:
-                snapshot["committed"] = True
-        elif op == "release":
-            self._reuse(request["buffer"])
-            self.values.pop(request["buffer"], None)
-            if (memory := self.memories.pop(request["buffer"], None)) is not None:
-                memory.close()
-        elif op == "drop":
-            self._drop()
-        else:
-            self._work.put((request, blob))
+    # ---------------------------------------------------------------------- notifications
 
-    def _reuse(self, memory: int) -> None:
-        """What lay in the memory is no more, and nobody waits for more of it."""
-        self.snapshots.pop(memory, None)
-        self.written.pop(memory, None)
-        for key in [key for key in list(self.progress) if key[0] == memory]:
-            self.progress.pop(key).tear()
+    def _share_buffer(self, message: messages.ShareBuffer, descriptor: int) -> None:
+        buffer = self.buffers[message.buffer]
+        buffer.close()
+        buffer.memory = SharedMemory(message.size_bytes, descriptor)
+        buffer.index = message.blob
 
-    def _drop(self) -> None:
-        self.dropped.set()
-        for progress in list(self.progress.values()):
-            progress.wake()
+    def _buffer_reused(self, message: messages.BufferReused) -> None:
+        # The main process says so before it writes the first byte: so a snapshot that is being
+        # overwritten is never handed over, even if the main process dies right after.
+        self.buffers[message.buffer].invalidate()
 
-    def _progress(self, memory: int, save_id: str) -> CopyProgress:
-        return self.progress.setdefault((memory, save_id), CopyProgress())
+    def _release_buffer(self, message: messages.ReleaseBuffer) -> None:
+        self.buffers.release(message.buffer)
 
-    def _take_checksums(self, memory: int) -> None:
-        """Gives a snapshot the checksums that it was written with."""
-        snapshot, written = self.snapshots.get(memory), self.written.get(memory)
-        if snapshot is not None and written is not None and snapshot["save_id"] == written[0]:
-            snapshot["files"] = written[1]
+    def _snapshot_copied(self, message: messages.SnapshotCopied) -> None:
+        self.buffers[message.buffer].progress_of(message.save_id).reached(message.upto)
 
-    def _write_all(self) -> None:
-        while (work := self._work.get()) is not None:
-            request, blob = work
+    def _snapshot_torn(self, message: messages.SnapshotTorn) -> None:
+        self.buffers[message.buffer].progress_of(message.save_id).tear()
+
+    def _snapshot_sealed(self, message: messages.SnapshotSealed) -> None:
+        buffer = self.buffers[message.buffer]
+        buffer.values = message.blob
+        buffer.snapshot = message.snapshot
+        buffer.take_checksums()
+        buffer.progress_of(message.snapshot["save_id"]).reached(sys.maxsize)
+
+    def _snapshot_committed(self, message: messages.SnapshotCommitted) -> None:
+        snapshot = self.buffers[message.buffer].snapshot
+        if snapshot is not None and snapshot["save_id"] == message.save_id:
+            snapshot["committed"] = True
+
+    def _drop_saves(self, _: messages.DropSaves) -> None:
+        self.buffers.wake_all(self.dropped)
+
+    # --------------------------------------------------------------------------- requests
+
+    def _answer_all(self) -> None:
+        while True:
+            request, number = self._queue.get()
             try:
-                answer = self._do(request, blob)
+                answer = self._requests[type(request)](request)
             except Dropped:
-                answer = {"dropped": True}
+                answer = messages.SaveDropped()
             except Exception as e:  # noqa: BLE001 - the main process raises it
-                answer = {
-                    "error": describe(e),
-                    "traceback": traceback_text(e),
-                }
-            # The main process is gone: `serve` sees that too.
+                answer = messages.RequestFailed(error=describe(e), traceback=traceback_text(e))
+            # If the main process is gone, `serve` notices it too.
             with contextlib.suppress(OSError):
-                self.channel.send(pack({**answer, "id": request["id"]}))
+                self.channel.send(messages.encode(answer, number))
 
-    def _do(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
-        op = request["op"]
-        if op == "begin":  # what was dropped before this is not this
-            self.dropped.clear()
-            return {}
-        if op == "write":
-            number, save_id = request["buffer"], request["save_id"]
-            progress = self._progress(number, save_id)
-            written = write_files(
-                self.storage,
-                request["folder"],
-                self.memories[number].view,
-                request["files"],
-                {request["values"]: blob} if blob else {},
-                threads=self.config["threads"],
-                dropped=self.dropped,
-                filled=lambda upto: progress.wait_for(upto, self.dropped),
-                hashes=not request["hashed"],
-                make_room=self._make_room,
-            )
-            if request["hashed"]:  # on the way here: the snapshot comes with its checksums
-                return {}
-            self.written[number] = (save_id, written)
-            self._take_checksums(number)
-            return {"files": written}
-        if op == "commit":
-            at = 0
-            for name, size_bytes in request["puts"]:  # the manifest is the last of them
-                if name == request["manifest"] and request["working"] == request["final"]:
-                    self.storage.sync(request["working"])
-                self.storage.put(request["working"], name, blob[at : at + size_bytes])
-                at += size_bytes
-            self.storage.sync(request["working"])
-            self.storage.publish(request["working"], request["final"])
-            return {}
-        if op == "remove":
-            for folder in request["folders"]:
-                self.storage.remove(folder)
-            return {}
-        if op == "retire":
-            for folder in request["folders"]:
-                if hidden := self.storage.hide(folder):
-                    self._removals.put(hidden)
-            return {"late": self._errors_of_removals()}
-        if op == "settle":
-            if request["tidy"]:
-                self._make_room()
-            else:
-                self._removals.join()
-            return {"late": self._errors_of_removals()}
-        if op == "snapshots":
-            return {"snapshots": self.described()}
-        raise ValueError(f"unknown request {op!r}")
+    def _begin_save(self, _: messages.BeginSave) -> messages.Done:
+        self.dropped.clear()
+        return messages.Done()
+
+    def _write_snapshot(self, request: messages.WriteSnapshot) -> messages.FilesWritten:
+        buffer = self.buffers[request.buffer]
+        progress = buffer.progress_of(request.save_id)
+        assert buffer.memory is not None
+        files = write_files(
+            self.storage,
+            request.folder,
+            buffer.memory.view,
+            request.files,
+            {request.values_file: request.blob} if request.blob else {},
+            threads=self.threads,
+            dropped=self.dropped,
+            filled=lambda upto: progress.wait_for(upto, self.dropped),
+            hashes=not request.hashed,
+            make_room=self._make_room,
+        )
+        if request.hashed:  # the sealed snapshot comes with its checksums
+            return messages.FilesWritten(files={})
+        buffer.written = request.save_id, files
+        buffer.take_checksums()
+        return messages.FilesWritten(files=files)
+
+    def _commit(self, request: messages.Commit) -> messages.Done:
+        at = 0
+        for number, (name, size_bytes) in enumerate(request.files, 1):
+            if number == len(request.files) and request.working == request.final:
+                # In place, the manifest makes the checkpoint visible: all else is durable first.
+                self.storage.sync(request.working)
+            self.storage.put(request.working, name, request.blob[at : at + size_bytes])
+            at += size_bytes
+        self.storage.sync(request.working)
+        self.storage.publish(request.working, request.final)
+        return messages.Done()
+
+    def _remove_folders(self, request: messages.RemoveFolders) -> messages.Done:
+        for folder in request.folders:
+            self.storage.remove(folder)
+        return messages.Done()
+
+    def _hide_folders(self, request: messages.HideFolders) -> messages.RemovalErrors:
+        for folder in request.folders:
+            if hidden := self.storage.hide(folder):
+                self._removals.put(hidden)
+        return self._report_removal_errors()
+
+    def _await_removals(self, request: messages.AwaitRemovals) -> messages.RemovalErrors:
+        if request.tidy:
+            self._make_room()
+        else:
+            self._removals.join()
+        return self._report_removal_errors()
+
+    def _describe_snapshots(self, _: messages.DescribeSnapshots) -> messages.Snapshots:
+        return messages.Snapshots(snapshots=self.buffers.described())
+
+    # --------------------------------------------------------------------------- removals
 
     def _make_room(self) -> None:
         self._removals.join()
         self.storage.tidy()
 
     def _remove_all(self) -> None:
-        """Removes what nobody sees any more. That may take a third of what a save takes: a file
-        system that tells its disk which blocks are free waits for it. The next save does not.
+        """Removes checkpoints that are invisible already. That may take a third of the time of a
+        save, on a file system that discards freed blocks; the next save does not wait for it.
         """
         while True:
             folder = self._removals.get()
             try:
                 self.storage.recycle(folder)
-            except Exception as e:  # noqa: BLE001 - whatever it is, somebody must hear of it
-                self._late.append(f"{folder}: {e}")
+            except Exception as e:  # noqa: BLE001 - reported with the next answer
+                self._removal_errors.append(f"{folder}: {e}")
             finally:
                 self._removals.task_done()
 
-    def _errors_of_removals(self) -> list[str]:
-        late, self._late = self._late, []
-        return late
-
-    def described(self) -> list[dict[str, Any]]:
-        """The snapshots that are whole, with their checksums."""
-        found = []
-        for number, snapshot in list(self.snapshots.items()):
-            if snapshot.get("files") is None:  # sealed, but not yet written and hashed
-                snapshot["files"] = checksums_of(
-                    self.memories[number].view,
-                    snapshot["layout"],
-                    {snapshot["values"]: self.values[number]} if snapshot["values"] else {},
-                )
-            index = self.indexes.get(number, b"").decode()
-            found.append({**snapshot, "buffer": number, "index": index})
-        return found
-
-    def estate(self) -> list[HandedOver]:
-        """What a successor of the main process can use."""
-        return [
-            HandedOver(
-                snapshot, self.values.get(snapshot["buffer"], b""), self._descriptor_of(snapshot)
-            )
-            for snapshot in self.described()
-        ]
-
-    def _descriptor_of(self, snapshot: dict[str, Any]) -> int:
-        return self.memories[snapshot["buffer"]].descriptor
+    def _report_removal_errors(self) -> messages.RemovalErrors:
+        errors, self._removal_errors = self._removal_errors, []
+        return messages.RemovalErrors(errors=errors)
 
 
 def main() -> None:
     """Runs the writer process."""
-    # Less than the training, but not so little that a save takes for ever on a busy machine: then
+    # Lower than the training, but not so low that a save takes very long on a busy machine: then
     # the training would wait for it in the end.
     channel = settle(nice=5, ends_with_parent=False)
     config = unpack(sys.argv[1].encode())[0]
@@ -270,9 +248,9 @@ def main() -> None:
         if not writer.serve() and writer.main_process is not None and config["linger_s"] > 0:
             # The channel may end before the process does.
             readable(writer.main_process, timeout=config["linger_s"])
-            hand_over(writer.estate(), config["linger_s"], launcher)
+            hand_over(writer.buffers.handover(), config["linger_s"], launcher)
     finally:
-        os._exit(0)  # threads that are in the middle of a write have nobody to write for
+        os._exit(0)  # threads in the middle of a write must not hold up the end
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""The snapshot buffers of the main process, as its writer holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
+from outlast.async_checkpoint.writer.copy_progress import CopyProgress
+from outlast.async_checkpoint.writer.handover import HandedOver
+from outlast.async_checkpoint.writer.write_files import checksums_of
+
+__all__ = ["HeldBuffer", "HeldBuffers"]
+
+
+@dataclasses.dataclass
+class HeldBuffer:
+    """One buffer and the snapshot in it.
+
+    Attributes:
+        memory: the shared memory; none before it was handed over.
+        index: describes what a snapshot in it holds, and where.
+        snapshot: of a sealed snapshot: what it is.
+        values: its pickled values.
+        written: the save that was last written from it, and the checksums that were taken then.
+        progress: of the copies into it, by save.
+    """
+
+    memory: SharedMemory | None = None
+    index: bytes = b""
+    snapshot: dict[str, Any] | None = None
+    values: bytes = b""
+    written: tuple[str, dict[str, Any]] | None = None
+    progress: dict[str, CopyProgress] = dataclasses.field(default_factory=dict)
+
+    def invalidate(self) -> None:
+        """Forgets the snapshot, and ends every wait for more of it."""
+        self.snapshot = self.written = None
+        for save_id in list(self.progress):
+            self.progress.pop(save_id).tear()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.invalidate()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
+
+    def progress_of(self, save_id: str) -> CopyProgress:
+        """How far the copy of a save is. Two threads ask: both get the same object."""
+        return self.progress.setdefault(save_id, CopyProgress())
+
+    def take_checksums(self) -> None:
+        """Gives the snapshot the checksums that it was written with. The thread that seals and the
+        thread that writes both call this after they have set their half, in either order: the
+        later one finds both halves.
+        """
+        snapshot, written = self.snapshot, self.written
+        if snapshot is not None and written is not None and snapshot["save_id"] == written[0]:
+            snapshot["files"] = written[1]
+
+
+class HeldBuffers:
+    """All of them, by number."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, HeldBuffer] = {}
+
+    def __getitem__(self, number: int) -> HeldBuffer:
+        return self._buffers.setdefault(number, HeldBuffer())
+
+    def release(self, number: int) -> None:
+        """Gives a buffer back."""
+        self[number].close()
+        del self._buffers[number]
+
+    def wake_all(self, dropped: threading.Event) -> None:
+        """Sets `dropped`, and has every wait for a copy look at it."""
+        dropped.set()
+        for buffer in list(self._buffers.values()):
+            for progress in list(buffer.progress.values()):
+                progress.wake()
+
+    def described(self) -> list[dict[str, Any]]:
+        """The snapshots that are complete, with their checksums."""
+        found = []
+        for number, buffer in list(self._buffers.items()):
+            snapshot, memory = buffer.snapshot, buffer.memory
+            if snapshot is None or memory is None:
+                continue
+            if snapshot.get("files") is None:  # sealed, but not yet written and hashed
+                values = {snapshot["values"]: buffer.values} if snapshot["values"] else {}
+                snapshot["files"] = checksums_of(memory.view, snapshot["layout"], values)
+            found.append({**snapshot, "buffer": number, "index": buffer.index.decode()})
+        return found
+
+    def handover(self) -> list[HandedOver]:
+        """What a replacement of the main process can use."""
+        found = []
+        for snapshot in self.described():
+            buffer = self._buffers[snapshot["buffer"]]
+            assert buffer.memory is not None
+            found.append(HandedOver(snapshot, buffer.values, buffer.memory.descriptor))
+        return found

@@ -1,0 +1,257 @@
+"""The messages between the main process and its writer: one class for each operation.
+
+A notification (`Message`) has no answer. A `Request[A]` is answered by one `A`, or by
+`SaveDropped` or `RequestFailed`. On the channel, a message is a line of JSON (the name of its
+class, its fields, the number of the request) followed by `blob`, the bytes that belong to it.
+
+Nothing here imports torch: the writer process runs without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+from outlast.system.channel import pack, unpack
+
+__all__ = [
+    "AwaitRemovals",
+    "BeginSave",
+    "BufferReused",
+    "Commit",
+    "DescribeSnapshots",
+    "Done",
+    "DropSaves",
+    "FilesWritten",
+    "Goodbye",
+    "HideFolders",
+    "Message",
+    "ReleaseBuffer",
+    "RemovalErrors",
+    "RemoveFolders",
+    "Request",
+    "RequestFailed",
+    "SaveDropped",
+    "ShareBuffer",
+    "SnapshotCommitted",
+    "SnapshotCopied",
+    "SnapshotSealed",
+    "SnapshotTorn",
+    "Snapshots",
+    "WriteSnapshot",
+    "decode",
+    "encode",
+]
+
+A = TypeVar("A", bound="Message")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message; `blob` holds its bytes that are not JSON."""
+
+    blob: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request(Message, Generic[A]):
+    """A message that is answered by an `A`."""
+
+
+# ------------------------------------------------------------------------------- notifications
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareBuffer(Message):
+    """Hands over a buffer, whose descriptor comes along, in place of the one of that number.
+    `blob` is the index of what it will hold (`Structure.index`).
+    """
+
+    buffer: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BufferReused(Message):
+    """The main process is about to write into the buffer: its snapshot is no longer valid."""
+
+    buffer: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReleaseBuffer(Message):
+    """The buffer is not needed any more."""
+
+    buffer: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotCopied(Message):
+    """The snapshot is copied up to this offset of the buffer."""
+
+    buffer: int
+    save_id: str
+    upto: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotTorn(Message):
+    """The snapshot will not be completed."""
+
+    buffer: int
+    save_id: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotSealed(Message):
+    """The snapshot is complete; `blob` holds its pickled values."""
+
+    buffer: int
+    snapshot: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotCommitted(Message):
+    """The snapshot is committed as a checkpoint."""
+
+    buffer: int
+    save_id: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DropSaves(Message):
+    """Everything that is being written is dropped, until the next `BeginSave`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goodbye(Message):
+    """The main process ends in order; the writer ends too, and keeps nothing."""
+
+
+# ------------------------------------------------------------------------ answers and requests
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Done(Message):
+    """The request was carried out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilesWritten(Message):
+    """The files are durable: `size_bytes` and `checksums` of each, unless the main process hashes
+    the snapshot.
+    """
+
+    files: dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemovalErrors(Message):
+    """Errors of removals since they were last reported."""
+
+    errors: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshots(Message):
+    """The snapshots that are complete, with their checksums."""
+
+    snapshots: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveDropped(Message):
+    """The request was dropped by `DropSaves`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestFailed(Message):
+    """The request failed."""
+
+    error: str
+    traceback: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeginSave(Request[Done]):
+    """A new save begins: an earlier `DropSaves` does not apply to it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteSnapshot(Request[FilesWritten]):
+    """Writes the files of a snapshot, and makes them durable; `blob` holds its pickled values.
+
+    Attributes:
+        folder: where to.
+        files: name, first byte in the buffer and size of each.
+        values_file: the file of the values; empty if there are none.
+        hashed: whether the main process takes the checksums.
+    """
+
+    buffer: int
+    save_id: str
+    folder: str
+    files: list[tuple[str, int, int]]
+    values_file: str
+    hashed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Commit(Request[Done]):
+    """Makes a checkpoint visible.
+
+    Attributes:
+        working, final: its folder before and after.
+        files: name and size of each file that is written first, in order; their contents are in
+            `blob`. The last of them is the manifest.
+    """
+
+    working: str
+    final: str
+    files: list[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoveFolders(Request[Done]):
+    """Removes folders, and returns when they are gone."""
+
+    folders: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HideFolders(Request[RemovalErrors]):
+    """Makes checkpoints invisible, durably; their files are removed in the background."""
+
+    folders: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AwaitRemovals(Request[RemovalErrors]):
+    """Waits for the removals in the background, and deletes recycled files too if `tidy`."""
+
+    tidy: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribeSnapshots(Request[Snapshots]):
+    """Lists the snapshots in memory."""
+
+
+_TYPES: dict[str, type[Message]] = {
+    name: found
+    for name, found in list(globals().items())
+    if isinstance(found, type) and issubclass(found, Message)
+}
+
+
+def encode(message: Message, number: int = 0) -> bytes:
+    """The payload of a message, or of the request or answer of this number."""
+    header = {**vars(message), "type": type(message).__name__, "number": number}
+    return pack(header, header.pop("blob"))
+
+
+def decode(payload: bytes) -> tuple[Message, int]:
+    """What `encode` was given."""
+    header, blob = unpack(payload)
+    number = header.pop("number")
+    return _TYPES[header.pop("type")](**header, blob=blob), number
