@@ -7,7 +7,7 @@ from typing import Any
 
 from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
-from outlast.coordination.membership import COMPLETED, RESTART, Job
+from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord
 
@@ -17,17 +17,17 @@ class Call:
 
     def __init__(self, size: int = 2) -> None:
         self.store = MemoryStore()
-        self.job = Job(Link(), size)
+        self.membership = MembershipProtocol(Link(), size)
 
     def __call__(self, step: Coroutine[Any, Any, Any]) -> Any:
         return drive(step, perform_on(self.store))
 
     def start(self, iteration: int, *members: int) -> None:
         """All of the view arrive at the function."""
-        view = self(self.job.view(iteration))
+        view = self(self.membership.view(iteration))
         for rank, member in enumerate(members):
             said = {"rank": rank, "world_size": len(members)}
-            self(arrive(self.job.link, f"start/{iteration}", member, view.expected, **said))
+            self(arrive(self.membership.link, f"start/{iteration}", member, view.expected, **said))
 
 
 def killed(iteration: int = 0) -> FaultRecord:
@@ -36,82 +36,82 @@ def killed(iteration: int = 0) -> FaultRecord:
 
 def test_a_first_place_is_given_once() -> None:
     call = Call()
-    assert call(call.job.register(1, "a")) == 1
-    assert call(call.job.register(1, "a")) == 1  # its monitor asks in its name
-    assert call(call.job.register(1, "b")) is None
-    assert call(call.job.register(2, "c")) is None
-    assert call(call.job.view(0)).expected == {0, 1}
+    assert call(call.membership.register(1, "a")) == 1
+    assert call(call.membership.register(1, "a")) == 1  # its monitor asks in its name
+    assert call(call.membership.register(1, "b")) is None
+    assert call(call.membership.register(2, "c")) is None
+    assert call(call.membership.view(0)).expected == {0, 1}
 
 
 def test_newcomers_get_ids_of_their_own_and_wake_those_that_wait() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
-    assert call(call.job.ask_to_join(1, "x")) == 2
-    assert call(call.job.ask_to_join(-1, "y")) == 3
-    asked = [(j.member, j.preferred, j.token) for j in call(call.job.joiners())]
+    call(call.membership.register(0, "a"))
+    assert call(call.membership.ask_to_join(1, "x")) == 2
+    assert call(call.membership.ask_to_join(-1, "y")) == 3
+    asked = [(j.member, j.preferred, j.token) for j in call(call.membership.joiners())]
     assert asked == [(2, 1, "x"), (3, -1, "y")]
     assert {"joined/1", "joined/2"} <= set(call.store.table)
 
 
 def test_the_first_end_of_an_iteration_stands() -> None:
     call = Call()
-    assert call(call.job.over(0)) is None
-    call(call.job.finish(0, 2))
-    assert call(call.job.over(0)) is None
-    call(call.job.finish(0, 2))
-    assert call(call.job.end(0, RESTART)) == call(call.job.over(0)) == COMPLETED
+    assert call(call.membership.over(0)) is None
+    call(call.membership.finish(0, 2))
+    assert call(call.membership.over(0)) is None
+    call(call.membership.finish(0, 2))
+    assert call(call.membership.end(0, RESTART)) == call(call.membership.over(0)) == COMPLETED
 
 
 def test_a_fault_ends_the_iteration() -> None:
     call = Call()
-    call(call.job.report_fault(killed()))
-    assert call(call.job.over(0)) == RESTART
-    assert call(call.job.faults(0)) == [killed()]
+    call(call.membership.report_fault(killed()))
+    assert call(call.membership.over(0)) == RESTART
+    assert call(call.membership.faults(0)) == [killed()]
 
 
 def test_a_death_is_recorded_and_wakes_all_that_wait() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
-    call(call.job.register(1, "b"))
-    call(arrive(call.job.link, "term/0", 0, frozenset({0, 1})))
+    call(call.membership.register(0, "a"))
+    call(call.membership.register(1, "b"))
+    call(arrive(call.membership.link, "term/0", 0, frozenset({0, 1})))
     assert done_key("term/0") not in call.store.table
-    call(call.job.report_killed(1, "b", 1, killed()))
-    assert call(call.job.over(0)) == RESTART
-    assert call(call.job.ledger()) == [LostRecord(1, "killed")]
-    assert [f.member for f in call(call.job.faults(0))] == [1]
+    call(call.membership.report_killed(1, "b", 1, killed()))
+    assert call(call.membership.over(0)) == RESTART
+    assert call(call.membership.ledger()) == [LostRecord(1, "killed")]
+    assert [f.member for f in call(call.membership.faults(0))] == [1]
     assert done_key("term/0") in call.store.table
 
 
 def test_a_process_that_died_before_it_registered_is_not_waited_for() -> None:
     call = Call()
-    call(call.job.report_killed(1, "b", -1, killed()))
-    assert call(call.job.ledger()) == [LostRecord(1, "killed")]
-    assert call(call.job.register(1, "new")) is None
+    call(call.membership.report_killed(1, "b", -1, killed()))
+    assert call(call.membership.ledger()) == [LostRecord(1, "killed")]
+    assert call(call.membership.register(1, "new")) is None
 
 
 def test_a_newcomer_that_died_is_found_by_its_token() -> None:
     call = Call()
-    call(call.job.register(1, "a"))
-    call(call.job.ask_to_join(1, "x"))
-    call(call.job.report_killed(1, "x", -1, killed()))
-    assert [lost.member for lost in call(call.job.ledger())] == [2]
+    call(call.membership.register(1, "a"))
+    call(call.membership.ask_to_join(1, "x"))
+    call(call.membership.report_killed(1, "x", -1, killed()))
+    assert [lost.member for lost in call(call.membership.ledger())] == [2]
 
 
 def test_a_newcomer_that_had_not_asked_is_nobodys_loss() -> None:
     call = Call()
-    call(call.job.register(1, "a"))
-    call(call.job.report_killed(1, "x", -1, killed()))
-    assert call(call.job.ledger()) == call(call.job.faults(0)) == []
+    call(call.membership.register(1, "a"))
+    call(call.membership.report_killed(1, "x", -1, killed()))
+    assert call(call.membership.ledger()) == call(call.membership.faults(0)) == []
 
 
 def test_a_loss_reaches_every_later_view_that_has_the_member() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
+    call(call.membership.register(0, "a"))
     call.start(0, 0, 1)
-    call(call.job.end(0, RESTART))
-    call(call.job.propose(1, grow=True))
-    call(call.job.report_lost(LostRecord(1, "gone"), 0))
-    assert call(call.job.over(1)) == RESTART
+    call(call.membership.end(0, RESTART))
+    call(call.membership.propose(1, grow=True))
+    call(call.membership.report_lost(LostRecord(1, "gone"), 0))
+    assert call(call.membership.over(1)) == RESTART
     assert done_key("start/1") not in call.store.table
     call.start(1, 0)
     assert done_key("start/1") in call.store.table
@@ -119,39 +119,39 @@ def test_a_loss_reaches_every_later_view_that_has_the_member() -> None:
 
 def test_the_next_view_has_the_survivors_and_who_asked() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
+    call(call.membership.register(0, "a"))
     call.start(0, 0, 1)
-    call(call.job.report_lost(LostRecord(1, "gone"), 0))
-    call(call.job.ask_to_join(1, "x"))
-    record = call(call.job.propose(1, grow=True))
+    call(call.membership.report_lost(LostRecord(1, "gone"), 0))
+    call(call.membership.ask_to_join(1, "x"))
+    record = call(call.membership.propose(1, grow=True))
     assert record.slots() == (0, 2)
-    assert call(call.job.propose(1, grow=False)) == record  # decided before
-    assert call(call.job.current()) == 1
+    assert call(call.membership.propose(1, grow=False)) == record  # decided before
+    assert call(call.membership.current()) == 1
 
 
 def test_a_job_that_does_not_grow_takes_nobody_in() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
+    call(call.membership.register(0, "a"))
     call.start(0, 0, 1)
-    call(call.job.ask_to_join(1, "x"))
-    assert call(call.job.propose(1, grow=False)).expected == {0, 1}
+    call(call.membership.ask_to_join(1, "x"))
+    assert call(call.membership.propose(1, grow=False)).expected == {0, 1}
 
 
 def test_what_is_forgotten_can_neither_be_decided_anew_nor_waited_for() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
+    call(call.membership.register(0, "a"))
     call.start(0, 0, 1)
-    call(call.job.report_fault(killed()))
-    call(call.job.forget(0))
-    assert call(call.job.view(0)).expected == frozenset()
-    assert call(call.job.over(0)) == RESTART
+    call(call.membership.report_fault(killed()))
+    call(call.membership.forget(0))
+    assert call(call.membership.view(0)).expected == frozenset()
+    assert call(call.membership.over(0)) == RESTART
     assert not [key for key in call.store.table if key.startswith(("start/0", "fault/0"))]
 
 
 def test_the_member_that_ends_the_job_is_known() -> None:
     call = Call()
-    call(call.job.register(0, "a"))
-    call(call.job.report_lost(LostRecord(0, "left"), 0))
-    assert call(call.job.end_of_job()) is None
-    call(call.job.report_lost(LostRecord(1, "enough", ends_job=True), 0))
-    assert call(call.job.end_of_job()).reason == "enough"
+    call(call.membership.register(0, "a"))
+    call(call.membership.report_lost(LostRecord(0, "left"), 0))
+    assert call(call.membership.end_of_job()) is None
+    call(call.membership.report_lost(LostRecord(1, "enough", ends_job=True), 0))
+    assert call(call.membership.end_of_job()).reason == "enough"

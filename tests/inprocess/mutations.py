@@ -1,8 +1,8 @@
 """Small breakages of the code, made for one test: proof that the tests can fail.
 
-`mutate(monkeypatch, Job.finish, ">= members", ">= 1")` compiles the function anew from its source
-with one text replaced, and puts it in the place of the real one until the test is over. It fails
-when the text is not there, so that a mutation cannot silently become none.
+`mutate(monkeypatch, MembershipProtocol.finish, ">= members", ">= 1")` compiles the function from
+its source with one text replaced, and replaces the real one until the test is over. It fails when
+the text is not there, so that a mutation cannot silently become none.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from inprocess.mutations import mutate
 from outlast.coordination import barrier, view
-from outlast.coordination.membership import Job
+from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
 from outlast.inprocess.recovery.machine import GrowPolicy, Machine
 from outlast.testing.membership import Result, Schedule, simulate
@@ -66,28 +66,32 @@ def test_a_newcomer_is_turned_away_where_the_job_does_not_grow() -> None:
 # Each: which function, which text in it, what stands there instead.
 MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a loss does not check start": (
-        Job.report_lost,
+        MembershipProtocol.report_lost,
         'await barrier.check(self.link, f"start/{at}", view.expected)',
         "pass",
     ),
     "a loss does not check term": (
-        Job.report_lost,
+        MembershipProtocol.report_lost,
         'await barrier.check(self.link, f"term/{at}", view.expected)',
         "pass",
     ),
     "a loss does not check goodbye": (
-        Job.report_lost,
+        MembershipProtocol.report_lost,
         'await barrier.check(self.link, "goodbye", view.expected)',
         "pass",
     ),
     "a loss does not end the iteration": (
-        Job.report_lost,
+        MembershipProtocol.report_lost,
         "await self.end(at, RESTART)",
         "pass",
     ),
-    "a loss is told to the iteration of the dead only": (Job.report_lost, "at += 1", "return"),
+    "a loss is told to the iteration of the dead only": (
+        MembershipProtocol.report_lost,
+        "at += 1",
+        "return",
+    ),
     "a loss is in the ledger last": (
-        Job.report_lost,
+        MembershipProtocol.report_lost,
         "await self.link.append(barrier.LEDGER, to_line(lost))\n"
         "    at = await self.current() if iteration < 0 else iteration\n"
         "    while (view := await self.view(at)) is not None:\n"
@@ -145,17 +149,17 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a decision takes in who is in": (view.decide, "j.member not in inside and", ""),
     "a decision forgets the newcomers": (
-        Job.propose,
+        MembershipProtocol.propose,
         "joiners = await self.joiners() if grow else []",
         "joiners = []",
     ),
     "everyone decides for itself": (
-        Job.propose,
+        MembershipProtocol.propose,
         'ViewRecord.decode(await self.link.claim(f"view/{iteration}", mine.encode()))',
         'mine; await self.link.put(f"view/{iteration}", mine.encode())',
     ),
     "the last word on an iteration counts": (
-        Job.end,
+        MembershipProtocol.end,
         'return await self.link.claim(f"over/{iteration}", how)',
         'await self.link.put(f"over/{iteration}", how)\n    return how',
     ),
@@ -170,9 +174,9 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         '    await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)\n'
         "    await self.host.settle(k)\n",
     ),
-    "one who has finished is enough": (Job.finish, ">= members", ">= 1"),
-    "one may be missing": (Job.finish, ">= members", ">= members - 1"),
-    "nobody completes the job": (Job.finish, ">= members", "> members"),
+    "one who has finished is enough": (MembershipProtocol.finish, ">= members", ">= 1"),
+    "one may be missing": (MembershipProtocol.finish, ">= members", ">= members - 1"),
+    "nobody completes the job": (MembershipProtocol.finish, ">= members", "> members"),
     "a restart is taken for completion": (
         Machine._complete,
         "if how == COMPLETED:",
@@ -181,12 +185,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a value outlives its iteration": (Machine._complete, "self.value = None", "pass"),
     "who raises does not say so": (
         Machine._run,
-        "await self.job.report_fault(fault)",
+        "await self.membership.report_fault(fault)",
         "pass",
     ),
     "initialize raises and does not say so": (
         Machine._initialize,
-        "await self.job.report_fault(fault)",
+        "await self.membership.report_fault(fault)",
         "pass",
     ),
     "who leaves does not say so": (Machine._leave, "if self.member < 0:", "if True:"),
@@ -197,17 +201,17 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "an ended job goes on": (Machine._decide, "if ender is None:", "if True:"),
     "two processes take one place": (
-        Job.register,
+        MembershipProtocol.register,
         "if held == token.encode() else None",
         "",
     ),
     "who dies before it is known is not told": (
-        Job.report_killed,
+        MembershipProtocol.report_killed,
         "await self.register(rank, token)",
         "None",
     ),
     "a newcomer that dies before it is known is not told": (
-        Job.report_killed,
+        MembershipProtocol.report_killed,
         "if j.token == token",
         "if False",
     ),
@@ -228,7 +232,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "who decides does not end the holds of others": (
         Machine._decide,
-        "await self.job.wake_holders()",
+        "await self.membership.wake_holders()",
         "pass",
     ),
     "a hold looks before it knows where to go on": (

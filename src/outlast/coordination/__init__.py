@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
-    from outlast.coordination.membership import COMPLETED, RESTART, Job
+    from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
     from outlast.coordination.ops import Link, Op, drive, perform_on
     from outlast.coordination.records import FaultRecord, LostRecord, first_cause
     from outlast.coordination.stores.memory_store import MemoryStore
@@ -23,11 +23,11 @@ __all__ = [
     "COMPLETED",
     "RESTART",
     "FaultRecord",
-    "Job",
     "Joiner",
     "KeyTimeout",
     "Link",
     "LostRecord",
+    "MembershipProtocol",
     "MemoryStore",
     "Op",
     "Store",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "membership": ("COMPLETED", "RESTART", "Job"),
+    "membership": ("COMPLETED", "RESTART", "MembershipProtocol"),
     "ops": ("Link", "Op", "drive", "perform_on"),
     "records": ("FaultRecord", "LostRecord", "first_cause"),
     "stores.memory_store": ("MemoryStore",),

@@ -33,13 +33,13 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, lines, to_line
 from outlast.coordination.view import Joiner, ViewRecord, decide
 
-__all__ = ["COMPLETED", "RESTART", "Job"]
+__all__ = ["COMPLETED", "RESTART", "MembershipProtocol"]
 
 RESTART = b"restart"
 COMPLETED = b"completed"
 
 
-class Job:
+class MembershipProtocol:
     """The protocol of one call, for one member. Holds no state but the link.
 
     Args:

@@ -1,10 +1,10 @@
 """Protocol code without input and output: coroutines that yield store operations.
 
 The protocol (`barrier.py`, `membership.py`, and the state machine of `outlast.inprocess`) is
-written as coroutines that say `await link.append(...)`. Who drives them decides what that means:
-`drive()` performs each operation on a real store, blocking; the deterministic simulation performs
-them one at a time in an order of its own choosing, and may stop a member for good between any
-two. So the code that is proven by simulation is the code that runs.
+written as coroutines with `await link.append(...)`. Their driver performs the operations: `drive()`
+performs each one on a real store, blocking; the deterministic simulation performs them one at a
+time in an order that it chooses, and may stop a member for good between any two. So the simulation
+tests the code that runs in a job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from outlast.coordination.stores.store import Store
 
-__all__ = ["Link", "Op", "drive", "perform_on"]
+__all__ = ["Link", "Op", "drive", "perform_on", "request"]
 
 T = TypeVar("T")
 
@@ -33,40 +33,41 @@ class Op:
 
 
 @types.coroutine
-def _perform(op: Op) -> Generator[Op, Any, Any]:
+def request(op: Op) -> Generator[Op, Any, Any]:
+    """Yields `op` to the driver; returns its result."""
     return (yield op)
 
 
 class Link:
-    """A store as the protocol sees it: every operation is a point where the driver decides.
+    """A store as the protocol sees it: every operation is yielded to the driver.
 
     Args:
-        prefix: put before every key, so that calls of one job do not meet.
+        prefix: of every key, so that the calls of one job do not share keys.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
 
     async def put(self, key: str, value: bytes) -> None:
-        await _perform(Op("put", self.prefix + key, value))
+        await request(Op("put", self.prefix + key, value))
 
     async def claim(self, key: str, value: bytes) -> bytes:
-        return cast(bytes, await _perform(Op("claim", self.prefix + key, value)))
+        return cast(bytes, await request(Op("claim", self.prefix + key, value)))
 
     async def read(self, key: str) -> bytes | None:
-        return cast("bytes | None", await _perform(Op("read", self.prefix + key)))
+        return cast("bytes | None", await request(Op("read", self.prefix + key)))
 
     async def wait_for(self, key: str, timeout: float | None) -> bytes:
-        return cast(bytes, await _perform(Op("wait_for", self.prefix + key, timeout=timeout)))
+        return cast(bytes, await request(Op("wait_for", self.prefix + key, timeout=timeout)))
 
     async def add(self, key: str, amount: int) -> int:
-        return cast(int, await _perform(Op("add", self.prefix + key, amount=amount)))
+        return cast(int, await request(Op("add", self.prefix + key, amount=amount)))
 
     async def append(self, key: str, value: bytes) -> None:
-        await _perform(Op("append", self.prefix + key, value))
+        await request(Op("append", self.prefix + key, value))
 
     async def delete(self, key: str) -> None:
-        await _perform(Op("delete", self.prefix + key))
+        await request(Op("delete", self.prefix + key))
 
 
 def perform_on(store: Store) -> Callable[[Op], Any]:
@@ -87,8 +88,8 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
 def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Op], Any]) -> T:
     """Runs `coroutine` to its end, performing the operations that it asks for.
 
-    An exception of an operation is raised in the coroutine, at its `await`; what the coroutine
-    returns or raises is returned or raised here.
+    An exception of an operation is raised in the coroutine, at its `await`; the result or the
+    exception of the coroutine is that of `drive`.
     """
     result: Any = None
     error: BaseException | None = None
@@ -101,7 +102,7 @@ def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Op], Any]) -> T:
             result, error = None, None
             try:
                 result = perform(op)
-            except BaseException as e:  # noqa: BLE001 - handed to the coroutine, whose business it is
+            except BaseException as e:  # noqa: BLE001 - raised in the coroutine
                 error = e
     finally:
         error = None  # the exception holds this frame: without this the two would be a cycle

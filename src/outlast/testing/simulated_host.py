@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
-from outlast.coordination.ops import Link, Op, _perform
+from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
@@ -46,7 +46,7 @@ class SimulatedHost(BareHost):
     async def live(self) -> Any:
         """The member's life, as the session has it."""
         value = await self.machine.run()
-        await self.machine.job.say_goodbye(self.member, self.iteration)
+        await self.machine.membership.say_goodbye(self.member, self.iteration)
         return value
 
     def at(self, phase: Phase, iteration: int, member: int) -> None:
@@ -83,7 +83,7 @@ class SimulatedHost(BareHost):
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        outcome = await _perform(Op("function", f"over/{iteration}"))
+        outcome = await request(Op("function", f"over/{iteration}"))
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
         if outcome == "raise":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from outlast.coordination.membership import Job
-from outlast.coordination.ops import Link, Op, _perform
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import LostRecord, lines
 from outlast.errors import RestartAbort
 from outlast.testing.invariants import Invariants
@@ -83,19 +83,19 @@ class SimulatedWorld:
 
     async def _monitor(self, host: SimulatedHost) -> None:
         """The monitor of a dead member tells the others."""
-        job = Job(Link(), self.schedule.members)
+        job = MembershipProtocol(Link(), self.schedule.members)
         fault = host.fault(host.iteration, "TERMINATED", "killed")
         await job.report_killed(host.preferred_rank, host.token, host.member, fault)
 
     async def _observer(self, host: SimulatedHost, suspected: bool = False) -> None:
         """The monitor of another member hears no heartbeat of this one any more."""
         member = self._id_of(host)
-        at = await _perform(Op("heartbeat", str(member)))
+        at = await request(Op("heartbeat", str(member)))
         if at is None or not (suspected or self._is_silent(member)):
             return
         self.invariants.suspected.add(member)
         fault = host.fault(at, "UNRESPONSIVE", "not heard of")
-        job = Job(Link(), self.schedule.members)
+        job = MembershipProtocol(Link(), self.schedule.members)
         await job.report_lost(LostRecord(member, fault.cause), at, fault)
 
     def _id_of(self, host: SimulatedHost) -> int:

@@ -9,7 +9,7 @@ import sys
 from acts import wait_forever
 from rank import main, say, scenario
 
-from outlast.coordination.membership import Job
+from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.inprocess.monitor.start import MonitorHandle, MonitorPlan, start_monitor
@@ -58,7 +58,9 @@ def watched() -> None:
     os.close(writable)
     assert handle.endpoint is not None
     store = TorchStore(TCPStore(host_name="127.0.0.1", port=handle.endpoint[1]), "")
-    page.member = drive(Job(Link("call/"), 1).register(0, "token"), perform_on(store)) or 0
+    page.member = (
+        drive(MembershipProtocol(Link("call/"), 1).register(0, "token"), perform_on(store)) or 0
+    )
     page.iteration = 0
     store.wait_for("call/beat/0", NET_S)
     say("beats", monitor=handle.pid, closed=_closed_everywhere(readable))

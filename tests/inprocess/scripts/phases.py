@@ -12,7 +12,7 @@ import threading
 from acts import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
 from rank import main, say, scenario, wrapped
 
-from outlast.coordination.membership import Job
+from outlast.coordination.membership import MembershipProtocol
 from outlast.inprocess import CallWrapper, State
 from outlast.inprocess.abort import AbortTorchDistributed
 from outlast.inprocess.finalize import Finalize
@@ -130,15 +130,15 @@ def dies_at_the_barrier() -> None:
 @scenario
 def dies_before_it_registers() -> None:
     """Rank 1 dies when its monitor is up and nothing else has happened."""
-    register, main_process = Job.register, os.getpid()
+    register, main_process = MembershipProtocol.register, os.getpid()
 
-    async def registering(self: Job, *args: object) -> int | None:
+    async def registering(self: MembershipProtocol, *args: object) -> int | None:
         if os.getpid() == main_process:  # its monitor registers for it
             die()
         return await register(self, *args)  # type: ignore[arg-type]
 
     if FIRST_RANK == 1:
-        Job.register = registering  # type: ignore[assignment,method-assign]
+        MembershipProtocol.register = registering  # type: ignore[assignment,method-assign]
 
     @wrapped()
     def train(call: CallWrapper) -> int:

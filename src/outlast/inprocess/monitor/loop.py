@@ -14,7 +14,7 @@ from typing import Any
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.barrier import done_key, lost_members
-from outlast.coordination.membership import Job
+from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.errors import StoreError, TimeoutError
@@ -61,7 +61,7 @@ class MonitorLoop:
         self.poll.register(end, select.POLLIN)
         self.threads: set[int] = set()
         self.link = Link(plan.prefix)
-        self.job = Job(self.link, plan.world_size)
+        self.membership = MembershipProtocol(self.link, plan.world_size)
         self.store: Connection | None = None
         self.main_alive = self.pidfd is not None
         self.kill_at: float | None = None
@@ -187,7 +187,7 @@ class MonitorLoop:
             fault = dataclasses.replace(self._fault(HUNG, cause), idle=idle)
             page.reported_soft = iteration  # before anyone can know that the iteration ends
             self._emit_fault(fault)
-            self._drive(self.job.report_fault(fault))
+            self._drive(self.membership.report_fault(fault))
 
     def _terminate(self, idle: float, now: float) -> None:
         """The hard timeout. The end is reported by `_report_death`, when it is a fact. Until then
@@ -234,7 +234,7 @@ class MonitorLoop:
             self._choose_sibling(iteration, lost | {self.sibling})
 
     def _choose_sibling(self, iteration: int, lost: frozenset[int]) -> None:
-        view = self._drive(self.job.view(iteration))
+        view = self._drive(self.membership.view(iteration))
         self.sibling = None
         self.sibling_iteration = iteration
         self.sibling_count, self.sibling_seen = -1, self.clock.now()
@@ -262,18 +262,18 @@ class MonitorLoop:
             Lost(iteration=fault.iteration, member=fault.member, rank=fault.rank, reason=cause)
         )
         plan = self.plan
-        self._drive(self.job.report_killed(plan.rank, plan.token, fault.member, fault))
+        self._drive(self.membership.report_killed(plan.rank, plan.token, fault.member, fault))
 
     def _report_departure(self) -> None:
         """The main process failed before it had a place; it lives, but nobody need wait for it."""
         plan, cause = self.plan, f"process {self.main} failed before it took its place"
         fault = self._fault("BASE_EXCEPTION", cause)
         self._emit_fault(fault)
-        self._drive(self.job.report_killed(plan.rank, plan.token, -1, fault))
+        self._drive(self.membership.report_killed(plan.rank, plan.token, -1, fault))
 
     def _report_unresponsive(self, member: int) -> None:
         iteration = self.page.iteration
-        view = self._drive(self.job.view(iteration))
+        view = self._drive(self.membership.view(iteration))
         slots = () if view is None else view.slots()
         rank = slots.index(member) if member in slots else -1
         cause = f"not heard of for {self.plan.heartbeat:.3f} s (heartbeat timeout)"
@@ -282,7 +282,7 @@ class MonitorLoop:
         )
         self._emit_fault(fault)
         self.emitter.emit(Lost(iteration=iteration, member=member, rank=rank, reason=cause))
-        self._drive(self.job.report_lost(LostRecord(member, cause), iteration, fault))
+        self._drive(self.membership.report_lost(LostRecord(member, cause), iteration, fault))
 
     def _fault(self, interruption: str, cause: str) -> FaultRecord:
         page = self.page
@@ -355,7 +355,7 @@ class MonitorLoop:
         while not readable(over, timeout=self.plan.interval) and self.clock.now() < deadline:
             if self.store is None:
                 return
-            current = self._drive(self.job.current())
+            current = self._drive(self.membership.current())
             if current is not None:
                 self.page.iteration = current
                 if self.page.member < 0:
@@ -365,7 +365,7 @@ class MonitorLoop:
                 return
 
     def _all_lost(self) -> bool:
-        view = self._drive(self.job.view(self.page.iteration))
+        view = self._drive(self.membership.view(self.page.iteration))
         lost = self._drive(lost_members(self.link))
         return view is not None and lost is not None and view.expected <= lost
 

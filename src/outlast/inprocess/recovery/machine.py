@@ -39,7 +39,7 @@ import contextlib
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.membership import COMPLETED, RESTART, Job
+from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, ends, first_cause
 from outlast.coordination.stores.store import KeyTimeout
@@ -78,7 +78,7 @@ class Machine:
     def __init__(self, host: Host, link: Link, world_size: int) -> None:
         self.host = host
         self.link = link
-        self.job = Job(link, world_size)
+        self.membership = MembershipProtocol(link, world_size)
         self.member = -1
         self.iteration = 0
         self.record = ViewRecord(0, tuple(range(world_size)))
@@ -117,15 +117,17 @@ class Machine:
     # -- transitions -------------------------------------------------------------------------
 
     async def _enter(self) -> Phase:
-        member = await self.job.register(self.host.preferred_rank, self.host.token)
+        member = await self.membership.register(self.host.preferred_rank, self.host.token)
         if member is None:
             if self.host.grow is GrowPolicy.NEVER:
                 raise RestartError(
                     f"rank {self.host.preferred_rank} was taken before, and the job takes in no "
                     f"new processes (grow policy: {self.host.grow.value})"
                 )
-            self.member = await self.job.ask_to_join(self.host.preferred_rank, self.host.token)
-            self.iteration = await self.job.current()
+            self.member = await self.membership.ask_to_join(
+                self.host.preferred_rank, self.host.token
+            )
+            self.iteration = await self.membership.current()
             return Phase.JOIN
         self.member = member
         return Phase.ASSIGN
@@ -136,13 +138,13 @@ class Machine:
         when all others are dead by then.
         """
         k = self.iteration
-        view = await self.job.view(k)
+        view = await self.membership.view(k)
         if view is not None and self.member in view.expected:
             self.record = view
             return Phase.ASSIGN
         left = view is None or await barrier.check(self.link, f"term/{k}", view.expected)
         if self.host.grow is GrowPolicy.AT_ONCE or not left:
-            await self.job.end(k, RESTART)
+            await self.membership.end(k, RESTART)
         if await self._wait_end_of_others(k) == COMPLETED:
             return Phase.DONE
         return Phase.DECIDE
@@ -161,22 +163,22 @@ class Machine:
         with self.host.timing("start"):
             await self._pass(name, self.record.expected)
         arrived = await barrier.arrivals(self.link, name)
-        if self._same_view(arrived) and await self.job.over(k) is None:
+        if self._same_view(arrived) and await self.membership.over(k) is None:
             return Phase.INITIALIZE
-        await self.job.end(k, RESTART)
+        await self.membership.end(k, RESTART)
         return Phase.SETTLE
 
     async def _initialize(self) -> Phase:
         fault = await self.host.initialize(self.link, self.iteration)
         if fault is None:
             return Phase.RUN
-        await self.job.report_fault(fault)
+        await self.membership.report_fault(fault)
         return Phase.SETTLE
 
     async def _run(self) -> Phase:
         if self.place.rank == 0:
             # Not the last few: a newcomer may still be reading what it found there.
-            await self.job.forget(self.iteration - 8)
+            await self.membership.forget(self.iteration - 8)
         if not self.place.active:
             return Phase.COMPLETE
         outcome = await self.host.call(self.iteration)
@@ -185,19 +187,19 @@ class Machine:
                 self.value = value
                 return Phase.COMPLETE
             case Raised(fault):
-                await self.job.report_fault(fault)
+                await self.membership.report_fault(fault)
         return Phase.SETTLE
 
     async def _complete(self) -> Phase:
         k, active = self.iteration, self.place.active
-        await self.job.finish(k, self.place.world_size)
+        await self.membership.finish(k, self.place.world_size)
         try:
             how = await self.host.wait_over(
                 self.link, k, self.host.limits.completion if active else None
             )
         except KeyTimeout:
             cause = f"the other ranks did not return within {self.host.limits.completion} s"
-            await self.job.report_fault(self.host.fault(k, "EXCEPTION", cause))
+            await self.membership.report_fault(self.host.fault(k, "EXCEPTION", cause))
             return Phase.SETTLE
         if how == COMPLETED:
             return Phase.DONE
@@ -207,9 +209,9 @@ class Machine:
     async def _settle(self) -> Phase:
         k = self.iteration
         await self.host.settle(k)
-        told = self.host.testimony(k, await self.job.faults(k))
+        told = self.host.testimony(k, await self.membership.faults(k))
         if told is not None:
-            await self.job.report_fault(told)
+            await self.membership.report_fault(told)
         await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
         with self.host.timing("term"):
             await self._pass(f"term/{k}", self.record.expected)
@@ -218,20 +220,22 @@ class Machine:
     async def _decide(self) -> Phase:
         k = self.iteration
         faults = await self._faults(k)
-        ender = await self.job.end_of_job()
+        ender = await self.membership.end_of_job()
         if ender is None:
             self.cause = first_cause(faults) or self.cause
         else:
             # That a member gave up is no cause, if there is one that it gave up because of.
-            enders = {record.member for record in await self.job.ledger() if record.ends_job}
+            enders = {record.member for record in await self.membership.ledger() if record.ends_job}
             causes = [f for f in faults if f.member not in enders]
             self.cause = first_cause(causes) or self.cause or first_cause(faults)
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         if self.host.limits.await_size:
             await self._await_replacements()
-        self.record = await self.job.propose(k + 1, grow=self.host.grow is not GrowPolicy.NEVER)
+        self.record = await self.membership.propose(
+            k + 1, grow=self.host.grow is not GrowPolicy.NEVER
+        )
         if self.host.limits.await_size:
-            await self.job.wake_holders()
+            await self.membership.wake_holders()
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
             cause = None  # nobody failed: what broke, broke because the job was made to grow
@@ -240,7 +244,9 @@ class Machine:
         if self.member in self.record.expected:
             return Phase.ASSIGN
         if self.member in await barrier.lost_members(self.link):
-            reason = next(r.reason for r in await self.job.ledger() if r.member == self.member)
+            reason = next(
+                r.reason for r in await self.membership.ledger() if r.member == self.member
+            )
             raise RankLostError(f"the other ranks went on without this one: {reason}")
         return Phase.JOIN
 
@@ -266,7 +272,7 @@ class Machine:
                 cause.cause, rank=cause.rank, host=cause.host, remote_traceback=cause.traceback
             )
         fault = self.host.fault_of(self.iteration, error)
-        await self.job.report_lost(
+        await self.membership.report_lost(
             LostRecord(self.member, fault.cause, discarded, isinstance(error, RestartAbort)),
             self.iteration,
             None if discarded else fault,
@@ -310,27 +316,27 @@ class Machine:
                 return how
             except KeyTimeout:
                 pause = min(2 * pause, 60.0)
-                newest = await self.job.current()
+                newest = await self.membership.current()
                 if newest > k:  # it has been ended, decided and perhaps forgotten meanwhile
                     self.iteration = newest - 1
                     return RESTART
-                view = await self.job.view(k)
+                view = await self.membership.view(k)
                 if view is not None:
                     await barrier.check(self.link, f"start/{k}", view.expected)
                     if not await barrier.check(self.link, f"term/{k}", view.expected):
-                        await self.job.end(k, RESTART)  # nobody is left who would
+                        await self.membership.end(k, RESTART)  # nobody is left who would
 
     async def _await_replacements(self) -> None:
         """Holds the restart until the job has its size again, or the time is over."""
         limits, now = self.host.limits, self.host.clock.now
         deadline = now() + limits.await_seconds
-        roster, _ = await self.job.roster(self.iteration)
+        roster, _ = await self.membership.roster(self.iteration)
         while True:
             seen = int(await self.link.read("joined") or b"0")
             gone = await barrier.lost_members(self.link)
-            joins = await self.job.joiners()
+            joins = await self.membership.joiners()
             present = (set(roster.values()) | {j.member for j in joins}) - gone
-            decided = await self.job.view(self.iteration + 1) is not None
+            decided = await self.membership.view(self.iteration + 1) is not None
             if decided or len(present) >= limits.await_size or now() >= deadline:
                 return
             try:
@@ -343,10 +349,10 @@ class Machine:
         told while some members have read them already. So the first one of a member counts, and
         that of nobody who came to the barrier `term/k`, or had no part in k.
         """
-        faults = await self.job.faults(k)
+        faults = await self.membership.faults(k)
         if any(ends(fault) for fault in faults):
             came = await barrier.arrivals(self.link, f"term/{k}")
-            view = await self.job.view(k)
+            view = await self.membership.view(k)
             missing = set() if view is None else set(view.expected - came.keys())
             kept = []
             for fault in faults:

@@ -182,7 +182,7 @@ class _Session:
             if not host.joining:
                 self.announcement.completed()
         with contextlib.suppress(StoreError):
-            drive(machine.job.say_goodbye(machine.member, machine.iteration), direct)
+            drive(machine.membership.say_goodbye(machine.member, machine.iteration), direct)
         return value
 
     def _check_that_the_store_is_new(self) -> None:
@@ -265,7 +265,7 @@ class _Session:
                 self.page.iteration, "EXCEPTION", f"its monitor process {self.monitor.pid} ended"
             )
             try:
-                drive(self.job(host).report_fault(fault), perform_on(control))
+                drive(self._membership(host).report_fault(fault), perform_on(control))
             except StoreError:
                 return  # the watcher sees the same, and tells the function's thread
 
@@ -283,8 +283,8 @@ class _Session:
         self.page.thread_2 = host.watcher.native_id
         self.monitor.watch_threads()
 
-    def job(self, host: RankHost) -> Any:
-        return Machine(host, Link(self.prefix), self.launch.world_size).job
+    def _membership(self, host: RankHost) -> Any:
+        return Machine(host, Link(self.prefix), self.launch.world_size).membership
 
     def _repair(self, host: RankHost, control: Connection) -> None:
         """Between two iterations, in the function's thread: a lost monitor process is replaced.
