@@ -124,7 +124,7 @@ def check_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, folders.read_manifest, "manifest.step != step_of(folder)", "False")
+    mutate(monkeypatch, folders.read_manifest, "manifest.step != step", "False")
 
 
 def check_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,8 @@ def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
     code = (
         "import time\n"
         "from elastic.text_state import Text\n"
-        "from outlast.elastic import save_all_states, saving\n"
+        "from outlast.elastic import save_all_states\n"
+        "from outlast.elastic.states import save as saving\n"
         "write = saving._write\n"
         "def slow(*args):\n"
         "    time.sleep(0.2)\n"

@@ -18,7 +18,7 @@ from elastic.states.test_state import NAMES, ODD
 from elastic.text_state import Failing, Text
 from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
-from outlast.elastic.states.file_names import file_name
+from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
 
 
@@ -34,7 +34,8 @@ def damage(path: Path) -> None:
 
 def keep_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process was killed between the commit and the removal of the one before."""
-    monkeypatch.setattr("outlast.elastic.states.stored.replaced", lambda storage, number: [])
+    replaced_by = "outlast.async_checkpoint.files._replaced_by"
+    monkeypatch.setattr(replaced_by, lambda storage, number: [])
 
 
 def test_what_is_saved_is_loaded(folder: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert load_state(b)
     assert (a.text, b.text) == ("old", "old")
     assert "passed over" in caplog.text
-    assert "b.state is damaged between bytes 0 and 3" in caplog.text
+    assert "b.state: damaged between bytes 0 and 3" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["cut", "longer", "gone", "manifest", "manifest cut", "a folder"])
@@ -303,7 +304,7 @@ def test_a_later_format_is_neither_passed_over_nor_removed(
     content = manifest.read_bytes()
     later = f'"version": {FORMAT_VERSION + 1}'.encode()
     manifest.write_bytes(content.replace(f'"version": {FORMAT_VERSION}'.encode(), later, 1))
-    with pytest.raises(CheckpointError, match=f"format {FORMAT_VERSION + 1}, .*update it"):
+    with pytest.raises(CheckpointError, match=f"format {FORMAT_VERSION + 1}, .*update outlast"):
         load_state(state)
     save_all_states()
     assert names_in(folder) == ["states-00000002", "states-00000003"]
@@ -357,8 +358,8 @@ def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     folder.mkdir()
     code = (
         "import sys\n"
-        "from outlast.elastic.states.draft import Draft\n"
-        "with Draft(sys.argv[1], 1):\n"
+        "from outlast.async_checkpoint.files import STATES, LocalStorage, new_checkpoint\n"
+        "with new_checkpoint(LocalStorage(sys.argv[1], STATES), 1):\n"
         "    print('here', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -367,7 +368,9 @@ def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(CheckpointError, match=f"in use: process {other.pid} on .* is saving"):
+        with pytest.raises(
+            CheckpointError, match=f"in use by another job .process {other.pid} on "
+        ):
             save_all_states()
         other.communicate()
     assert save_all_states() == str(folder / "states-00000001")

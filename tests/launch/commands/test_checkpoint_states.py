@@ -13,9 +13,8 @@ import pytest
 
 from async_checkpoint.made import save
 from launch.commands.test_checkpoint import error, outlast
-from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.elastic.states.draft import Draft
+from outlast.async_checkpoint.files import MANIFEST, STATES, LocalStorage, new_checkpoint
+from outlast.elastic.states.state_files import file_name
 
 
 def counted(file: BinaryIO) -> None:
@@ -27,10 +26,10 @@ def states(tmp_path: Path) -> Path:
     """Written as `save_all_states` does; three saves, of which the last one stays."""
     folder = tmp_path / "states"
     for _ in range(3):
-        with Draft(folder, 2) as draft:
-            draft.add("model", counted)
-            draft.add("a name/of any kind", counted)
-            draft.commit()
+        with new_checkpoint(LocalStorage(str(folder), STATES), 2) as checkpoint:
+            checkpoint.add(file_name("model"), counted)
+            checkpoint.add(file_name("a name/of any kind"), counted)
+            checkpoint.commit()
     return folder
 
 
@@ -61,7 +60,7 @@ def test_what_is_damaged(states: Path) -> None:
     path = states / "states-00000003" / "model.state"
     path.write_bytes(b"123")
     said = outlast("ls", states).stdout
-    assert "damaged: model.state has 3 bytes, 4 were written" in said
+    assert "damaged: model.state: 3 bytes instead of 4" in said
     path.unlink()
     assert "damaged: model.state: No such file or directory" in outlast("ls", states).stdout
     (path.parent / MANIFEST).write_bytes(b"nonsense")
@@ -76,7 +75,7 @@ def test_every_byte_is_verified(states: Path) -> None:
     (states / "states-00000003" / "model.state").write_bytes(b"1235")
     said = error(outlast("verify", states))
     assert "states 3: " in said
-    assert "model.state is damaged between bytes 0 and 4" in said
+    assert "model.state: damaged between bytes 0 and 4" in said
 
 
 def test_nothing_of_it_is_deleted(states: Path) -> None:

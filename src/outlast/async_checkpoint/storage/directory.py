@@ -16,7 +16,7 @@ from outlast.async_checkpoint.storage.manifest import (
     pieces,
     read_hashed,
 )
-from outlast.async_checkpoint.storage.protocol import Storage, step_of
+from outlast.async_checkpoint.storage.protocol import STEP, Storage, is_temporary, step_of
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.errors import CheckpointError
 
@@ -26,11 +26,14 @@ __all__ = [
     "candidates",
     "delete",
     "info_of",
+    "is_committed",
     "leftovers",
     "list_checkpoints",
     "read_manifest",
+    "size_error",
     "survey",
     "verify",
+    "verify_folder",
 ]
 
 
@@ -62,13 +65,13 @@ class Found:
     Attributes:
         folder: its name.
         step: of the checkpoint; `None` for a directory that is no committed checkpoint.
-        info: of the checkpoint, unless its manifest is damaged.
+        manifest: of the checkpoint, unless that is damaged.
         wrong: what is wrong, as far as can be seen without reading the files; empty if nothing.
     """
 
     folder: str
     step: int | None
-    info: CheckpointInfo | None
+    manifest: Manifest | None
     wrong: str
 
 
@@ -76,9 +79,11 @@ def candidates(storage: Storage) -> list[tuple[int, str]]:
     """Step and directory of all possible checkpoints, the newest step first."""
     found = []
     for folder in reversed(storage.folders()):
-        step = step_of(folder)
+        step = step_of(folder, storage.prefix)
         # Where saves are written in place, a directory without a manifest is a save in progress.
-        if step is not None and (not _in_place(storage) or _committed(storage, folder)):
+        # Beside checkpoints of states, it belongs to another program.
+        unneeded = storage.prefix == STEP and not _in_place(storage)
+        if step is not None and (unneeded or is_committed(storage, folder)):
             found.append((step, folder))
     return sorted(found, key=lambda one: one[0], reverse=True)
 
@@ -97,7 +102,8 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     except OSError as e:
         raise CheckpointError(f"{where} cannot be read: {e}") from e
     manifest = decode(content, where)
-    if manifest.step != step_of(folder):
+    step = step_of(folder, storage.prefix)
+    if step is not None and manifest.step != step:
         raise CheckpointError(f"{where} is the manifest of another save, of step {manifest.step}")
     return manifest
 
@@ -134,9 +140,9 @@ def leftovers(storage: Storage) -> list[str]:
     return [
         folder
         for folder in storage.folders()
-        if folder.startswith(".tmp-")
+        if is_temporary(folder, storage.prefix)
         or (
-            (step := step_of(folder)) is not None
+            (step := step_of(folder, storage.prefix)) is not None
             and _in_place(storage)
             and wanted.get(step) != folder
         )
@@ -151,15 +157,17 @@ def survey(storage: Storage) -> list[Found]:
     wanted = dict(reversed(candidates(storage)))
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
     for folder in storage.folders():
-        if folder == RECYCLED:
+        if folder == RECYCLED and is_temporary(folder, storage.prefix):
             found.append(
                 Found(folder, None, None, "recycled files, which the next save writes over")
             )
-        elif folder.startswith(".tmp-"):
+        elif is_temporary(folder, storage.prefix):
             found.append(Found(folder, None, None, "not committed"))
-        elif step_of(folder) is not None and folder not in wanted.values():
-            replaced = _committed(storage, folder)
-            found.append(Found(folder, None, None, "replaced" if replaced else "not committed"))
+        elif step_of(folder, storage.prefix) is not None and folder not in wanted.values():
+            if is_committed(storage, folder):
+                found.append(Found(folder, None, None, "replaced"))
+            elif storage.prefix == STEP:
+                found.append(Found(folder, None, None, "not committed"))
     return found
 
 
@@ -169,12 +177,13 @@ def _look(storage: Storage, step: int, folder: str) -> Found:
     except CheckpointError as e:
         return Found(folder, step, None, str(e).removeprefix(f"{storage.where}/{folder}/"))
     with ThreadPoolExecutor(8, "outlast-look") as pool:
-        looks = pool.map(lambda file: _size_wrong(storage, folder, file), manifest.files.values())
+        looks = pool.map(lambda file: size_error(storage, folder, file), manifest.files.values())
         wrong = "; ".join(text for text in looks if text)
-    return Found(folder, step, info_of(manifest, folder), wrong)
+    return Found(folder, step, manifest, wrong)
 
 
-def _size_wrong(storage: Storage, folder: str, file: FileEntry) -> str:
+def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
+    """What is wrong with the size of a file; empty if nothing is. The file is not read."""
     try:
         size = storage.size(folder, file.name)
     except (OSError, CheckpointError) as e:
@@ -198,17 +207,24 @@ def verify(
         CheckpointError: names each file that is missing, truncated or damaged.
     """
     folder = _newest(storage, step)
+    return info_of(verify_folder(storage, folder, progress), folder)
+
+
+def verify_folder(
+    storage: Storage, folder: str, progress: Callable[[int], None] = lambda size_bytes: None
+) -> Manifest:
+    """As `verify`, for a directory of any name; returns its manifest."""
     manifest = read_manifest(storage, folder)
     buffer = memoryview(bytearray(manifest.chunk_bytes))
     checks = (
-        _size_wrong(storage, folder, file)
+        size_error(storage, folder, file)
         or _bytes_wrong(storage, folder, file, manifest.chunk_bytes, buffer, progress)
         for file in manifest.files.values()
     )
     wrong = [text for text in checks if text]
     if wrong:
         raise CheckpointError(f"{storage.where}/{folder} is damaged: " + "; ".join(wrong))
-    return info_of(manifest, folder)
+    return manifest
 
 
 def _bytes_wrong(
@@ -253,17 +269,19 @@ def _newest(storage: Storage, step: int) -> str:
     known = dict(reversed(candidates(storage)))
     if step not in known:
         raise CheckpointError(
-            f"{storage.where} has no checkpoint of step {step}; it has {sorted(known)}"
+            f"{storage.where} has no checkpoint of {storage.prefix} {step}; it has {sorted(known)}"
         )
     return known[step]
 
 
 def _in_place(storage: Storage) -> bool:
     """Whether saves are written to their final directory."""
-    return storage.names_for(0, "0")[0].startswith("step-")
+    working, final = storage.names_for(0, "0")
+    return working == final
 
 
-def _committed(storage: Storage, folder: str) -> bool:
+def is_committed(storage: Storage, folder: str) -> bool:
+    """Whether a directory has a manifest, which is written last."""
     try:
         storage.size(folder, MANIFEST)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from outlast.async_checkpoint.storage.protocol import IDENTITY, step_of
+from outlast.async_checkpoint.storage.protocol import IDENTITY, STATES, STEP, step_of
 from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
 from outlast.errors import CheckpointError
 from outlast.system.files import FileLocked, fsync_folder, lock_file
@@ -31,7 +31,7 @@ from outlast.system.files import FileLocked, fsync_folder, lock_file
 __all__ = ["WORKING", "LocalStorage"]
 
 WORKING = ".tmp-"
-_LOCK = ".lock"
+_LOCKS = {STEP: ".lock", STATES: ".states.lock"}
 _ASIDE = "-old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -42,7 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class LocalStorage:
     """Checkpoints in one directory. See `Storage`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, prefix: str = STEP) -> None:
+        self.prefix = prefix
         self.root = Path(path).expanduser().absolute()
         self.where = str(self.root)
         self._lock = -1
@@ -55,7 +56,7 @@ class LocalStorage:
             fsync_folder(made.parent)
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
-        final = f"step-{step:08d}"
+        final = f"{self.prefix}-{step:08d}"
         return f"{WORKING}{final}-{save_id}", final
 
     def folders(self) -> list[str]:
@@ -143,7 +144,7 @@ class LocalStorage:
         """Takes a lock of the process, which the kernel releases when the process ends. So a lock
         holder is always alive, and `careful` makes no difference.
         """
-        path = self.root / _LOCK
+        path = self.root / _LOCKS[self.prefix]
         try:
             self._lock = lock_file(path, owner)
         except FileLocked as e:
@@ -161,7 +162,7 @@ class LocalStorage:
         for folder in self.folders():
             if folder.startswith(WORKING) and folder.endswith(_ASIDE):
                 final = "-".join(folder.removeprefix(WORKING).split("-")[:2])
-                if step_of(final) is not None and not (self.root / final).exists():
+                if step_of(final, self.prefix) is not None and not (self.root / final).exists():
                     os.rename(self.root / folder, self.root / final)
                     fsync_folder(self.root)
 

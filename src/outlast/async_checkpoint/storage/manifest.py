@@ -33,6 +33,7 @@ __all__ = [
     "checksum",
     "decode",
     "encode",
+    "format_version",
     "pieces",
     "read_hashed",
 ]
@@ -167,14 +168,9 @@ def decode(content: bytes, where: str) -> Manifest:
     Raises:
         CheckpointError: if it is truncated, damaged, or of a later format.
     """
+    version = format_version(content)
     line, _, body = content.partition(b"\n")
-    head: dict[str, Any] = {}
-    try:
-        head = json.loads(line)
-        version = head["version"] if head["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        version = None
-    if not isinstance(version, int):
+    if version is None:
         raise CheckpointError(
             f"{where} is no manifest of a checkpoint, or its beginning is damaged"
         )
@@ -183,6 +179,7 @@ def decode(content: bytes, where: str) -> Manifest:
             f"{where} has format {version}, and this version of outlast reads up to "
             f"{FORMAT_VERSION}: update outlast"
         )
+    head = json.loads(line)
     if len(body) != head.get("bytes") or checksum(body) != head.get("xxh3_128"):
         raise CheckpointError(f"{where} is damaged: its checksum does not match")
     try:
@@ -191,6 +188,18 @@ def decode(content: bytes, where: str) -> Manifest:
         raise CheckpointError(
             f"{where} has a form that this version of outlast does not know: {e!r}"
         ) from e
+
+
+def format_version(content: bytes) -> int | None:
+    """The version of the format, which a manifest names in its first line; `None` if that line is
+    damaged, or not from this library.
+    """
+    try:
+        head = json.loads(content.partition(b"\n")[0])
+        version = head["version"] if head["format"] == FORMAT else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return version if isinstance(version, int) else None
 
 
 def _build(values: dict[str, Any]) -> Manifest:

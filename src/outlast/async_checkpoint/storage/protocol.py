@@ -13,12 +13,27 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-__all__ = ["IDENTITY", "FileReader", "FileWriter", "Storage", "step_of"]
+__all__ = [
+    "IDENTITY",
+    "STATES",
+    "STEP",
+    "FileReader",
+    "FileWriter",
+    "Storage",
+    "is_temporary",
+    "step_of",
+]
 
 IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
 
-_STEP = re.compile(r"step-(\d+)(?:-[0-9a-f]+)?")
+STEP = "step"
+"""The prefix of a checkpointer's checkpoints."""
+STATES = "states"
+"""The prefix of the checkpoints of elastic states, which may be in the same directory."""
+
+_COMMITTED = re.compile(r"([a-z]+)-(\d+)(?:-[0-9a-f]+)?")
+_TEMPORARY = re.compile(r"\.tmp-(?:(?:removed-)?([a-z]+)-\d)?.*")
 
 
 class FileWriter(Protocol):
@@ -65,9 +80,12 @@ class Storage(Protocol):
 
     Attributes:
         where: its name in messages.
+        prefix: how the directory names of its checkpoints begin, `STEP` or `STATES`. It ignores
+            checkpoints with another prefix.
     """
 
     where: str
+    prefix: str
 
     def prepare(self) -> None:
         """Creates the root directory."""
@@ -172,7 +190,15 @@ class Storage(Protocol):
         ...
 
 
-def step_of(folder: str) -> int | None:
+def step_of(folder: str, prefix: str = STEP) -> int | None:
     """The step of the committed checkpoint that a directory of this name would hold."""
-    match = _STEP.fullmatch(folder)
-    return int(match[1]) if match else None
+    match = _COMMITTED.fullmatch(folder)
+    return int(match[2]) if match and match[1] == prefix else None
+
+
+def is_temporary(folder: str, prefix: str = STEP) -> bool:
+    """Whether a directory of this name belongs to an unfinished save or removal of a checkpoint
+    with this prefix. A temporary directory that names no checkpoint belongs to the checkpointer.
+    """
+    match = _TEMPORARY.fullmatch(folder)
+    return match is not None and (match[1] or STEP) == prefix

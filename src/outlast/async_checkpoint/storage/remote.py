@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.protocol import IDENTITY, FileWriter, step_of
+from outlast.async_checkpoint.storage.protocol import IDENTITY, STEP, FileWriter, step_of
 from outlast.async_checkpoint.storage.remote_files import (
     OrderedUpload,
     PartsUpload,
@@ -57,6 +57,8 @@ class RemoteStorage:
         ModuleNotFoundError: if a package is missing; says what to install.
         ValueError: if the kind of URL is unknown, or it contains a wildcard.
     """
+
+    prefix = STEP
 
     def __init__(self, url: str) -> None:
         self.where = _PASSWORD.sub("***@", url.rstrip("/"))

@@ -9,19 +9,25 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.files import (
+    STATES,
+    FileCheckpoint,
+    LocalStorage,
+    candidates,
+    is_committed,
+    newest_valid,
+    verify_folder,
+)
 from outlast.elastic import environment
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
-from outlast.elastic.states import pending_save, ray_trial, stored
-from outlast.elastic.states.file_names import file_name
+from outlast.elastic.states import pending_save, ray_trial
 from outlast.elastic.states.state import State, name_of, registered
-from outlast.elastic.states.stored import Chosen
+from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
 from outlast.system.error_text import describe
 
@@ -75,7 +81,7 @@ def _load(states: Mapping[str, State], timeout: datetime.timedelta) -> list[str]
     with _source(replicas) as chosen:
         if chosen is None:
             return []
-        found = {name: s for name, s in states.items() if file_name(name) in chosen.manifest.files}
+        found = {name: s for name, s in states.items() if file_name(name) in chosen}
         for name in states.keys() - found.keys():
             log.info("the state %r is not in %s", name, chosen.where)
         try:
@@ -86,7 +92,7 @@ def _load(states: Mapping[str, State], timeout: datetime.timedelta) -> list[str]
         return list(found)
 
 
-def _together(replicas: Replicas, chosen: Chosen, states: Mapping[str, State]) -> None:
+def _together(replicas: Replicas, chosen: FileCheckpoint, states: Mapping[str, State]) -> None:
     """Prepares all states on all replicas, then applies them."""
     what = {name: f"the load of state {name!r} from {chosen.where}" for name in states}
     prepared = {}
@@ -98,10 +104,10 @@ def _together(replicas: Replicas, chosen: Chosen, states: Mapping[str, State]) -
         replicas.together(what[name], apply, collective=True)
 
 
-def _prepare(chosen: Chosen, name: str, state: State) -> Callable[[], None]:
-    content = stored.read(chosen, file_name(name))
+def _prepare(chosen: FileCheckpoint, name: str, state: State) -> Callable[[], None]:
+    content = chosen.read(file_name(name))
     try:
-        return state.prepare(io.BytesIO(content))
+        return state.prepare(content)
     except Exception as e:
         raise _unloadable(name, e) from e
 
@@ -126,7 +132,7 @@ _known: dict[str, tuple[list[str], str]] = {}
 
 
 @contextlib.contextmanager
-def _source(replicas: Replicas) -> Iterator[Chosen | None]:
+def _source(replicas: Replicas) -> Iterator[FileCheckpoint | None]:
     if environment.from_ray():
         with ray_trial.opened() as folder:
             yield _of_trial(folder) if folder is not None else None
@@ -136,22 +142,27 @@ def _source(replicas: Replicas) -> Iterator[Chosen | None]:
     yield _chosen(path, replicas)
 
 
-def _of_trial(folder: str) -> Chosen | None:
+def _of_trial(folder: str) -> FileCheckpoint | None:
     place = Path(os.path.abspath(folder))
-    return stored.choose_one(LocalStorage(str(place.parent)), place.name)
+    storage = LocalStorage(str(place.parent), STATES)
+    if not is_committed(storage, place.name):
+        log.warning("%s is no checkpoint of states: it has no manifest", place)
+        return None
+    verify_folder(storage, place.name)
+    return FileCheckpoint(storage, place.name)
 
 
-def _chosen(path: str, replicas: Replicas) -> Chosen | None:
-    storage = LocalStorage(path)
+def _chosen(path: str, replicas: Replicas) -> FileCheckpoint | None:
+    storage = LocalStorage(path, STATES)
 
     def choose(parts: list[object]) -> str | None:
-        there = stored.numbered(storage)
+        there = [folder for _, folder in candidates(storage)]
         before, folder = _known.get(storage.where, ([], ""))
         if before != there or not there:
-            found = stored.choose(storage)
-            if found is None:
+            newest = newest_valid(storage)
+            if newest is None:
                 return None
-            folder = found.folder
+            folder = newest
             _known[storage.where] = (there, folder)
         return folder
 
@@ -159,5 +170,5 @@ def _chosen(path: str, replicas: Replicas) -> Chosen | None:
     if folder is None:
         return None
     return replicas.together(
-        f"the opening of {storage.where}/{folder}", lambda: stored.open_one(storage, folder)
+        f"the opening of {storage.where}/{folder}", lambda: FileCheckpoint(storage, folder)
     )

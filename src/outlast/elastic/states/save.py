@@ -18,22 +18,22 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, overload
+from typing import Any, Literal, overload
 
+from outlast.async_checkpoint.files import STATES, LocalStorage, new_checkpoint, replace_file
 from outlast.elastic import environment
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
 from outlast.elastic.states import pending_save, ray_trial
-from outlast.elastic.states.copies import Copy, close_all
-from outlast.elastic.states.draft import Draft, write_state
 from outlast.elastic.states.pending_save import PendingSave
 from outlast.elastic.states.state import State, name_of, registered
+from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
 from outlast.errors import CheckpointError
 
 __all__ = ["save_all_states", "save_state"]
 
 log = logging.getLogger("outlast.elastic")
 
-Writes = dict[str, Callable[[BinaryIO], object]]
+Writes = dict[str, Write]
 
 
 @overload
@@ -87,31 +87,36 @@ def save_all_states(
     states = _agreed(replicas)
     for name, state in states.items():
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
-    writes: Writes = {name: state.save for name, state in states.items()}
+    writes: Writes = {name: checked(name, state.save) for name, state in states.items()}
     if in_trial:
         directory = _committed(replicas, "Ray", lambda: _report(writes, metrics or {}))
         return pending_save.ended(directory) if asynchronous else directory
     assert path is not None
     if not asynchronous:
         return _committed(replicas, path, lambda: _write(path, writes, replicas.world_size))
-    copies: dict[str, Copy] = {}
+    copies: dict[str, StateCopy] = {}
 
     def copy(parts: list[Any]) -> None:
         for name, write in writes.items() if replicas.writes else ():
-            copies[name] = Copy()
-            copies[name].fill(name, write)
+            copies[name] = StateCopy()
+            copies[name].fill(write)
 
     def commit() -> str | None:
         copied: Writes = {name: each.write for name, each in copies.items()}
         try:
             return _committed(replicas, path, lambda: _write(path, copied, replicas.world_size))
         finally:
-            close_all(copies.values())
+            free()
+
+    def free() -> None:
+        # A caller that keeps an exception keeps its frames, and what they refer to.
+        for each in copies.values():
+            each.close()
 
     try:
         replicas.gather("the copy of states into memory", None, copy)
     except BaseException:
-        close_all(copies.values())
+        free()
         raise
     return pending_save.start(replicas, commit)
 
@@ -148,12 +153,7 @@ def save_state(
     def write() -> None:
         if checkpoint_dir is None or not replicas.writes:
             return
-        folder = Path(checkpoint_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
-            entry = write_state(Path(working), name, state.save)
-            os.replace(Path(working) / entry.name, folder / entry.name)
-        _sync(folder)
+        replace_file(Path(checkpoint_dir) / file_name(name), checked(name, state.save))
 
     replicas.together(f"the save of state {name!r}", write)
 
@@ -195,21 +195,13 @@ def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str 
 
 
 def _write(path: str, writes: Writes, world_size: int) -> str:
-    with Draft(path, world_size) as draft:
-        while writes:  # what is written needs no memory any more
+    with new_checkpoint(LocalStorage(path, STATES), world_size) as checkpoint:
+        while writes:  # each is dropped once it is written, and its memory with it
             name = next(iter(writes))
-            draft.add(name, writes.pop(name))
-        return draft.commit()
+            checkpoint.add(file_name(name), writes.pop(name))
+        return checkpoint.commit()
 
 
 def _report(writes: Writes, metrics: Mapping[str, Any]) -> str:
     with tempfile.TemporaryDirectory(prefix="outlast-") as folder:
         return ray_trial.report(_write(folder, writes, 1), metrics)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

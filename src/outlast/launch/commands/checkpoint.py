@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.launch.commands import checkpoint_output as output
-from outlast.launch.commands import checkpoint_states
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.storage.protocol import Storage
+    from outlast.async_checkpoint.files import Storage
 
 __all__ = ["register"]
 
@@ -50,23 +49,19 @@ def ls(
     Only the sizes of the files are checked; `verify` reads their contents.
     """
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint.storage.directory import survey
+        from outlast.async_checkpoint import files
 
-        states = checkpoint_states.find(storage)
-        states_folders = {one.folder for one in states}
-        found = [one for one in survey(storage) if one.folder not in states_folders]
-        if not found and not states:
+        found = {kind.prefix: files.survey(kind) for kind in _kinds(storage)}
+        if not any(found.values()):
             _refuse_unrelated_folder(storage)
         if as_json:
-            rows = [output.as_json(one) for one in found]
-            rows += [checkpoint_states.as_json(one) for one in states]
+            rows = [output.as_json(one, prefix) for prefix in found for one in found[prefix]]
             typer.echo(json.dumps(rows, indent=2))
             return
-        if found:
-            output.print_table(found)
-        if states:
-            checkpoint_states.print_table(states)
-        if not found and not states:
+        for prefix, folders in found.items():
+            if folders:
+                output.print_table(folders, prefix)
+        if not any(found.values()):
             typer.echo(f"no checkpoints in {storage.where}")
 
 
@@ -80,28 +75,29 @@ def verify(
     one is damaged or there is none.
     """
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint.storage import directory as checkpoints
+        from outlast.async_checkpoint import files
         from outlast.errors import CheckpointError
 
-        # A checkpoint without a manifest has no list of files; `verify` reports it.
-        known = {one.step: one for one in checkpoints.survey(storage) if one.step is not None}
-        if not known and checkpoint_states.verify(storage, steps or []):
-            return
+        known = {one.step: one for one in files.survey(storage) if one.step is not None}
+        if not known and len(_kinds(storage)) > 1:
+            storage = _kinds(storage)[1]
+            known = {one.step: one for one in files.survey(storage) if one.step is not None}
         if not known and not steps:
             _refuse_unrelated_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
         wanted = list(dict.fromkeys(steps)) if steps else list(known)
-        sizes = {s: one.info.size_bytes for s, one in known.items() if one.info is not None}
+        # A checkpoint without a manifest has no list of files; `verify` reports it.
+        sizes = {s: one.manifest.size_bytes for s, one in known.items() if one.manifest is not None}
         damaged = False
         with output.progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
-                    info = checkpoints.verify(storage, step, advance)
+                    info = files.verify(storage, step, advance)
                 except CheckpointError as e:
                     damaged = True
-                    typer.echo(f"outlast: error: step {step}: {e}", err=True)
+                    typer.echo(f"outlast: error: {storage.prefix} {step}: {e}", err=True)
                 else:
-                    output.print_verified(f"step {step}", info.size_bytes)
+                    output.print_verified(f"{storage.prefix} {step}", info.size_bytes)
     if damaged:
         raise typer.Exit(1)
 
@@ -124,14 +120,17 @@ def rm(
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint.storage import directory as checkpoints
+        from outlast.async_checkpoint import files
         from outlast.errors import CheckpointError
 
         chosen = list(dict.fromkeys(steps))
-        found = {one.step for one in checkpoints.survey(storage) if one.step is not None}
+        found = {one.step for one in files.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
-        if missing and not found:
-            checkpoint_states.refuse_deletion(storage)
+        if missing and not found and any(files.survey(kind) for kind in _kinds(storage)[1:]):
+            raise CheckpointError(
+                f"{storage.where} holds checkpoints of states; every save_all_states() removes the "
+                "earlier ones, so there is nothing to delete: to start anew, remove the folder"
+            )
         if missing:
             raise CheckpointError(
                 f"{storage.where} has no checkpoint of {_steps(missing)}; it has {sorted(found)}"
@@ -142,7 +141,7 @@ def rm(
         )
         try:
             # Checked with the lock held: before that, a job may have changed the folder.
-            surveyed = checkpoints.survey(storage)
+            surveyed = files.survey(storage)
             valid = {one.step for one in surveyed if one.step is not None and not one.wrong}
             if valid & set(chosen) and not valid - set(chosen) and not force:
                 raise CheckpointError(
@@ -152,7 +151,7 @@ def rm(
             if not yes and not _confirmed(f"Delete {_steps(chosen)} from {storage.where}?"):
                 raise CheckpointError("nothing was deleted")
             for step in chosen:
-                checkpoints.delete(storage, step)
+                files.delete(storage, step)
                 typer.echo(f"deleted step {step}")
         finally:
             storage.unlock()
@@ -171,7 +170,7 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _open(directory: str) -> closing[Storage]:
-    from outlast.async_checkpoint.storage.open import open_storage
+    from outlast.async_checkpoint.files import open_storage
     from outlast.errors import CheckpointError
 
     path = directory.removeprefix("file://")
@@ -181,14 +180,24 @@ def _open(directory: str) -> closing[Storage]:
     return closing(open_storage(directory))
 
 
+def _kinds(storage: Storage) -> list[Storage]:
+    """The storage for each kind of checkpoint: those of a checkpointer, and in a folder on a file
+    system those of elastic states (`save_all_states`).
+    """
+    from outlast.async_checkpoint.files import STATES, LocalStorage
+
+    if not isinstance(storage, LocalStorage):
+        return [storage]
+    return [storage, LocalStorage(storage.where, STATES)]
+
+
 def _refuse_unrelated_folder(storage: Storage) -> None:
     """An empty folder is accepted; one that holds other things was probably named by mistake.
 
     Raises:
         CheckpointError: saying what the folder is, and what to give instead.
     """
-    from outlast.async_checkpoint.storage.local import LocalStorage
-    from outlast.async_checkpoint.storage.manifest import MANIFEST
+    from outlast.async_checkpoint.files import MANIFEST, LocalStorage
     from outlast.errors import CheckpointError
 
     if not isinstance(storage, LocalStorage):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,77 +10,78 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.storage.directory import Found
+    from outlast.async_checkpoint.files import Found
 
 __all__ = [
     "as_json",
-    "print_rows",
     "print_table",
     "print_verified",
     "progress_bar",
-    "size_text",
 ]
 
 
-def as_json(found: Found) -> dict[str, object]:
-    """A folder as a JSON object."""
-    known = dataclasses.asdict(found.info) if found.info is not None else {}
+def as_json(found: Found, prefix: str) -> dict[str, object]:
+    """A folder as a JSON object.
+
+    Args:
+        found: the folder.
+        prefix: the kind of checkpoint, `step` or `states`.
+    """
+    of_states = prefix == "states"
+    known: dict[str, object] = {}
+    manifest = found.manifest
+    if manifest is not None:
+        known = {"size_bytes": manifest.size_bytes, "world_size": manifest.world_size}
+        if of_states:
+            known["states"] = len(manifest.files)
+        else:
+            known |= {"metric": manifest.metric, "tensors": len(manifest.tensors)}
     state = "damaged" if found.wrong else "whole"
     return {
-        **known,
-        "step": found.step,
+        **({"step": None, "number": found.step} if of_states else {"step": found.step}),
         "folder": found.folder,
+        **known,
         "state": found.wrong if found.step is None else state,  # "not committed", "replaced"
         "wrong": "" if found.step is None else found.wrong,
     }
 
 
-def print_table(found: Sequence[Found]) -> None:
-    """Print a row for each folder."""
-    rows = []
-    for one in found:
-        about = ["-"] * 4
-        if one.info is not None:
-            metric = "-" if one.info.metric is None else f"{one.info.metric:g}"
-            size = size_text(one.info.size_bytes)
-            about = [size, str(one.info.world_size), metric, str(one.info.tensors)]
-        rows.append((one.step, about, one.wrong, one.folder))
-    print_rows(["step", "size", "world size", "metric", "tensors"], rows)
-
-
-def print_rows(
-    titles: Sequence[str], rows: Sequence[tuple[int | None, Sequence[str], str, str]]
-) -> None:
-    """Print a table with a last column "state".
-
-    Args:
-        titles: of the other columns.
-        rows: number of the checkpoint (`None` if it is not one), the other columns, what is wrong
-            with it (empty if nothing is), and its folder.
-    """
+def print_table(found: Sequence[Found], prefix: str) -> None:
+    """Print a row for each folder. See `as_json`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    of_states = prefix == "states"
+    titles = ["number", "states"] if of_states else ["step", "metric", "tensors"]
+    titles[1:1] = ["size", "world size"]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", overflow="fold")
-    for number, about, wrong, folder in rows:
-        if number is None:
-            state = Text(f"{wrong}: {folder}", style="dim")
-        elif wrong:
-            state = Text(f"damaged: {wrong}", style="red")
+    for one in found:
+        about = ["-"] * (len(titles) - 1)
+        if one.manifest is not None:
+            about = [_size_text(one.manifest.size_bytes), str(one.manifest.world_size)]
+            if of_states:
+                about.append(str(len(one.manifest.files)))
+            else:
+                metric = one.manifest.metric
+                about += ["-" if metric is None else f"{metric:g}", str(len(one.manifest.tensors))]
+        if one.step is None:
+            state = Text(f"{one.wrong}: {one.folder}", style="dim")
+        elif one.wrong:
+            state = Text(f"damaged: {one.wrong}", style="red")
         else:
             state = Text("whole", style="green")
-        table.add_row("-" if number is None else str(number), *about, state)
+        table.add_row("-" if one.step is None else str(one.step), *about, state)
     # Into a pipe, print full lines rather than lines cut to the width of a missing terminal.
     Console(width=None if sys.stdout.isatty() else 500).print(table)
 
 
 def print_verified(name: str, size_bytes: int) -> None:
     """Report a checkpoint without damage."""
-    typer.echo(f"{name}: every byte is as it was written, {size_text(size_bytes)}")
+    typer.echo(f"{name}: every byte is as it was written, {_size_text(size_bytes)}")
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def progress_bar(size_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda done_bytes: progress.advance(task, done_bytes)
 
 
-def size_text(size_bytes: int) -> str:
+def _size_text(size_bytes: int) -> str:
     """A size with its unit, e.g. `25.2 MB`."""
     from rich.filesize import decimal
 

@@ -1,0 +1,285 @@
+"""The interface of this package's storage for other packages: `outlast.elastic`, the command line.
+
+Directories of checkpoints are listed, verified and deleted. Checkpoints of named files, in which
+`outlast.elastic` keeps its states, are written and read; they have the checkpointer's directories,
+manifest, checksums, lock and commit. A save of one writes, in order: the files, each durable; the
+manifest; the entries of the working directory; the rename to the final name. Only then are older
+checkpoints removed. A process that is killed before the rename leaves a working directory, which
+the next save removes.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+import os
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from outlast.async_checkpoint.restore.verified_read import Piece, StorageSource, read_verified
+from outlast.async_checkpoint.storage.directory import (
+    Found,
+    candidates,
+    delete,
+    is_committed,
+    leftovers,
+    read_manifest,
+    size_error,
+    survey,
+    verify,
+    verify_folder,
+)
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    checksum,
+    encode,
+    format_version,
+    pieces,
+)
+from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.protocol import STATES, Storage, step_of
+from outlast.errors import CheckpointError
+from outlast.system.files import fsync_folder
+
+__all__ = [
+    "MANIFEST",
+    "STATES",
+    "FileCheckpoint",
+    "Found",
+    "LocalStorage",
+    "NewFileCheckpoint",
+    "Storage",
+    "candidates",
+    "checksum",
+    "delete",
+    "is_committed",
+    "new_checkpoint",
+    "newest_valid",
+    "open_storage",
+    "replace_file",
+    "survey",
+    "verify",
+    "verify_folder",
+]
+
+log = logging.getLogger("outlast.checkpoint")
+
+
+class FileCheckpoint:
+    """A committed checkpoint, of which only the manifest has been read.
+
+    Args:
+        storage: where it is.
+        folder: its name.
+
+    Raises:
+        CheckpointError: if the manifest is missing, damaged or of a later format.
+    """
+
+    def __init__(self, storage: LocalStorage, folder: str) -> None:
+        self.where = f"{storage.where}/{folder}"
+        self._storage = storage
+        self._folder = folder
+        self._manifest = read_manifest(storage, folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._manifest.files
+
+    def read(self, name: str) -> io.BytesIO:
+        """The content of a file, every byte of it verified.
+
+        Raises:
+            CheckpointError: naming the file, if it is missing or not what was written.
+        """
+        entry = self._manifest.files[name]
+        wrong = size_error(self._storage, self._folder, entry)
+        if wrong:
+            raise CheckpointError(f"{self.where} is damaged: {wrong}")
+        files, chunk_bytes = self._manifest.files, self._manifest.chunk_bytes
+        source = StorageSource(self._storage, self._folder, files, chunk_bytes)
+        content = io.BytesIO(bytes(entry.size_bytes))
+        if entry.size_bytes:
+            with content.getbuffer() as view:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                read_verified(source, [Piece(name, 0, entry.size_bytes, address, view)])
+        return content
+
+
+def newest_valid(storage: LocalStorage) -> str | None:
+    """The directory of the newest checkpoint of which every byte is valid; `None` if there is no
+    checkpoint.
+
+    Raises:
+        CheckpointError: if none is valid, naming what is wrong with each; or if there is one of a
+            later format, which must not be passed over.
+    """
+    wrong = []
+    for _, folder in candidates(storage):
+        try:
+            verify_folder(storage, folder)
+        except CheckpointError as e:
+            if _version(storage, folder) > FORMAT_VERSION:
+                raise
+            wrong.append(str(e))
+            log.warning("passed over a checkpoint: %s", e)
+        else:
+            return folder
+    if wrong:
+        raise CheckpointError(
+            f"no checkpoint in {storage.where} is valid:\n  " + "\n  ".join(wrong)
+        )
+    return None
+
+
+class NewFileCheckpoint:
+    """The next checkpoint, in a working directory. Made by `new_checkpoint`.
+
+    Args:
+        storage: locked.
+        world_size: of the job.
+    """
+
+    def __init__(self, storage: LocalStorage, world_size: int) -> None:
+        self._storage = storage
+        self._world_size = world_size
+        self._files: dict[str, FileEntry] = {}
+        self._save_id = uuid.uuid4().hex[:16]
+        # Also directories without a manifest count: no two have the same number.
+        steps = [step_of(folder, storage.prefix) or 0 for folder in storage.folders()]
+        self._number = max(steps, default=0) + 1
+        self.working, self.final = storage.names_for(self._number, self._save_id)
+        self.committed = False
+        storage.make(self.working)
+
+    def add(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        """Writes a file; returns when it is durable.
+
+        Args:
+            name: of the file.
+            write: is given the file. It may leave it closed, or at any position.
+
+        Raises:
+            OSError: if the file cannot be written; and whatever `write` raises.
+        """
+        self._files[name] = _write_file(self._storage.root / self.working / name, write)
+
+    def commit(self) -> str:
+        """Makes it the newest checkpoint, and removes those before it; returns its path."""
+        storage = self._storage
+        manifest = Manifest(
+            step=self._number,
+            save_id=self._save_id,
+            world_size=self._world_size,
+            metric=None,
+            chunk_bytes=CHUNK_BYTES,
+            files=self._files,
+            tensors={},
+            values={},
+        )
+        storage.put(self.working, MANIFEST, encode(manifest))
+        storage.sync(self.working)
+        storage.publish(self.working, self.final)
+        self.committed = True
+        for folder in _replaced_by(storage, self._number):
+            _remove(storage, folder)
+        return f"{storage.where}/{self.final}"
+
+
+@contextlib.contextmanager
+def new_checkpoint(storage: LocalStorage, world_size: int) -> Iterator[NewFileCheckpoint]:
+    """A checkpoint to fill and commit in a `with` block. What is not committed then is removed.
+
+    Args:
+        storage: its directory is created.
+        world_size: of the job.
+
+    Raises:
+        CheckpointError: if another process saves there; names it.
+        OSError: if the directory cannot be created.
+    """
+    storage.prepare()
+    storage.lock(f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        for folder in leftovers(storage):
+            log.info("removing %s, which an interrupted save has left", folder)
+            _remove(storage, folder)
+        new = NewFileCheckpoint(storage, world_size)
+        try:
+            yield new
+        finally:
+            if not new.committed:
+                _remove(storage, new.working)
+    finally:
+        storage.unlock()
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file outside of any checkpoint, durably, and puts it in place in one step.
+
+    Args:
+        path: of the file; its directory is created.
+        write: as for `NewFileCheckpoint.add`.
+    """
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
+        written = Path(working) / path.name
+        _write_file(written, write)
+        os.replace(written, path)
+    fsync_folder(folder)
+
+
+def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> FileEntry:
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        with open(os.dup(descriptor), "w+b") as file:
+            write(file)
+        os.fsync(descriptor)
+        size = os.fstat(descriptor).st_size
+        buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
+        checksums = []
+        for at, length in pieces(size):
+            if os.preadv(descriptor, [buffer[:length]], at) != length:
+                raise OSError(f"{path} changed while it was saved")
+            checksums.append(checksum(buffer[:length]))
+    finally:
+        os.close(descriptor)
+    return FileEntry(path.name, size, checksums)
+
+
+def _replaced_by(storage: LocalStorage, number: int) -> list[str]:
+    """The directories of the checkpoints that checkpoint `number` replaces. One with a manifest
+    that this library cannot read is not replaced.
+    """
+    older = [folder for step, folder in candidates(storage) if step < number]
+    return [folder for folder in older if 0 < _version(storage, folder) <= FORMAT_VERSION]
+
+
+def _remove(storage: LocalStorage, folder: str) -> None:
+    """Removes a directory. If that fails, the next save tries again; a commit stays valid."""
+    try:
+        storage.remove(folder)
+    except OSError as e:
+        log.warning("%s/%s could not be removed: %s", storage.where, folder, e)
+
+
+def _version(storage: LocalStorage, folder: str) -> int:
+    """The version of the format of a checkpoint; 0 if its manifest does not tell."""
+    try:
+        return format_version(storage.get(folder, MANIFEST)) or 0
+    except OSError:
+        return 0
