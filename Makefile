@@ -1,15 +1,19 @@
 # Everything a contributor runs. Each target makes the environment that it needs, from nothing.
 #   make demo    a training run that goes through planned faults, and the report of it
-#   make test    the tests
+#   make check   format, lint, types, import order, the documentation and its examples
+#   make test    the tests, without the longest
+#   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-ray  those that need Ray, in an environment of their own: it is large
-#   make check   format, lint, types, import order
 #   make bench   the benchmarks, beside another library that restarts in place
-#   make docs    the documentation, into build/site
+#   make docs    the documentation, into build/site; its Python examples are type-checked
 
 PYTHON ?= python3
 # Installed first and by exact version: a CPU build is enough for all that is here, and plain
 # `torch` may fetch gigabytes of CUDA packages. On a machine with GPUs: make TORCH=torch ...
 TORCH ?= torch==2.13.0
+
+# Processes that run tests.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +26,7 @@ RAY_STAMP := $(RAY_VENV)/.installed
 BUILT_FROM := pyproject.toml hatch_build.py src/outlast/async_checkpoint/snapshot/nontemporal_copy.c
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench docs clean
+.PHONY: help venv demo test test-all test-ray check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,7 +40,7 @@ touch $@
 endef
 
 $(STAMP): $(BUILT_FROM)
-	$(call environment,$(VENV),dev$(,)demo)
+	$(call environment,$(VENV),dev$(,)docs$(,)demo)
 
 # Apart from .venv, so that the library compared with never stands beside the tests. Its
 # requirements are torch, psutil, and small pure-Python packages: as torch is there already, it
@@ -62,8 +66,12 @@ demo: $(STAMP)
 		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
 
+# Tests wait more than they compute, and a job of several ranks has the other cores.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --all
 
 test-ray: $(RAY_STAMP)
 	$(RAY_VENV)/bin/python -m pytest tests/elastic/test_ray.py
@@ -73,6 +81,7 @@ check: $(STAMP)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -81,12 +90,9 @@ format: $(STAMP)
 bench: $(BENCH_STAMP)
 	$(BENCH_BIN)/python -m benchmarks
 
-$(VENV)/.docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	touch $@
-
-docs: $(VENV)/.docs-installed
-	$(BIN)/mkdocs build --strict --site-dir build/site
+docs: $(STAMP)
+	$(BIN)/python tests/docs/check_examples.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \

@@ -4,6 +4,8 @@ tests of several rooms get their rank processes from.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,14 @@ from leaks import no_leaks
 from procs import Job
 from zygote import Zygote
 
+# torch asks the resolver for the name of every peer; a resolver that drops the question would cost
+# five seconds a connection.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # No deadline: the machine is shared, and a property is true or false at any speed.
-hypothesis.settings.register_profile("outlast", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("outlast")
+_PROFILE = {"deadline": None, "print_blob": True}
+hypothesis.settings.register_profile("some", max_examples=25, derandomize=True, **_PROFILE)
+hypothesis.settings.register_profile("all", max_examples=100, **_PROFILE)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,8 +46,9 @@ def _no_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Where rank processes come from: torch is imported there already."""
+    """Where rank processes and launchers come from: torch is imported there already."""
     with Zygote() as zygote:
+        zygote.share()
         yield zygote
 
 
@@ -58,10 +66,33 @@ def ranks(tmp_path: Path, zygote: Zygote, request: pytest.FixtureRequest) -> Cal
     return job
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-all` gives this option, `make test` does not."""
+    parser.addoption(
+        "--all", action="store_true", help="also run tests marked slow, and more examples of each"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "some")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow, unless all is asked for; skip what needs a GPU without one."""
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Take all that is imported out of the garbage collector's sight: a collection after a test is
+    then one of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()

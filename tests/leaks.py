@@ -9,6 +9,7 @@ generous, because it is a net on a busy machine and no measure of anything.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -181,9 +182,25 @@ def _descriptors() -> dict[int, str]:
 
 def _children() -> Iterator[psutil.Process]:
     exempt_pid = resource_tracker._resource_tracker._pid  # multiprocessing's own, for life
-    for child in psutil.Process().children(recursive=True):
-        if child.pid != exempt_pid:
-            yield child
+    for pid in _descendants():
+        if pid != exempt_pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield psutil.Process(pid)
+
+
+def _descendants() -> Iterator[int]:
+    """The kernel's lists of children, where it has them, save a look at all processes there are."""
+    if not Path("/proc/thread-self/children").exists():
+        yield from (child.pid for child in psutil.Process().children(recursive=True))
+        return
+    parents = [os.getpid()]
+    while parents:
+        parent = parents.pop()
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                found = [int(pid) for pid in children.read_text().split()]
+                yield from found
+                parents += found
 
 
 def _signal_handlers() -> dict[signal.Signals, Any]:

@@ -81,9 +81,12 @@ def free_port() -> int:
     """A port of 127.0.0.1 that is free, and was not given before.
 
     It lies below the range from which the kernel takes the ports of outgoing connections, so that
-    none of those takes it before the job's store does.
+    none of those takes it before the job's store does. Each worker of pytest-xdist has ports of its
+    own.
     """
-    for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(15_000 + worker % 16 * 1000, 16_000 + worker % 16 * 1000)
+    for port in random.SystemRandom().sample(ports, len(ports)):
         if port in _given_ports:
             continue
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -224,9 +227,6 @@ class Job:
             **os.environ,
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            # torch asks the resolver for the name of every peer; a resolver that drops the
-            # question would cost five seconds a connection.
-            "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "RANK": str(rank),

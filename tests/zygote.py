@@ -2,43 +2,74 @@
 
     with Zygote() as zygote, Job(tmp_path, script, spawn=zygote.spawn) as job:
         ...
+    with Zygote() as zygote, zygote.start([sys.executable, "-m", "module"], stdout=PIPE) as process:
+        ...
 
 The zygote is a process that has imported torch and outlast and done nothing with them. On request
 it forks; the child becomes what a fresh interpreter with the same command line would be: a session
-of its own, its own environment, output and `sys.argv`, and then the script as `__main__`. It is
-its parent, so it tells the exit code of a child that has ended.
+of its own, its own environment, working directory, output and `sys.argv`, and then the script or
+module as `__main__`. The zygote is its parent, so it reports the exit code of a child that has
+ended. What differs from a fresh interpreter: modules are imported already, and /proc shows the
+zygote's command line and environment, but for the job's id.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from procs import MARKER
+from procs import MARKER, default_signals
+
+IMPORTS = (
+    "outlast.async_checkpoint",
+    "outlast.chaos",
+    "outlast.elastic",
+    "outlast.inprocess",
+    "outlast.launch.cli",
+    # What torch imports only when it is used: an optimizer's first step, a DTensor, `dcp.load`.
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+)
 
 _BLANK = "0" * 32
 """What the zygote carries in place of a job's id, so that a child can put the id there."""
+
+
+_shared: list[Zygote] = []
+
+
+def shared() -> Zygote:
+    """The zygote of the session, for tests that ask for the fixture of that name."""
+    return _shared[0]
 
 
 class Zygote:
     """The test's side: one request at a time, each answered at once.
 
     Args:
-        imports: modules that its children have from the beginning, besides torch and outlast.
+        imports: modules that its children have from the beginning.
     """
 
-    def __init__(self, imports: Sequence[str] = ()) -> None:
+    def __init__(self, imports: Sequence[str] = IMPORTS) -> None:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -53,65 +84,174 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=default_signals,
             )
         self._socket = ours
         self._lines = ours.makefile("r")
+
+    def share(self) -> None:
+        """Makes this the one that `shared` gives, until its end."""
+        _shared[:] = [self]
 
     def __enter__(self) -> Zygote:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if _shared == [self]:
+            _shared.clear()
         self._lines.close()
-        self._socket.close()  # its sign to end
+        self._socket.close()
+        self._process.kill()  # it may still be importing
         self._process.wait()
 
     def spawn(
         self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path
-    ) -> _Process:
-        """Starts `python script args...`, as `Job` asks for it."""
-        _, script, *args = command
-        out.touch()
-        err.touch()
-        request = {"script": script, "args": args, "env": dict(env)}
-        pid = self._ask({**request, "out": str(out), "err": str(err)})
-        return _Process(self, pid)
+    ) -> Started:
+        """Starts a process with its output in two files, as `Job` asks for it."""
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            return self.start(command, env, stdout=out_file.fileno(), stderr=err_file.fileno())
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> Started:
+        """Starts `python script args...` or `python -m module args...`, like `subprocess.Popen`.
+
+        Args:
+            stdout: a descriptor, or `subprocess.PIPE`.
+            stderr: a descriptor, or `subprocess.PIPE`.
+        """
+        streams: list[IO[bytes] | None] = []
+        ends: list[int] = []  # the child's
+        mine: list[int] = []  # those of them that are to be closed here
+        for stream in (stdout, stderr):
+            if stream != subprocess.PIPE:
+                streams.append(None)
+                ends.append(stream)
+                continue
+            read, write = os.pipe()
+            streams.append(open(read, "rb"))  # noqa: SIM115 - `Started` closes it
+            ends.append(write)
+            mine.append(write)
+        request = {
+            "command": list(command[1:]),
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd or Path.cwd()),
+        }
+        try:
+            pid = self._ask(request, ends)
+        finally:
+            for end in mine:
+                os.close(end)
+        return Started(self, pid, command, *streams)
+
+    def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Like `subprocess.run`, with the output as text."""
+        with self.start(command, env, cwd) as process:
+            out, err = process.communicate(timeout)
+        return subprocess.CompletedProcess(command, process.wait(), out, err)
 
     def reap(self, pid: int) -> int:
         """The wait status of a child that has ended."""
         return self._ask({"reap": pid})
 
-    def _ask(self, request: dict[str, Any]) -> int:
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+        data = json.dumps(request).encode() + b"\n"
+        # The descriptors go with the first byte: the others may take several messages.
+        socket.send_fds(self._socket, [data[:1]], descriptors)
+        self._socket.sendall(data[1:])
         return int(self._lines.readline())
 
 
-class _Process:
-    """A child of the zygote, with what `Job` needs of `subprocess.Popen`."""
+class Started:
+    """A child of the zygote, with what tests need of `subprocess.Popen`."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        pid: int,
+        command: Sequence[str],
+        stdout: IO[bytes] | None,
+        stderr: IO[bytes] | None,
+    ) -> None:
         self.pid = pid
+        self.args = command
+        self.stdout = stdout
+        self.stderr = stderr
         self._zygote = zygote
         self._code: int | None = None
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.kill()
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code
 
     def poll(self) -> int | None:
         return self._code if self._code is not None else self._wait(0)
 
-    def wait(self) -> int:
-        code = self._code if self._code is not None else self._wait(None)
-        assert code is not None
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._code if self._code is not None else self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it writes until both streams are closed, as text."""
+        texts = {"out": b"", "err": b""}
+
+        def read(name: str, stream: IO[bytes] | None) -> None:
+            texts[name] = stream.read() if stream is not None else b""
+
+        readers = [
+            threading.Thread(target=read, args=("out", self.stdout)),
+            threading.Thread(target=read, args=("err", self.stderr)),
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise
+        finally:
+            for reader in readers:
+                reader.join()
+        return texts["out"].decode(), texts["err"].decode()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def _wait(self, timeout_ms: int | None) -> int | None:
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
         # Until it is reaped, at our request only, the number stays its own.
         pidfd = os.pidfd_open(self.pid)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            if not poll.poll(timeout_ms):
+            if not poll.poll(None if timeout is None else timeout * 1000):
                 return None
         finally:
             os.close(pidfd)
@@ -119,39 +259,65 @@ class _Process:
         return self._code
 
 
-def _serve(channel: socket.socket) -> dict[str, Any] | None:
+def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """The zygote's side, until the test closes the channel. In a child: what it is to become."""
-    import outlast.inprocess  # noqa: F401 - what this process is for: torch comes with it
-
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
+        if name.startswith("outlast"):
+            for public in getattr(module, "__all__", ()):
+                getattr(module, public)  # some are imported when they are asked for
+    gc.collect()
+    gc.freeze()  # so that a child's collections do not go through, and copy, all of torch
 
-    lines = channel.makefile("r")
-    while line := lines.readline():
+    while True:
+        first, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+        if not first:
+            return None
+        line = bytearray(first)
+        while not line.endswith(b"\n"):
+            line += channel.recv(65536)
         request: dict[str, Any] = json.loads(line)
         if "reap" in request:
             channel.sendall(f"{os.waitpid(request['reap'], 0)[1]}\n".encode())
         elif os.fork() == 0:
             os.setsid()  # before the answer: the test may kill the session as soon as it knows it
             channel.sendall(f"{os.getpid()}\n".encode())
-            lines.close()
             channel.close()
-            return request
-    return None
+            return request, descriptors
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
-def _become(request: dict[str, Any]) -> None:
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Makes a child what a fresh interpreter would be."""
-    for number, key in ((1, "out"), (2, "err")):
-        file = os.open(request[key], os.O_WRONLY)
-        os.dup2(file, number)
-        os.close(file)
+    for number, descriptor in enumerate(descriptors, start=1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    env = request["env"]
     os.environ.clear()
-    os.environ.update(request["env"])
-    _show_in_proc(request["env"][MARKER])
-    faulthandler.enable()
-    sys.argv = [request["script"], *request["args"]]
-    sys.path[0] = str(Path(request["script"]).parent)
+    os.environ.update(env)
+    os.chdir(request["cwd"])
+    tempfile.tempdir = None
+    if MARKER in env:
+        _show_in_proc(env[MARKER])
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(write_through=bool(env.get("PYTHONUNBUFFERED")))
+
+
+def _run(command: list[str]) -> None:
+    """Runs `script args...` or `-m module args...`, as the interpreter does."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = str(Path(command[0]).parent)
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _show_in_proc(job_id: str) -> None:
@@ -168,6 +334,6 @@ def _show_in_proc(job_id: str) -> None:
 if __name__ == "__main__":
     task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if task is not None:
-        _become(task)
+        _become(*task)
         # At the top of the stack, so that an exception ends the process as it always does.
-        runpy.run_path(task["script"], run_name="__main__")
+        _run(task[0]["command"])

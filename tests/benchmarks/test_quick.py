@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,6 +24,7 @@ def test_the_quick_scale_benchmark_counts_a_constant_number_of_operations(tmp_pa
         assert large[what]["operations"] < 1.3 * small[what]["operations"]
 
 
+@pytest.mark.slow
 def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_where_it_says(
     tmp_path: Path,
 ) -> None:
@@ -42,6 +45,7 @@ def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_whe
     assert "Goals" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_quick_elastic_benchmark_finds_the_same_bits_at_any_size(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "elastic", "--quick", "--out", str(out)]

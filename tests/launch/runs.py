@@ -20,7 +20,6 @@ import os
 import select
 import selectors
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -31,8 +30,9 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+import zygote
 from outlast.launch.agent.job_store import JOB_KEY
-from procs import MARKER, NET_S, default_signals, marked
+from procs import MARKER, NET_S, marked
 
 WORKER = '''
 """Says that it is there, then exits as it is told: SIGUSR1 is code 0, SIGUSR2 code 3."""
@@ -86,14 +86,10 @@ class Run:
         self.err = ""
         self._taken: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        self.process = subprocess.Popen(
+        self.process = zygote.shared().start(
             [sys.executable, "-m", "outlast.launch", "run", *options, str(self.script), *args],
             env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},
             cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=default_signals,
         )
         for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
             assert stream is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from launch.runs import Run
+from zygote import Zygote
 
 # A line in one piece: the workers of torchrun write into one pipe.
 PRINTS = """
@@ -26,13 +26,13 @@ OURS = {"OUTLAST_AGENT", "OUTLAST_REPLACEMENT", "OUTLAST_JOB", "OUTLAST_TEST_ID"
 OF_ONE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_as_torchrun_has_it(tmp_path: Path, nproc: int) -> None:
+def test_as_torchrun_has_it(tmp_path: Path, nproc: int, zygote: Zygote) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={nproc}", "--max-restarts=2", "--role=trainer", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = zygote.run(command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     theirs = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):

@@ -130,7 +130,7 @@ def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     plan.gate("never")
     scripts = Path(__file__).parents[1] / "scripts"
-    zygote = Zygote()
+    zygote = Zygote(["outlast.async_checkpoint"])
     job = Job(
         tmp_path,
         scripts / "lives.py",

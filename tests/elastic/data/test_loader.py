@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
@@ -41,7 +41,6 @@ def order(length: int = 20, epoch: int = 0, **options: Any) -> list[int]:
     return [i for share in sampler.shares(0, 1) for part in share.indices for i in part]
 
 
-@settings(derandomize=True, max_examples=40)
 @given(
     length=st.integers(1, 40),
     batch=st.integers(1, 12),

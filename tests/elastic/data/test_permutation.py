@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.elastic.data.permutation import Permutation, mixed
@@ -12,7 +12,6 @@ from outlast.elastic.data.permutation import Permutation, mixed
 KEYS = st.integers(-(2**70), 2**70)
 
 
-@settings(derandomize=True, max_examples=100)
 @given(size=st.integers(1, 3000), key=KEYS)
 def test_each_once(size: int, key: int) -> None:
     order = Permutation(size, key)(torch.arange(size))
@@ -20,7 +19,6 @@ def test_each_once(size: int, key: int) -> None:
     assert sorted(order.tolist()) == list(range(size))
 
 
-@settings(derandomize=True, max_examples=50)
 @given(size=st.integers(1, 10**12), key=KEYS, data=st.data())
 def test_any_place_by_itself(size: int, key: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))

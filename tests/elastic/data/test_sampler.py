@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.elastic import ElasticSampler
@@ -93,7 +93,6 @@ def batches(plan: Plan) -> Iterator[tuple[int, list[Share]]]:
         saved = states[0]
 
 
-@settings(derandomize=True, max_examples=80)
 @given(plans())
 def test_each_sample_of_each_epoch_once_in_an_order_that_no_size_changes(plan: Plan) -> None:
     found = [(epoch, [i for s in shares for i in trained_on(s)]) for epoch, shares in batches(plan)]
@@ -110,7 +109,6 @@ def test_each_sample_of_each_epoch_once_in_an_order_that_no_size_changes(plan: P
             assert len(indices) == length
 
 
-@settings(derandomize=True, max_examples=80)
 @given(plans())
 def test_the_weights_make_the_mean_over_the_global_batch(plan: Plan) -> None:
     for _, shares in batches(plan):
@@ -126,7 +124,6 @@ def test_the_weights_make_the_mean_over_the_global_batch(plan: Plan) -> None:
         assert total == samples
 
 
-@settings(derandomize=True, max_examples=80)
 @given(plans())
 def test_no_replica_misses_a_collective(plan: Plan) -> None:
     for _, shares in batches(plan):
@@ -143,7 +140,6 @@ def test_no_replica_misses_a_collective(plan: Plan) -> None:
             assert [*first, plan.virtual] == [0, *ends]
 
 
-@settings(derandomize=True, max_examples=40)
 @given(plans(), st.integers(1, 8))
 def test_the_parts_of_virtual_replicas_are_the_same_for_any_size(plan: Plan, virtual: int) -> None:
     plan = dataclasses.replace(plan, virtual=virtual, max_batch=None)

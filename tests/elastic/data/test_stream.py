@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.elastic import ShardedStream
@@ -73,7 +73,6 @@ def made(lengths: list[int]) -> Items:
     return {f"shard {i}": [next(numbers) for _ in range(n)] for i, n in enumerate(lengths)}
 
 
-@settings(derandomize=True, max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
     batch_size=st.integers(1, 4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,10 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "trains.py"
 STEPS = 12  # of the two epochs of `trains.py`
 
 
-IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "outlast.elastic.job.job")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def prepared() -> Iterator[Zygote]:
-    # For all these tests, so that it does not seem to be left behind by the first that uses it.
-    with Zygote(IMPORTS) as zygote:
-        yield zygote
-
-
 @pytest.fixture
-def trainings(prepared: Zygote, tmp_path: Path) -> Made:
+def trainings(zygote: Zygote, tmp_path: Path) -> Made:
     def ranks(arguments: str, nprocs: int) -> Job:
-        return Job(tmp_path, SCRIPT, nprocs=nprocs, args=[arguments], spawn=prepared.spawn)
+        return Job(tmp_path, SCRIPT, nprocs=nprocs, args=[arguments], spawn=zygote.spawn)
 
     def made(name: str = "checkpoints", **plan: Any) -> Trainings:
         return Trainings(ranks, tmp_path / name, **plan)

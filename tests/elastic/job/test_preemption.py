@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.coordination import MemoryStore
@@ -135,7 +135,6 @@ class Training:
             agreement.close()
 
 
-@settings(derandomize=True, max_examples=60)
 @given(data=st.data())
 def test_all_stop_after_the_same_step(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))

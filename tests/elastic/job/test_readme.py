@@ -20,7 +20,7 @@ def run(results: Path, fault: str, every: int = 100) -> str:
     command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(SCRIPT), str(results), fault, str(every)],
-        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -85,9 +85,7 @@ def test_a_second_save_replaces_the_first(folder: Path) -> None:
 
 @hypothesis.given(st.dictionaries(NAMES, st.binary(max_size=100), max_size=6))
 @hypothesis.example(dict.fromkeys(ODD, b"odd"))
-@hypothesis.settings(
-    max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_any_name_and_any_content_come_back(folder: Path, contents: dict[str, bytes]) -> None:
     class Bytes(State):
         content = b""

@@ -9,14 +9,13 @@ import pytest
 from inprocess.story import errors, events
 from procs import Job
 
-RESTARTS = 200
 MEMORY_BYTES = 32 << 20
 """What allocators may keep; a leak of a group an iteration takes more."""
 
 
-@pytest.mark.slow
-def test_restarts_leave_nothing_behind(ranks: Callable[..., Job]) -> None:
-    with ranks("soak", "many_restarts", str(RESTARTS)) as job:
+@pytest.mark.parametrize("restarts", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_restarts_leave_nothing_behind(ranks: Callable[..., Job], restarts: int) -> None:
+    with ranks("soak", "many_restarts", str(restarts)) as job:
         job.start_all()
         assert job.wait_all(150) == {0: 0, 1: 0}, errors(job)[-4000:]
         for rank in (0, 1):

@@ -92,7 +92,9 @@ class AsyncCallsQueue:
         """Starts a request's function in the background. Called on all ranks, in one order.
 
         What failed before does not keep a call from being scheduled: it is raised at the next
-        check. So the ranks stay in step, whichever of them hears of a failure first.
+        check. So the ranks stay in step, whichever of them hears of a failure first. After a
+        `TypeError`, `AsyncCallError` or `OSError` of this method the call has failed for all
+        ranks; later calls go on.
 
         Returns:
             The index of the call: 0, 1, 2, ...
@@ -103,8 +105,6 @@ class AsyncCallsQueue:
             OSError: if the system has no room for another process.
             RuntimeError: if the queue is closed.
             StoreError: when the other ranks cannot be reached.
-
-            After each of the first three the call has failed for all ranks; later calls go on.
         """
         ledger, watcher = self._open()
         if self._max_unfinalized is not None:

@@ -60,9 +60,14 @@ class ElasticLoader:
 
     Args:
         dataset: with `__len__` and `__getitem__`.
-        global_batch_size, shuffle, seed, drop_last, max_batch_size, virtual_replicas: see
-            `ElasticSampler`.
-        rank, replicas: this replica's place; of the default process group by default.
+        global_batch_size: see `ElasticSampler`.
+        shuffle: see `ElasticSampler`.
+        seed: see `ElasticSampler`.
+        drop_last: see `ElasticSampler`.
+        max_batch_size: see `ElasticSampler`.
+        virtual_replicas: see `ElasticSampler`.
+        rank: this replica's rank; of the default process group by default.
+        replicas: the number of replicas; of the default process group by default.
         options: for torch's `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, ...
 
     Attributes:

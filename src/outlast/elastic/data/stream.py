@@ -32,7 +32,8 @@ class ShardedStream:
         read: gives the items of a shard, from an offset on: `read(shard, offset)`.
         batch_size: items of a batch, of one replica.
         collate: makes a batch of items; torch's own by default.
-        rank, replicas: this replica's place; of the default process group by default.
+        rank: this replica's rank; of the default process group by default.
+        replicas: the number of replicas; of the default process group by default.
         group: in which the replicas tell one another where they are.
 
     Attributes:

@@ -1,0 +1,36 @@
+"""Names that the examples of the README and of docs use and do not define, with their types.
+
+`check_examples.py` imports from here what an example leaves undefined.
+"""
+
+import datetime as datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+import outlast
+from outlast import inprocess as inprocess
+from outlast.elastic import ModuleState as ModuleState
+from outlast.elastic import OptimizerState as OptimizerState
+from outlast.elastic import RandomState as RandomState
+from outlast.elastic import load_all_states as load_all_states
+from outlast.elastic import save_all_states as save_all_states
+
+call: inprocess.CallWrapper
+call_wrapper: inprocess.CallWrapper
+checkpoint: dict[str, Any]
+dataset: Dataset[Any]
+evaluate: Callable[[], None]
+first_step: int
+job: outlast.Job
+last_step: int
+loss_fn: torch.nn.CrossEntropyLoss
+make_model: Callable[[], torch.nn.Module]
+make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+model: torch.nn.Module
+module: torch.nn.Module
+optimizer: torch.optim.Optimizer
+save: Callable[[dict[str, Any]], None]
+train_step: Callable[[], None]

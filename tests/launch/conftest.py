@@ -1,0 +1,10 @@
+"""For all tests of the launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _launchers_come_from(zygote: object) -> None:
+    """`runs.Run` takes the shared zygote."""
