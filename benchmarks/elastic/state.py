@@ -92,7 +92,7 @@ def _job(job: ElasticJob) -> dict[str, float]:
     memory = time.perf_counter() - began
     # What lies in memory is of no use to a new process: the checkpoint is read.
     settle()
-    buffers = job.checkpointer._session.buffers
+    buffers = job.checkpointer._session.pool.buffers
     kept = [buffer.snapshot for buffer in buffers]
     for buffer in buffers:
         buffer.snapshot = None

@@ -33,15 +33,15 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.completion import AfterSave
 from outlast.async_checkpoint.save.folder_session import session_for
+from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.snapshot.take import Snapshots
+from outlast.async_checkpoint.snapshot.take import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger
-from outlast.errors import CheckpointError, StoreError
+from outlast.errors import CheckpointError
 from outlast.events import (
     Emitter,
     Sink,
@@ -125,50 +125,32 @@ class Checkpointer:
             self._take_over()
         if self.rank != 0:
             self._session.unlock()  # this process may have been rank 0 before
-        self._session.resize(max_in_flight)
+        self._session.pool.grow(max_in_flight)
         self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
         self._emitter.place(rank=self.rank)
-        described = self._session.described
         everywhere = dist.is_available() and dist.is_initialized()
-        described.move(dist.get_rank() if everywhere else 0, self.rank, self.world_size)
-        self._restorer = Restorer(
-            self._session,
-            described,
-            connect_ledger("restore", group),
-            group,
-            self._timeout,
-            self._emitter,
-        )
+        global_rank = dist.get_rank() if everywhere else 0
+        self._session.memo.move(global_rank, self.rank, self.world_size)
+        restores = connect_ledger("restore", group)
+        self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)
         try:
             self._restorer.open(self._owner_name())
         except BaseException:
-            if not taken_over:  # nobody else knows of it
+            if not taken_over:  # no other checkpointer knows of it
                 self._session.close(0.0)
             raise
-        self._exchange = StructureExchange(
-            connect_ledger("structure", group), self._timeout, self._session.agreed
-        )
-        self._snapshots = Snapshots(
-            self._session,
-            self._exchange,
-            described,
-            optimizers,
-            self.rank,
-            self.world_size,
-            self._job,
-        )
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        self._after = AfterSave(self._session, keep or Retention(), policy, self._emitter)
+        structures = connect_ledger("structure", group)
+        self._outcomes = SaveOutcomes(self._session, keep or Retention(), policy, self._emitter)
         self._pipeline = SavePipeline(
             self._session,
             ledger,
-            self._exchange,
-            self._after.committed,
-            self._after.ended,
-            self._after.drained,
+            StructureExchange(structures, self._timeout, self._session.memo),
+            Snapshotter(self._session, optimizers, self.rank, self.world_size, self._job),
+            self._outcomes,
+            self._emitter.clock,
             self._timeout,
         )
-        self._saves = 0
         self._closed = False
         self._at_exit = _close_at_exit(self)
         self._session.owner = self
@@ -192,46 +174,12 @@ class Checkpointer:
             CheckpointError: what cannot be saved; or an earlier save that failed, and then this one
                 is under way all the same.
         """
-        began = self._emitter.clock.now()
         self._check_open()
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} is no number from 0 on")
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
-        self._seal_all()  # the thread that trains is here: nothing is being written to
-        index, self._saves = self._saves, self._saves + 1
-        try:
-            # Other ranks may see it ended: so it counts as a save, that fails for all.
-            if any(save.step == step for save in self._pipeline.pending):
-                raise ValueError(f"step {step} is being saved already: wait for its handle")
-            save = self._snapshots.take(index, step, metric, state_dict)
-        except Exception as e:
-            self._refuse(index, step, e)
-            raise
-        try:
-            save.began = began
-            save.blocked_s = self._emitter.clock.now() - began
-            self._after.watch(save.handle)
-            self._pipeline.add(save)
-        except BaseException:  # an interrupt: a buffer that nobody gives back would be waited for
-            if save not in self._pipeline.pending:
-                self._session.give_back(save.buffer)
-            raise
-        # Last: other ranks may hear of it later, and the saves of all ranks stay in step.
-        self._after.raise_unseen()
-        return save.handle
-
-    def _refuse(self, index: int, step: int, error: Exception) -> None:
-        """Tells the other ranks, which would wait, that there is nothing to save on this one."""
-        # If the store is out of reach, theirs is too; the error of this rank comes first.
-        with contextlib.suppress(StoreError):
-            self._exchange.refuse(index, str(error))
-            self._pipeline.refuse(index, step, error)
-
-    def _seal_all(self) -> None:
-        for save in self._pipeline.pending:
-            if save.copy is not None:
-                save.copy.seal()
+        return self._pipeline.save(step, state_dict, metric)
 
     # --------------------------------------------------------------------------- restoring
 
@@ -270,12 +218,9 @@ class Checkpointer:
                 tensors may hold parts of a damaged one, and must not be trained on.
         """
         self._check_open()
-        self._seal_all()
+        self._pipeline.seal_all()
         found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        if not self._saves:
-            # What is restored will be saved: memory is allocated beside what comes next.
-            index, self._saves = self._saves, self._saves + 1
-            self._snapshots.prepare(index, state_dict)
+        self._pipeline.prepare(state_dict)
         return found
 
     def list(self) -> list[CheckpointInfo]:
@@ -313,7 +258,7 @@ class Checkpointer:
         for save in self._pipeline.pending:
             spent = datetime.timedelta(seconds=time.monotonic() - began)
             save.handle.wait(None if timeout is None else max(timeout - spent, _NOTHING))
-        self._after.raise_unseen()
+        self._outcomes.raise_unseen()
 
     def abort(self) -> None:
         """Drops all saves that are under way, on all ranks; does not wait. The checkpointer is of
@@ -335,7 +280,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self._seal_all()
+        self._pipeline.seal_all()
         in_time = self._pipeline.finish(None if timeout is None else timeout.total_seconds())
         late = [save.step for save in self._pipeline.pending]
         if not in_time:
@@ -346,7 +291,7 @@ class Checkpointer:
         self._session.owner = None
         if late:
             raise CheckpointError(f"steps {late} were not committed within {timeout}, and dropped")
-        self._after.raise_unseen()
+        self._outcomes.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -371,12 +316,11 @@ class Checkpointer:
             before._drop()  # also if it was aborted: an interrupt may have cut that short
             # A restart must not wait for a disk that is slow to make durable what is dropped.
             self._session.writer.await_idle(_FOR_WRITER_S)
-        self._session.give_back_all()
+        self._session.pool.give_back_all()
 
     def _drop(self) -> None:
         self._closed = True
         self._pipeline.abort()
-        self._snapshots.let_go()
         self._at_exit()
 
     def _check_open(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.pipeline import SavePipeline
+from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, StoreError
@@ -82,17 +82,17 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go, done = threading.Event(), threading.Event(), threading.Event()
-    give_back, write = FolderSession.give_back, SavePipeline._write
+    give_back, write = BufferPool.give_back, SavePipeline._write
     writing, written = threading.Event(), threading.Event()
 
-    def late(session: FolderSession, *args: Any) -> None:
+    def late(pool: BufferPool, *args: Any) -> None:
         if threading.current_thread().name == "outlast-saver" and not held.is_set():
             held.set()
             go.wait()
-            give_back(session, *args)
+            give_back(pool, *args)
             done.set()
         else:
-            give_back(session, *args)
+            give_back(pool, *args)
 
     def slow(pipeline: SavePipeline, save: Any) -> Any:
         if save.step == 2:
@@ -100,7 +100,7 @@ def test_a_thread_of_the_past_does_not_give_a_slot_back(
             written.wait()
         return write(pipeline, save)
 
-    monkeypatch.setattr(FolderSession, "give_back", late)
+    monkeypatch.setattr(BufferPool, "give_back", late)
     monkeypatch.setattr(SavePipeline, "_write", slow)
     first = Checkpointer(tmp_path)
     first.save(1, {"w": full(1.0)})
@@ -127,14 +127,14 @@ def test_a_checkpoint_is_described_by_its_own_structure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save changes the structure before the thread of the saves has looked at this one."""
-    walk, go = SavePipeline._walk, threading.Event()
+    walk, go = SavePipeline._carry_out, threading.Event()
 
     def late(pipeline: SavePipeline, save: Any) -> Any:
         if save.step == 2:
             go.wait()
         return walk(pipeline, save)
 
-    monkeypatch.setattr(SavePipeline, "_walk", late)
+    monkeypatch.setattr(SavePipeline, "_carry_out", late)
     with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
         checkpointer.save(1, {"a": full(1.0), "b": full(10.0)}).wait(NET)
         checkpointer.save(2, {"a": full(2.0), "b": full(20.0)})
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_described_by_its_own_structure(
 def test_a_failed_allocation_is_over_with_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outlast.async_checkpoint.save import folder_session as module
+    from outlast.async_checkpoint.snapshot import buffers as module
 
     memory, fails = module.SharedMemory, [True]
 

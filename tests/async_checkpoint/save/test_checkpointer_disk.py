@@ -115,7 +115,7 @@ def test_two_jobs_in_one_folder(ranks: Ranks, tmp_path: Path) -> None:
 def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path)
     first.save(1, state_of(1)).wait(NET)
-    pid, memory = first._session.writer.pid, first._session.buffers[0].memory
+    pid, memory = first._session.writer.pid, first._session.pool.buffers[0].memory
     handle = first.save(2, state_of(2))
     with Checkpointer(tmp_path) as second:
         with pytest.raises(ValueError, match="closed"):
@@ -126,7 +126,7 @@ def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None
         assert same(state, state_of(2))
         second.save(4, state_of(4)).wait(NET)
         assert second._session.writer.pid == pid
-        assert second._session.buffers[0].memory is memory
+        assert second._session.pool.buffers[0].memory is memory
         first.close()
         second.save(5, state_of(5)).wait(NET)
     assert restored(tmp_path) == 5
@@ -147,8 +147,8 @@ def test_an_abort_that_was_interrupted_is_made_up_for(
 
         with monkeypatch.context() as patch:
             if broken == "seal":
-                assert first._pipeline.pending[0].copy is not None
-                patch.setattr(first._pipeline.pending[0].copy, "_found", interrupt)
+                assert first._pipeline.pending[0].snapshot.copy is not None
+                patch.setattr(first._pipeline.pending[0].snapshot.copy, "_found", interrupt)
             else:
                 patch.setattr(first._session.writer, "tell", interrupt)
             with pytest.raises(KeyboardInterrupt):

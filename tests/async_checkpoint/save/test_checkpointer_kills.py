@@ -90,7 +90,7 @@ def test_the_check_finds_a_save_that_is_written_in_place(
     save_steps(tmp_path / "c", 1)
     monkeypatch.setattr(LocalStorage, "names_for", in_place)
     monkeypatch.setattr(
-        SavePipeline, "_clean", lambda pipeline, save: None
+        SavePipeline, "_remove_files", lambda pipeline, save: None
     )  # as if all had been killed
     plan.set({"op": "finish", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:

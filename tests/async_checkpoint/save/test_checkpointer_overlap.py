@@ -394,7 +394,7 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     checkpointer = Checkpointer(tmp_path, overlap=optimizer)
     checkpointer.save(1, state)
     (save,) = checkpointer._pipeline.pending
-    assert save.copy is not None
+    assert save.snapshot.copy is not None
     with monkeypatch.context() as patch:
         await_copy = copies.OverlappedCopy._await_copy
 
@@ -413,8 +413,8 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     over = threading.Event()
 
     def call_off() -> None:
-        assert save.copy is not None
-        save.copy.call_off()
+        assert save.snapshot.copy is not None
+        save.snapshot.copy.call_off()
         over.set()
 
     calling = threading.Thread(target=call_off)
@@ -423,7 +423,7 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
     half.go.set()
     assert over.wait(60)
     calling.join()
-    assert save.copy.copied
+    assert save.snapshot.copy.copied
     checkpointer.abort()
     with Checkpointer(tmp_path):
         pass

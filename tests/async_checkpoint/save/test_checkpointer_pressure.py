@@ -17,7 +17,7 @@ from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.snapshot.buffers import BufferPool
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
             done = handles[0].done
         last.wait(NET)
         assert done
-        assert len(checkpointer._session.buffers) == max_in_flight
+        assert len(checkpointer._session.pool.buffers) == max_in_flight
     assert restored(path) == 9
 
 
@@ -80,9 +80,9 @@ def test_it_is_noticed_when_a_save_does_not_wait(
 ) -> None:
     mutate(
         monkeypatch,
-        FolderSession.take,
+        BufferPool.take,
         "self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))",
-        "self.resize(len(self.buffers) + all(buffer.busy for buffer in self.buffers))",
+        "self.grow(len(self.buffers) + all(buffer.busy for buffer in self.buffers))",
     )
     with pytest.raises(AssertionError):
         check_pressure(tmp_path / "c", plan, 1)
@@ -106,7 +106,7 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
                     len(own.children()),
                     sum(
                         buffer.memory.size_bytes
-                        for buffer in checkpointer._session.buffers
+                        for buffer in checkpointer._session.pool.buffers
                         if buffer.memory
                     ),
                 )
@@ -121,7 +121,7 @@ def test_a_state_that_changes_its_size_gives_room_back(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, elements in enumerate((1000, 2_000_000, 1000)):
             checkpointer.save(step, state_of(step, elements)).wait(NET)
-            memory = checkpointer._session.buffers[0].memory
+            memory = checkpointer._session.pool.buffers[0].memory
             assert memory is not None
             assert elements * 4 <= memory.size_bytes <= elements * 8 + (2 << 20)
     assert valid_steps(tmp_path) == [0, 1, 2]

@@ -110,7 +110,7 @@ def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed:
         EagerCopy(copies, filled).run()
         assert bytes(memory.view) == expected
         if hashed:
-            assert filled.told() == checksums_of(memory.view, files, {})
+            assert filled.checksums() == checksums_of(memory.view, files, {})
 
 
 def test_moves_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
@@ -133,7 +133,7 @@ def test_tensors_that_lie_elsewhere_next_time(memory: SharedMemory) -> None:
         assert bytes(memory.view) != expected
         assert bytes(memory.view) != before
         assert all(torch.equal(source, to) for source, to in copies)
-        assert filled.told() == checksums_of(memory.view, files, {})
+        assert filled.checksums() == checksums_of(memory.view, files, {})
 
 
 @pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
@@ -248,13 +248,13 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hashed: list[bool] = []
-        add = SavePipeline.add
+        add = SavePipeline._enqueue
 
         def noted(pipeline: SavePipeline, save: Any) -> None:
-            self.hashed.append(save.hashed)
+            self.hashed.append(save.snapshot.hashed)
             add(pipeline, save)
 
-        monkeypatch.setattr(SavePipeline, "add", noted)
+        monkeypatch.setattr(SavePipeline, "_enqueue", noted)
 
 
 def test_a_write_that_torch_does_not_count_is_never_believed(

@@ -83,9 +83,9 @@ def takes_a_snapshot(path: str) -> None:
         step = checkpointer.restore(state)
         assert step is not None
         assert same(state, own_state(step))
-        say("restored", step=step, handed_over=len(checkpointer._session.handed_over))
+        say("restored", step=step, handed_over=len(checkpointer._session.pool.handed_over))
         checkpointer.save(3, own_state(3)).wait(NET)
-        assert checkpointer._session.handed_over == []
+        assert checkpointer._session.pool.handed_over == []
         assert checkpointer.restore(state) == 3
         assert same(state, own_state(3))
 

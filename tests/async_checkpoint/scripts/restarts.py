@@ -80,7 +80,7 @@ def restarts(path: str, count: str) -> None:
                 iteration=call.iteration,
                 step=step,
                 writer=session.writer.pid,
-                memories=[id(buffer.memory) for buffer in session.buffers],
+                memories=[id(buffer.memory) for buffer in session.pool.buffers],
                 held=held(session.writer) if looks else None,
             )
             step = -1 if step is None else step

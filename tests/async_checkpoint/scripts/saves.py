@@ -45,7 +45,7 @@ def one_fails(path: str, plan: str, mutation: str = "") -> None:
         from inprocess.mutations import mutate
         from outlast.async_checkpoint.save.pipeline import SavePipeline
 
-        mutate(patch, SavePipeline._walk, "if verdict.failure is not None:", "if False:")
+        mutate(patch, SavePipeline._carry_out, "if verdict.failure is not None:", "if False:")
     join_group()
     with Checkpointer(path) as checkpointer:
         handle = checkpointer.save(1, own_state(1))

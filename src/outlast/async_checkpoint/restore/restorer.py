@@ -25,7 +25,6 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_memory import InMemory
 from outlast.async_checkpoint.restore.verified_read import Source, StorageSource
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.state_dict.memo import Described
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
@@ -50,7 +49,6 @@ class Restorer:
 
     Args:
         session: of the folder.
-        described: what this process remembers of state dicts.
         ledger: of its own.
         group: for sending snapshots between ranks.
         timeout_s: how long a rank waits for the others.
@@ -60,7 +58,6 @@ class Restorer:
     def __init__(
         self,
         session: FolderSession,
-        described: Described,
         ledger: CallLedger,
         group: Any,
         timeout_s: float,
@@ -71,7 +68,7 @@ class Restorer:
         self._group = group
         self._timeout = timeout_s
         self._emitter = emitter
-        self._items = described.items
+        self._items = session.memo.items
         self._calls = 0
 
     def open(self, owner: str) -> None:
@@ -104,7 +101,7 @@ class Restorer:
         for name in found["left"]:
             log.info("removed %s, which a save that did not end has left", name)
         rank, world_size = self._ledger.rank, self._ledger.world_size
-        self._session.take_handover(rank, world_size)
+        self._session.pool.take_over(self._session.socket_path(rank, world_size))
 
     def restore(
         self,
@@ -150,7 +147,7 @@ class Restorer:
 
     def _snapshots(self) -> dict[str, dict[str, Any]]:
         """This rank's snapshots in memory, by save."""
-        buffers = [*self._session.buffers, *self._session.handed_over]
+        buffers = [*self._session.pool.buffers, *self._session.pool.handed_over]
         if not any(buffer.snapshot is not None for buffer in buffers):
             return {}
         try:
@@ -265,7 +262,8 @@ class Restorer:
         self, snapshot: Mapping[str, Any], state_dict: dict[str, Any]
     ) -> tuple[Index, list[tuple[Source, Index]]] | CallFailure:
         buffers = {
-            buffer.number: buffer for buffer in (*self._session.buffers, *self._session.handed_over)
+            buffer.number: buffer
+            for buffer in (*self._session.pool.buffers, *self._session.pool.handed_over)
         }
         buffer = buffers[snapshot["buffer"]]
         assert buffer.memory is not None

@@ -1,19 +1,22 @@
-"""The way of a save, after the snapshot: written by all ranks, then committed by one.
+"""A save from beginning to end.
 
-One thread of each rank walks the saves through it, one after another:
+`SavePipeline.save` runs on the training thread: agree who saves what, if the structure of the
+state dict is new; take the snapshot; return the handle. One thread of each rank then carries the
+saves out, one after another (`_complete`, `_carry_out`):
 
-    agree       who saves what (`exchange`); that all ranks are at the same save
-    write       the writer process has this rank's bytes durable, with their checksums; it writes
-                beside the copy, what has been copied
-    sealed      the snapshot is whole: the state of the moment of the save
-    verdict     all ranks have, or one has failed: the ledger says the same to every rank
+    agree       if the structure is unchanged: all ranks are at the same save
+    write       the writer process makes this rank's files durable, with their checksums; it
+                writes what has been copied while the copy is still running
+    seal        the snapshot is complete: the state at the moment of the save
+    verdict     all ranks have written, or one has failed: the ledger tells every rank the same
     commit      rank 0: the manifest, then the rename
-    conclusion  rank 0 says what came of it
+    conclude    rank 0 tells the other ranks the result
+    end         buffer, handle, event; on rank 0 the removal of old checkpoints
 
-Nothing before the commit makes anything visible. Why a checkpoint is never committed and dropped
-at once: both need the verdict of the save, which is claimed once. An abort claims it as a failure;
-if that wins, nobody commits. If "all are durable" won, the abort has come too late, and the commit
-goes on, on rank 0 and for all.
+Nothing before the commit makes anything visible. A checkpoint is never both committed and dropped:
+either needs the verdict of the save, which is claimed once. An abort claims a failure; if that
+claim wins, no rank commits. If "all ranks have written" won, the abort came too late, and the
+commit continues, on rank 0 and for all ranks.
 """
 
 from __future__ import annotations
@@ -21,82 +24,61 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.folder_session import FolderSession, SnapshotBuffer
+from outlast.async_checkpoint.save.commit import commit_of
+from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.outcomes import SaveOutcomes
+from outlast.async_checkpoint.save.save import ABORTED, Save, error_of, save_name
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
-from outlast.async_checkpoint.state_dict.catalog import Catalog
-from outlast.async_checkpoint.storage.manifest import (
-    CHUNK_BYTES,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    checksum,
-    encode,
-    pieces,
-)
+from outlast.async_checkpoint.snapshot.take import Snapshotter
+from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import (
     BeginSave,
-    Commit,
     DropSaves,
     RemoveFolders,
     SnapshotCommitted,
     WriteSnapshot,
 )
 from outlast.async_checkpoint.writer.write_files import Dropped
+from outlast.clock import Clock
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, OutlastError, StoreError
 
-__all__ = ["METADATA", "Save", "SavePipeline"]
+__all__ = ["SavePipeline"]
 
-METADATA = ".metadata"
-_ABORTED = "aborted: it was dropped for all ranks"
-# After an abort that came too late to drop a save: how long rank 0 has to say what came of it.
-_LAST_WORD_S = 10.0
+log = logging.getLogger("outlast.checkpoint")
+
+# After an abort that came too late to drop a save: how long rank 0 has to conclude it.
+_CONCLUDE_S = 10.0
 
 
-@dataclasses.dataclass
-class Save:
-    """A save that is under way. `catalog` is set on rank 0, here or when all ranks have agreed."""
+@dataclasses.dataclass(frozen=True)
+class _Committed:
+    """A save that is committed; `manifest` on rank 0, if old checkpoints may be removed."""
 
-    index: int
-    step: int
-    metric: float | None
-    handle: SaveHandle
-    buffer: SnapshotBuffer
-    snapshot: dict[str, Any]
-    values: bytes
-    places: list[list[int]]
-    changed: bool
-    catalog: Catalog | None
-    copy: OverlappedCopy | None = None
-    turn: int = 0
-    hashed: bool = False
-    sealed: threading.Event = dataclasses.field(default_factory=threading.Event)
-    torn: CheckpointError | None = None
-    blocked_s: float = 0.0
-    began: float = 0.0
+    size_bytes: int
+    manifest: Manifest | None = None
 
 
 class SavePipeline:
-    """The thread that saves go through.
+    """One rank's saves.
 
     Args:
         session: of the folder.
         ledger: of the saves: call i is save i.
-        exchange: of the structures.
-        committed: called on rank 0, on this thread, when a save has ended well: nobody waits.
-        ended: called on every rank when a save has ended, with its size in bytes, its error, and
-            how many are still under way.
-        drained: called when there will be no more saves, unless they were aborted.
+        exchange: agrees on structures.
+        snapshotter: takes the snapshots.
+        outcomes: handles what follows a save.
+        clock: of the durations in events.
         timeout_s: how long to wait for other ranks, in seconds.
     """
 
@@ -105,18 +87,19 @@ class SavePipeline:
         session: FolderSession,
         ledger: CallLedger,
         exchange: StructureExchange,
-        committed: Callable[[Manifest], None],
-        ended: Callable[[Save, int, Exception | None, int], None],
-        drained: Callable[[], None],
+        snapshotter: Snapshotter,
+        outcomes: SaveOutcomes,
+        clock: Clock,
         timeout_s: float,
     ) -> None:
-        self._timeout = timeout_s
         self._session = session
         self._ledger = ledger
         self._exchange = exchange
-        self._committed = committed
-        self._ended = ended
-        self._drained = drained
+        self._snapshotter = snapshotter
+        self._outcomes = outcomes
+        self._clock = clock
+        self._timeout = timeout_s
+        self._count = 0  # of saves so far, those included of which there was no snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
         self._lock = threading.Lock()
@@ -129,8 +112,83 @@ class SavePipeline:
         with self._lock:
             return list(self._pending)
 
-    def add(self, save: Save) -> None:
-        """Takes a save on its way."""
+    # --------------------------------------------------------------- on the training thread
+
+    def save(self, step: int, state_dict: Mapping[str, Any], metric: float | None) -> SaveHandle:
+        """Takes a snapshot and begins its save. See `Checkpointer.save`."""
+        began = self._clock.now()
+        self.seal_all()
+        index = self._next_index()
+        try:
+            # The save may have ended on other ranks: so it counts as one, that fails on all ranks.
+            if any(save.step == step for save in self.pending):
+                raise ValueError(f"step {step} is being saved already: wait for its handle")
+            agreed = self._exchange.agree(index, state_dict)
+            snapshot = self._snapshotter.take(
+                index, step, state_dict, agreed.structure, agreed.leaves
+            )
+        except Exception as e:
+            self._refuse(index, step, e)
+            raise
+        save = Save(
+            index=index,
+            rank=self._ledger.rank,
+            step=step,
+            metric=metric,
+            snapshot=snapshot,
+            agreed=agreed.new,
+            catalog=agreed.catalog,
+            handle=SaveHandle(step, snapshot.seal),
+            began=began,
+            blocked_s=self._clock.now() - began,
+        )
+        try:
+            self._outcomes.watch(save.handle)
+            self._enqueue(save)
+        except BaseException:  # an interrupt: a later save would wait for the buffer for ever
+            if save not in self.pending:
+                self._session.pool.give_back(snapshot.buffer)
+            raise
+        # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
+        self._outcomes.raise_unseen()
+        return save.handle
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """After a restore, before the first save: what is restored will be saved, so the ranks
+        agree on it now, and buffers are allocated in the background.
+        """
+        if self._count:
+            return
+        index = self._next_index()
+        try:
+            agreed = self._exchange.agree(index, state_dict)
+        except (CheckpointError, ValueError) as e:
+            # The first save raises the same error.
+            log.debug("saves were not prepared: %s", e)
+            with contextlib.suppress(StoreError):
+                self._exchange.refuse(index, str(e))
+        else:
+            self._session.pool.preallocate(agreed.structure)
+
+    def seal_all(self) -> None:
+        """Seals every snapshot: on the training thread, which is writing to no tensor here."""
+        for save in self.pending:
+            save.snapshot.seal()
+
+    def _next_index(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _refuse(self, index: int, step: int, error: Exception) -> None:
+        """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
+        # If the store is out of reach, it is so for them too; the error of this rank comes first.
+        with contextlib.suppress(StoreError):
+            self._exchange.refuse(index, str(error))
+            failure = CallFailure.of(error, index, save_name(step), self._ledger.rank)
+            self._ledger.fail(index, failure)
+            self._ledger.forget(index)
+
+    def _enqueue(self, save: Save) -> None:
         with self._lock:
             self._pending.append(save)
         if self._thread is None:
@@ -138,237 +196,182 @@ class SavePipeline:
             self._thread.start()
         self._queue.put(save)
 
-    def refuse(self, index: int, step: int, error: Exception) -> None:
-        """Fails a save of which there is no snapshot, so that the other ranks do not wait."""
-        name = f"save of step {step}"
-        self._ledger.fail(index, CallFailure.of(error, index, name, self._ledger.rank))
-        self._ledger.forget(index)
-
-    def abort(self) -> None:
-        """Drops what is under way, for all ranks. Does not wait: the store may be out of reach.
-
-        Can be called again: an interrupt may have come in the middle of it.
-        """
-        self._aborted = True
-        pending = self.pending
-        for save in pending:
-            if save.copy is not None:
-                save.copy.call_off()
-            if not save.sealed.is_set():  # an interrupt has come between the copy and its seal
-                save.torn = CheckpointError(_ABORTED)
-                save.sealed.set()
-        if pending:
-            self._session.writer.tell(DropSaves())
-            threading.Thread(
-                target=self._drop, args=(pending,), name="outlast-abort", daemon=True
-            ).start()
-        self._queue.put(None)
-
-    def finish(self, timeout_s: float | None) -> bool:
-        """Ends the thread once all saves have ended; says whether they have, in time."""
-        self._queue.put(None)
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _drop(self, saves: list[Save]) -> None:
-        try:
-            late = [s for s in saves if not self._ledger.fail(s.index, self._failure(s, _ABORTED))]
-            for save in late:
-                if not save.handle._await_end(_LAST_WORD_S):
-                    said = json.dumps({"error": "rank 0 did not say whether it was committed"})
-                    self._ledger.conclude(save.index, said.encode())
-        except StoreError:
-            pass  # then the thread that waits on it has been told as well
+    # ------------------------------------------------------------- on the thread of the saves
 
     def _run(self) -> None:
         while (save := self._queue.get()) is not None:
-            error: Exception | None = None
-            manifest: Manifest | None = None
-            size_bytes = 0
-            try:
-                size_bytes, manifest = self._walk(save)
-            except (OutlastError, OSError) as e:
-                error = e
-            except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a save that takes long
-                error = CheckpointError(f"the save of step {save.step} failed: {e!r}")
-                error.__cause__ = e
-            with self._lock:
-                self._pending.remove(save)
-                queued = len(self._pending)
-            if error is None:
-                save.snapshot["committed"] = True
-                committed = SnapshotCommitted(
-                    buffer=save.buffer.number, save_id=save.snapshot["save_id"]
-                )
-                self._session.writer.tell(committed)
-            self._session.give_back(save.buffer, save.turn)
-            save.handle._end(error)
-            self._ended(save, size_bytes, error, queued)
-            if manifest is not None and not self._aborted:
-                self._committed(manifest)
+            self._complete(save)
         if not self._aborted:
-            self._drained()
+            self._outcomes.await_removals()
 
-    def _walk(self, save: Save) -> tuple[int, Manifest | None]:
-        """Returns the bytes of the checkpoint, and on rank 0 its manifest."""
+    def _complete(self, save: Save) -> None:
+        committed: _Committed | None = None
+        error: Exception | None = None
+        try:
+            committed = self._carry_out(save)
+        except (OutlastError, OSError) as e:
+            error = e
+        except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a slow save
+            error = CheckpointError(f"the save of step {save.step} failed: {e!r}")
+            error.__cause__ = e
+        with self._lock:
+            self._pending.remove(save)
+            queued = len(self._pending)
+        buffer = save.snapshot.buffer
+        if committed is not None:
+            save.snapshot.description["committed"] = True
+            self._session.writer.tell(
+                SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
+            )
+        self._session.pool.give_back(buffer, save.snapshot.turn)
+        save.handle._end(error)
+        self._outcomes.ended(save, committed.size_bytes if committed else 0, error, queued)
+        # After all this, so nothing waits for it.
+        if committed is not None and committed.manifest is not None and not self._aborted:
+            self._outcomes.apply_retention(committed.manifest)
+
+    def _carry_out(self, save: Save) -> _Committed:
         ledger, index = self._ledger, save.index
         try:
-            if not save.changed:
+            if not save.agreed:
                 save.catalog = self._exchange.unchanged(index) or save.catalog
-            ledger.announce(index, f"save of step {save.step}")
+            ledger.announce(index, save.name)
             part = self._write(save)
         except StoreError:
             raise
-        except Exception as e:  # noqa: BLE001 - whatever it is, all ranks must know
-            ledger.fail(index, self._failure_of(save, e))
-            part = None
-        if part is not None:
-            ledger.finish(index, json.dumps(part, separators=(",", ":")).encode())
-        verdict = self._verdict(save)
+        except Exception as e:  # noqa: BLE001 - every rank must know of any error
+            ledger.fail(index, save.failure_of(e))
+        else:
+            ledger.finish(index, part)
+        verdict = self._await_verdict(save)
         if verdict.failure is not None:
             # Rank 0 for all; but a rank that was at another save has a folder of its own.
-            if ledger.rank == 0 or verdict.failure.name != _name(save):
-                self._clean(save)
+            if ledger.rank == 0 or verdict.failure.name != save.name:
+                self._remove_files(save)
             ledger.forget(index)
-            raise _error(verdict.failure)
+            raise error_of(verdict.failure)
         manifest: Manifest | None = None
         if ledger.rank == 0:
             manifest, result = self._commit(save)
             try:
                 ledger.conclude(index, json.dumps(result).encode())
             except StoreError:
-                # The store has gone, with the job's iteration; what is committed is, all the same.
-                # The next checkpointer may be at work already: nothing old is removed beside it.
                 if manifest is None:
                     raise
-                return manifest.size_bytes, None
+                # The store is gone, and the job's iteration with it; the checkpoint is committed
+                # all the same. The next checkpointer may be at work: nothing old is removed.
+                return _Committed(manifest.size_bytes)
         else:
-            try:
-                result = json.loads(ledger.await_conclusion(index, self._timeout))
-            except KeyTimeout:
-                result = {"error": f"rank 0 did not say within {self._timeout:g} s whether it was"}
-            except StoreError as e:
-                text = f"step {save.step}: rank 0 could not say whether it is committed: {e}"
-                raise CheckpointError(text) from e
+            result = self._await_conclusion(save)
         with contextlib.suppress(StoreError):  # gone meanwhile, and its keys with it
             ledger.forget(index)
         if "error" in result:
             raise CheckpointError(
                 f"the save of step {save.step} was not committed: {result['error']}"
             )
-        return int(result["size_bytes"]), manifest
+        return _Committed(int(result["size_bytes"]), manifest)
 
-    def _verdict(self, save: Save) -> Verdict:
+    def _write(self, save: Save) -> bytes:
+        """Writes this rank's files; returns what rank 0 must know of them."""
+        snapshot, writer = save.snapshot, self._session.writer
+        description = snapshot.description
+        request = WriteSnapshot(
+            buffer=snapshot.buffer.number,
+            save_id=snapshot.save_id,
+            folder=description["working"],
+            files=description["layout"],
+            values_file=description["values"],
+            hashed=snapshot.hashed,
+            blob=snapshot.values,
+        )
+        try:
+            with writer.exclusive:  # no `BeginSave` of another checkpointer in between
+                writer.request(BeginSave())
+                if self._aborted:
+                    raise Dropped
+                answer = writer.request(request)
+        finally:
+            # Also after an error: when the snapshot is sealed, nothing is being copied any more,
+            # and no hook is left. And if it is torn, that is why its save was dropped.
+            snapshot.sealed.wait()
+            if snapshot.error is not None:
+                raise snapshot.error
+        files = description["files"] if snapshot.hashed else answer.files
+        part = {"files": files, "places": snapshot.places, "id": snapshot.save_id}
+        return json.dumps(part, separators=(",", ":")).encode()
+
+    def _await_verdict(self, save: Save) -> Verdict:
         try:
             return self._ledger.await_verdict(save.index, self._timeout)
         except KeyTimeout:
             cause = f"not all ranks had written their parts within {self._timeout:g} s"
-            self._ledger.fail(save.index, self._failure(save, cause))
+            self._ledger.fail(save.index, save.failure(cause))
             return self._ledger.await_verdict(save.index, None)  # there is one now
 
-    def _write(self, save: Save) -> dict[str, Any]:
-        snapshot = save.snapshot
-        request = WriteSnapshot(
-            buffer=save.buffer.number,
-            save_id=snapshot["save_id"],
-            folder=snapshot["working"],
-            files=snapshot["layout"],
-            values_file=snapshot["values"],
-            hashed=save.hashed,
-            blob=save.values,
-        )
-        try:
-            with (
-                self._session.writer.exclusive
-            ):  # no other checkpointer's `BeginSave` comes between
-                self._session.writer.request(BeginSave())
-                if self._aborted:
-                    raise Dropped
-                answer = self._session.writer.request(request)
-        finally:
-            # Also where it has failed: only then is nothing copied any more, and no hook left. And
-            # a torn snapshot is the first cause of its save's being dropped.
-            save.sealed.wait()
-            if save.torn is not None:
-                raise save.torn
-        # Who has copied the snapshot has its checksums, or the writer has taken them.
-        files = snapshot["files"] if save.hashed else answer.files
-        return {"files": files, "places": save.places, "id": snapshot["save_id"]}
-
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
-        """The manifest, if it is committed, and what rank 0 says of it: `size_bytes` or `error`."""
+        """Commits the checkpoint. On rank 0.
+
+        Returns:
+            The manifest, if it is committed, and what the other ranks are told: the `size_bytes`
+            of the checkpoint or an `error`.
+        """
         try:
-            manifest, files = self._gather(save)
-            self._session.writer.request(
-                Commit(
-                    working=save.snapshot["working"],
-                    final=save.snapshot["final"],
-                    files=[(name, len(content)) for name, content in files],
-                    blob=b"".join(content for _, content in files),
-                )
-            )
+            manifest, commit = commit_of(save, self._ledger.parts(save.index))
+            self._session.writer.request(commit)
         except (OutlastError, OSError, Dropped) as e:
-            self._clean(save)
+            self._remove_files(save)
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
         return manifest, {"size_bytes": manifest.size_bytes}
 
-    def _gather(self, save: Save) -> tuple[Manifest, list[tuple[str, bytes]]]:
-        catalog = save.catalog
-        assert catalog is not None
-        files: dict[str, FileEntry] = {}
-        places = {}
-        for rank, part in enumerate(self._ledger.parts(save.index)):
-            told = json.loads(part)
-            if told["id"] != save.snapshot["save_id"]:
-                raise CheckpointError(f"rank {rank} wrote into another folder: {told['id']}")
-            places[rank] = told["places"]
-            for name, entry in told["files"].items():
-                files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
-        values = catalog.values(places)
-        metadata = catalog.metadata(values)
-        files[METADATA] = FileEntry(
-            METADATA,
-            len(metadata),
-            [checksum(metadata[at : at + n]) for at, n in pieces(len(metadata))],
-        )
-        manifest = Manifest(
-            step=save.step,
-            save_id=save.snapshot["save_id"],
-            world_size=self._ledger.world_size,
-            metric=save.metric,
-            chunk_bytes=CHUNK_BYTES,
-            files=files,
-            tensors=catalog.tensors,
-            values=values,
-        )
-        return manifest, [(METADATA, metadata), (MANIFEST, encode(manifest))]
+    def _await_conclusion(self, save: Save) -> dict[str, Any]:
+        """What rank 0 tells the others: see `_commit`."""
+        try:
+            return dict(json.loads(self._ledger.await_conclusion(save.index, self._timeout)))
+        except KeyTimeout:
+            return {"error": f"rank 0 did not say within {self._timeout:g} s whether it was"}
+        except StoreError as e:
+            text = f"step {save.step}: rank 0 could not say whether it is committed: {e}"
+            raise CheckpointError(text) from e
 
-    def _clean(self, save: Save) -> None:
-        """Removes what a save that failed has left. If that fails too, the next job does it."""
+    def _remove_files(self, save: Save) -> None:
+        """Removes the files of a save that failed. If that fails too, the next job does it."""
         with contextlib.suppress(WriterFailed, Dropped):
-            self._session.writer.request(RemoveFolders(folders=[save.snapshot["working"]]))
+            working = save.snapshot.description["working"]
+            self._session.writer.request(RemoveFolders(folders=[working]))
 
-    def _failure(self, save: Save, cause: str) -> CallFailure:
-        return CallFailure.here(save.index, _name(save), self._ledger.rank, cause)
+    # ----------------------------------------------------------------------------- ending
 
-    def _failure_of(self, save: Save, error: Exception) -> CallFailure:
-        if isinstance(error, Dropped):
-            return self._failure(save, _ABORTED)
-        if isinstance(error, WriterFailed):
-            return CallFailure.here(
-                save.index, _name(save), self._ledger.rank, str(error), error.remote_traceback
-            )
-        if isinstance(error, OutlastError):
-            return self._failure(save, str(error))
-        return CallFailure.of(error, save.index, _name(save), self._ledger.rank)
+    def abort(self) -> None:
+        """Drops all saves in progress, on all ranks. Does not wait: the store may be out of reach.
 
+        Can be called again: an interrupt may have come in the middle of it.
+        """
+        self._aborted = True
+        pending = self.pending
+        for save in pending:
+            save.snapshot.call_off(CheckpointError(ABORTED))
+        if pending:
+            self._session.writer.tell(DropSaves())
+            threading.Thread(
+                target=self._claim_abort, args=(pending,), name="outlast-abort", daemon=True
+            ).start()
+        self._queue.put(None)
+        self._snapshotter.release_optimizers()
 
-def _name(save: Save) -> str:
-    return f"save of step {save.step}"
+    def finish(self, timeout_s: float | None) -> bool:
+        """Ends the thread once all saves have ended; returns whether they have, in time."""
+        self._queue.put(None)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
-
-def _error(failure: CallFailure) -> CheckpointError:
-    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
-    return CheckpointError(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+    def _claim_abort(self, saves: list[Save]) -> None:
+        try:
+            late = [s for s in saves if not self._ledger.fail(s.index, s.failure(ABORTED))]
+            for save in late:
+                if not save.handle._await_end(_CONCLUDE_S):
+                    result = {"error": "rank 0 did not say whether it was committed"}
+                    self._ledger.conclude(save.index, json.dumps(result).encode())
+        except StoreError:
+            pass  # the thread of the saves, which waits on the store, gets the same error

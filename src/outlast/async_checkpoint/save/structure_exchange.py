@@ -12,62 +12,41 @@ import dataclasses
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict.catalog import Catalog
+from outlast.async_checkpoint.state_dict.memo import StructureMemo
 from outlast.async_checkpoint.state_dict.sharding import (
     Item,
     Key,
-    decode_items,
     encode_items,
     share_out,
 )
+from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 
-__all__ = ["Agreed", "StructureExchange"]
+__all__ = ["Agreement", "StructureExchange"]
 
 
-@dataclasses.dataclass
-class Agreed:
-    """What the last exchange of this process has come to. A training that is restarted in place
-    asks for the same again, and gets it at once: the same plans are shared out in the same way.
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What this rank saves of a state dict.
 
     Attributes:
-        structure: what this rank saves.
-        told: what each rank has told, as it was told and decoded.
-        shared: the plans of all ranks, and on rank 0 what each saves of its own; the catalog.
+        structure: of it.
+        leaves: of it, in the order of a walk.
+        new: whether the structure is new: all ranks of a new one have agreed on it here.
+        catalog: on rank 0, if it is known here.
     """
 
-    structure: Structure | None = None
-    told: tuple[list[bytes], dict[int, list[Item]]] | None = None
-    shared: tuple[Mapping[int, Sequence[Item]], dict[int, list[Key]], Catalog] | None = None
-
-    def structure_of(self, items: Sequence[Item], keys: Sequence[Key], rank: int) -> Structure:
-        """The structure of a rank that has `items` and saves those of `keys`."""
-        known = self.structure
-        if known is None or not known.is_of(items, keys, rank):
-            self.structure = known = Structure(items, keys, rank)
-        return known
-
-    def decoded(self, told: list[bytes]) -> dict[int, list[Item]]:
-        """The plans of the ranks that have told one."""
-        known = self.told
-        if known is None or known[0] != told:
-            plans = {rank: decode_items(part) for rank, part in enumerate(told) if part}
-            self.told = known = (told, plans)
-        return known[1]
-
-    def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
-        """Shares plans out among ranks of which none has had one before. See `share_out`."""
-        known = self.shared
-        if known is None or known[0] != plans:
-            keys = share_out(plans)
-            structures = {rank: Structure(plans[rank], keys[rank], rank) for rank in plans}
-            self.shared = known = (plans, keys, Catalog(structures))
-        return known[1], known[2]
+    structure: Structure
+    leaves: list[Any]
+    new: bool
+    catalog: Catalog | None
 
 
 class StructureExchange:
@@ -76,19 +55,39 @@ class StructureExchange:
     Args:
         ledger: of its own; call i of it is the exchange of save i.
         timeout_s: how long a rank waits for the others.
-        agreed: what this process remembers; nothing at first.
+        memo: what this process remembers of structures.
     """
 
-    def __init__(self, ledger: CallLedger, timeout_s: float, agreed: Agreed) -> None:
+    def __init__(self, ledger: CallLedger, timeout_s: float, memo: StructureMemo) -> None:
         self._ledger = ledger
-        self._agreed = agreed
+        self._memo = memo
         self._timeout = timeout_s
         self._catalog = Catalog({})
         self._told = -1  # the last exchange in which the main thread has said its part
         self._passed = -1  # the last exchange that rank 0 has been through
         self._moved = threading.Condition()
+        self._signature: list[Any] = []
+        self._structure: Structure | None = None
 
-    def changed(self, index: int, items: Sequence[Item]) -> tuple[Structure, Catalog | None]:
+    def agree(self, index: int, state_dict: Mapping[str, Any]) -> Agreement:
+        """Agrees with all ranks on who saves what, if the structure of `state_dict` is new here;
+        otherwise `unchanged` follows, on another thread.
+
+        Raises:
+            ValueError, CheckpointError: see `describe` and `share_out`.
+        """
+        signature, leaves = signature_and_leaves(state_dict)
+        if self._structure is not None and signature == self._signature:
+            # The catalog is taken now: by the time another thread looks, the next save may have
+            # changed it, and a checkpoint would be described by what another one holds.
+            alone = self._catalog if self._ledger.world_size == 1 else None
+            return Agreement(self._structure, leaves, False, alone)
+        self._structure, catalog = self._agree_anew(index, self._memo.items(state_dict))
+        self._structure.number(state_dict)
+        self._signature = signature
+        return Agreement(self._structure, leaves, True, catalog)
+
+    def _agree_anew(self, index: int, items: Sequence[Item]) -> tuple[Structure, Catalog | None]:
         """This rank has these parts now. Waits for all ranks.
 
         Returns:
@@ -99,7 +98,7 @@ class StructureExchange:
         """
         ledger = self._ledger
         if ledger.world_size == 1:
-            self._catalog = self._agreed.share({0: items})[1]
+            self._catalog = self._memo.share({0: items})[1]
             return self._catalog.structures[0], self._catalog
         self._told = index
         try:
@@ -117,15 +116,7 @@ class StructureExchange:
         sign, numbers = answer[str(ledger.rank)]
         chosen = set(numbers)
         keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
-        return self._agreed.structure_of(items, keys, ledger.rank), catalog
-
-    @property
-    def alone(self) -> Catalog | None:
-        """The catalog, where there is one rank: what the thread that saves has made last. To be
-        taken with the snapshot: by the time another thread looks, the next save may have changed
-        it, and a checkpoint would be described by what another one holds.
-        """
-        return self._catalog if self._ledger.world_size == 1 else None
+        return self._memo.structure(items, keys, ledger.rank), catalog
 
     def unchanged(self, index: int) -> Catalog | None:
         """This rank has the parts it had; to be called for every save, in order. Waits on rank 0 of
@@ -174,7 +165,7 @@ class StructureExchange:
                 cause = f"rank {failure.rank} on {failure.host}: {failure.cause}"
                 ledger.conclude(index, json.dumps({"error": cause}).encode())
                 return self._catalog
-            new = self._agreed.decoded(ledger.parts(index))
+            new = self._memo.plans(ledger.parts(index))
             if new:
                 self._renew(index, new)
             return self._catalog
@@ -197,7 +188,7 @@ class StructureExchange:
                 }
                 self._catalog = Catalog(structures)
             else:
-                keys, self._catalog = self._agreed.share(plans)
+                keys, self._catalog = self._memo.share(plans)
         except CheckpointError as e:
             self._ledger.conclude(index, json.dumps({"error": str(e)}).encode())
             return

@@ -26,6 +26,7 @@ import xxhash
 
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at
+from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.storage.manifest import checksum, pieces
 
 __all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "checksums_of_content", "cut"]
@@ -40,7 +41,7 @@ def are_private(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def checksums_of_content(name: str, content: bytes) -> dict[str, dict[str, Any]]:
-    """What `Chunks.told` would say of a file of this content."""
+    """What `Chunks.checksums` returns for a file of this content."""
     checksums = [checksum(content[at : at + n]) for at, n in pieces(len(content))]
     return {name: {"size_bytes": len(content), "checksums": checksums}}
 
@@ -146,7 +147,7 @@ class Chunks:
             self._checksums[chunk.file][chunk.number] = digest.hexdigest()
         return self._memory + chunk.end
 
-    def told(self) -> dict[str, dict[str, Any]]:
+    def checksums(self) -> dict[str, dict[str, Any]]:
         """Of each file `size_bytes` and `checksums`, as the manifest takes them; when all chunks
         are filled, and hashed.
         """
@@ -162,7 +163,7 @@ class ChunkCache:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, list[Chunk]] | None = None
+        self._chunks: Last[list[Chunk]] = Last()
 
     def chunks(
         self,
@@ -183,9 +184,9 @@ class ChunkCache:
         """
         moved = [(source, to) for source, to in copies if source.nbytes]
         places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]
-        key = (files, places, hashed)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, cut(files, places, all_of_them=hashed))
+        chunks = self._chunks.of(
+            (files, places, hashed), lambda: cut(files, places, all_of_them=hashed)
+        )
         sources = [source.data_ptr() for source, _ in moved]
         sizes = {name: size for name, _, size in files} if hashed else None
-        return Chunks(memory, self._last[1], sources, sizes)
+        return Chunks(memory, chunks, sources, sizes)

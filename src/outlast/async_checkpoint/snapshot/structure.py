@@ -6,6 +6,7 @@ and their places; a save then only looks the tensors up and copies them.
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,9 @@ import torch
 
 from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
-from outlast.async_checkpoint.state_dict.sharding import Item, Key, leaf_numbers, look_up
+from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.sharding import Item, Key
+from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
 from outlast.errors import CheckpointError
 
 __all__ = ["Structure", "values_file"]
@@ -46,18 +49,13 @@ class Structure:
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
         mine = set(keys)
-        self._rank, self._mine = rank, mine
         self.items = list(items)
         self.tensors = [i for i in items if i.kind == "tensor" and i.key in mine]
         self.values = [i for i in items if i.kind == "value" and i.key in mine]
         self.layout: Layout = lay_out(self.tensors, rank)
         self.index = self._describe()
         self._leaves: list[int] = []
-        self._pickled: dict[str, tuple[Any, bytes]] = {}
-
-    def is_of(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> bool:
-        """Whether it is what these would make."""
-        return self._rank == rank and self.items == list(items) and self._mine == set(keys)
+        self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
     def targets(self, memory: SharedMemory) -> list[torch.Tensor]:
         """Tensors that look into the memory, one for each of `tensors`."""
@@ -93,14 +91,15 @@ class Structure:
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
         """Notes where the tensors are among the leaves of state dicts of this structure."""
-        numbers = leaf_numbers(state_dict)
+        leaves = (path for path, value in nodes(state_dict) if is_leaf(value))
+        numbers = {path: number for number, path in enumerate(leaves)}
         self._leaves = [numbers[item.path] for item in self.tensors]
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of a state dict, one for each of `tensors`: this rank's part of each.
 
         Args:
-            leaves: of the state dict (`plan.walk`).
+            leaves: of the state dict (`signature_and_leaves`).
         """
         return [
             # What is no subclass has the shape that was planned: it is in the signature.
@@ -129,24 +128,19 @@ class Structure:
         return b"".join(parts), places
 
     def _pickle(self, item: Item, value: Any) -> bytes:
-        known = self._pickled.get(item.name)
-        simple = type(value) in _SIMPLE
-        # `repr`, because 0.0 == -0.0 and nan != nan.
-        if simple and known is not None and repr(known[0]) == repr(value):
-            return known[1]
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-        except Exception as e:
-            raise CheckpointError(
-                f"{item.name!r} ({type(value).__name__}) cannot be saved: {e}"
-            ) from e
-        data = file.getvalue()
-        if simple:
-            self._pickled[item.name] = (value, data)
-        return data
+        if type(value) in _SIMPLE:
+            # By `repr`, because 0.0 == -0.0 and nan != nan.
+            return self._pickled[item.name].of(repr(value), lambda: _pickle(item, value))
+        return _pickle(item, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+
+
+def _pickle(item: Item, value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as e:
+        raise CheckpointError(f"{item.name!r} ({type(value).__name__}) cannot be saved: {e}") from e
+    return file.getvalue()
 
 
 def local_part(leaf: Any, item: Item) -> torch.Tensor:

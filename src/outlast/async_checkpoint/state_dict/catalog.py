@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
+from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.tree import torch_path
 from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
 
 __all__ = ["Catalog"]
@@ -36,7 +38,7 @@ class Catalog:
         self._described: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
-        self._last: tuple[dict[str, ValueEntry], bytes] | None = None
+        self._metadata: Last[bytes] = Last()
         for structure in self.structures.values():
             self._add(structure)
 
@@ -52,19 +54,18 @@ class Catalog:
         """The `.metadata` file of torch.distributed.checkpoint, for those who load with that. It is
         the same as before while values are as long as before.
         """
-        if self._last is not None and self._last[0] == values:
-            return self._last[1]
+        return self._metadata.of(dict(values), lambda: self._pickle(values))
+
+    def _pickle(self, values: Mapping[str, ValueEntry]) -> bytes:
         described = dict(self._described)
         stored = dict(self._stored)
         for name, entry in values.items():
             described[name] = BytesStorageMetadata()
             stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
-        paths = {name: _torch_path(path) for name, path in self._paths.items()}
-        content = pickle.dumps(
+        paths = {name: torch_path(path) for name, path in self._paths.items()}
+        return pickle.dumps(
             Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
         )
-        self._last = (dict(values), content)
-        return content
 
     def _add(self, structure: Structure) -> None:
         for item in (*structure.tensors, *structure.values):
@@ -91,7 +92,3 @@ class Catalog:
 
 def _listed(path: tuple[Any, ...]) -> list[Any]:
     return [list(key) if isinstance(key, tuple) else key for key in path]
-
-
-def _torch_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)

@@ -1,40 +1,71 @@
-"""Remembers the parts of the last state dict: torch takes ten milliseconds to tell those of 400.
+"""Remembers what was derived from the structure of the last state dict.
 
-It lives as long as the process works in one folder: a training that is restarted in place has the
-same parts again. But it may have come back as another rank, and the shard of a DTensor that a
-process has depends on its place in the mesh, which a mesh that is equal to the last one need not
-share. So what is remembered is of one place.
+torch takes ten milliseconds to list the parts of 400 tensors, and the structure of a state dict
+seldom changes. Everything derived from it is kept by one rule (`Last`): a value belongs to its
+whole key, and another key replaces it.
+
+A `StructureMemo` lives as long as the process works in one folder: a training that is restarted in
+place has the same structure again. But it may have come back as another rank, and the shard of a
+DTensor that a process holds depends on its place in the mesh, which an equal mesh need not share.
+So the ranks of the process are part of the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from outlast.async_checkpoint.state_dict.sharding import Item, describe, walk
+from outlast.async_checkpoint.snapshot.structure import Structure
+from outlast.async_checkpoint.state_dict.catalog import Catalog
+from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.sharding import (
+    Item,
+    Key,
+    decode_items,
+    describe,
+    share_out,
+)
+from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 
-__all__ = ["Described"]
+__all__ = ["StructureMemo"]
 
 
-class Described:
-    """Calls `describe` only for a state dict that looks otherwise than the last one."""
+class StructureMemo:
+    """What one process remembers."""
 
     def __init__(self) -> None:
-        self._place: tuple[int, ...] = ()
-        self._last: tuple[tuple[int, ...], list[Any], list[Item]] | None = None
+        self._ranks: tuple[int, ...] = ()
+        self._items: Last[list[Item]] = Last()
+        self._structure: Last[Structure] = Last()
+        self._plans: Last[dict[int, list[Item]]] = Last()
+        self._shared: Last[tuple[dict[int, list[Key]], Catalog]] = Last()
 
-    def move(self, *place: int) -> None:
-        """This process is there now: the ranks that tell its place among the others."""
-        self._place = place
+    def move(self, *ranks: int) -> None:
+        """The ranks of this process are these from now on."""
+        self._ranks = ranks
 
     def items(self, state_dict: Mapping[str, Any]) -> list[Item]:
         """The parts of `state_dict` that this rank has. See `describe`."""
-        signature: list[Any] = []
-        walk(state_dict, signature, [])
-        last, place = self._last, self._place
-        known = last is not None and last[0] == place and last[1] == signature
-        items = last[2] if last is not None and known else describe(state_dict)
-        # At once, so that no other thread sees the one without the other; and also what is known:
-        # a mesh that is equal and of the past must not be kept.
-        self._last = (place, signature, items)
-        return list(items)
+        key = self._ranks, signature_and_leaves(state_dict)[0]
+        return list(self._items.of(key, lambda: describe(state_dict)))
+
+    def structure(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> Structure:
+        """The structure of a rank that has `items` and saves those of `keys`."""
+        key = list(items), set(keys), rank
+        return self._structure.of(key, lambda: Structure(items, keys, rank))
+
+    def plans(self, parts: Sequence[bytes]) -> dict[int, list[Item]]:
+        """The decoded plans of the ranks that have sent one."""
+        return self._plans.of(
+            list(parts),
+            lambda: {rank: decode_items(part) for rank, part in enumerate(parts) if part},
+        )
+
+    def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
+        """Divides plans among ranks of which none has had a share before. See `share_out`."""
+
+        def make() -> tuple[dict[int, list[Key]], Catalog]:
+            keys = share_out(plans)
+            return keys, Catalog({r: Structure(plans[r], keys[r], r) for r in plans})
+
+        return self._shared.of(dict(plans), make)

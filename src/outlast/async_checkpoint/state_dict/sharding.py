@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from outlast.async_checkpoint.state_dict.tree import look_up, nodes, torch_path
 from outlast.errors import CheckpointError
 
 __all__ = [
@@ -28,9 +29,7 @@ __all__ = [
     "decode_items",
     "describe",
     "encode_items",
-    "leaf_numbers",
     "share_out",
-    "walk",
 ]
 
 Key = tuple[str, tuple[int, ...]]
@@ -79,7 +78,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), is_coordinator=True)
-    paths = _paths(state_dict)
+    paths = {torch_path(path): path for path, _ in nodes(state_dict)}
     items = []
     for item in planner.create_local_plan().items:
         name = item.index.fqn
@@ -108,90 +107,6 @@ def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
     if hasattr(leaf, "local_shards"):  # a ShardedTensor has nearly nothing else of a tensor
         return True
     return leaf.layout is torch.strided and not getattr(leaf, "is_quantized", False)
-
-
-def look_up(state_dict: Any, path: tuple[Any, ...]) -> Any:
-    """What stands at `path`."""
-    for key in path:
-        state_dict = state_dict[key[0] if isinstance(key, tuple) else key]
-    return state_dict
-
-
-def _paths(state_dict: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """From torch's path, in which every key of a dict is text, to ours, which keeps its type."""
-    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def walk(value: Any, theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
-        found[theirs] = ours
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                if not isinstance(key, str | int) or isinstance(key, bool):
-                    raise ValueError(
-                        f"state_dict{_written(ours)} has the key {key!r}; keys are text or numbers"
-                    )
-                walk(inner, (*theirs, str(key)), (*ours, key))
-        elif isinstance(value, list):
-            for index, inner in enumerate(value):
-                walk(inner, (*theirs, index), (*ours, (index,)))
-
-    walk(state_dict, (), ())
-    return found
-
-
-def _written(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
-
-
-def walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
-    """Goes through a state dict, in one order: this is done at every save, and must cost little.
-
-    Args:
-        value: a state dict, or what stands in one.
-        signature: what must be equal for a state dict to have the same parts as before is
-            appended.
-        leaves: what is no dict and no list is appended.
-    """
-    if isinstance(value, torch.Tensor):
-        leaves.append(value)
-        spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
-        if spec is not None:
-            signature.append((value.shape, value.dtype, spec.placements, spec.mesh))
-        elif hasattr(value, "local_shards"):
-            shards = [shard.metadata for shard in value.local_shards()]
-            places = [(m.shard_offsets, m.shard_sizes) for m in shards]
-            whole = value.metadata()  # type: ignore[attr-defined]
-            signature.append((whole.size, whole.tensor_properties.dtype, places))
-        else:
-            signature.append((value.shape, value.dtype, value.layout))
-    elif isinstance(value, Mapping):
-        signature.append((tuple(value), tuple(map(type, value))))  # True == 1
-        for inner in value.values():
-            walk(inner, signature, leaves)
-    elif isinstance(value, list):
-        signature.append(len(value))
-        for inner in value:
-            walk(inner, signature, leaves)
-    else:
-        signature.append(None)
-        leaves.append(value)
-
-
-def leaf_numbers(state_dict: Mapping[str, Any]) -> dict[tuple[Any, ...], int]:
-    """Which of the leaves that `walk` finds stands at each path."""
-    numbers: dict[tuple[Any, ...], int] = {}
-
-    def follow(value: Any, path: tuple[Any, ...]) -> None:
-        if not isinstance(value, torch.Tensor) and isinstance(value, Mapping):
-            for key, inner in value.items():
-                follow(inner, (*path, key))
-        elif isinstance(value, list):
-            for index, inner in enumerate(value):
-                follow(inner, (*path, (index,)))
-        else:
-            numbers[path] = len(numbers)
-
-    follow(state_dict, ())
-    return numbers
 
 
 def share_out(

@@ -1,4 +1,4 @@
-"""What is done when a save has ended: old checkpoints go, events, errors kept for the caller."""
+"""After a save: events, the failure policy, the removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.pipeline import Save
+from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
@@ -22,21 +22,21 @@ from outlast.events import (
     Event,
 )
 
-__all__ = ["AfterSave"]
+__all__ = ["SaveOutcomes"]
 
 log = logging.getLogger("outlast.checkpoint")
 
 _NOT_REMOVED = "old checkpoints could not be removed"
 
 
-class AfterSave:
-    """What one rank does after its saves. `committed` and `ended` run in the thread of the saves.
+class SaveOutcomes:
+    """Handles the outcomes of one rank's saves.
 
     Args:
         session: of the folder.
         keep: which checkpoints stay.
-        policy: lets failures pass, up to a number in a row; without one the first is raised.
-        emitter: for what happened.
+        policy: tolerates failures, up to a number in a row; without it the first one is raised.
+        emitter: of events.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class AfterSave:
         self._unseen: list[SaveHandle] = []
 
     def watch(self, handle: SaveHandle) -> None:
-        """Its error is raised by `raise_unseen`, unless somebody asks the handle before."""
+        """Has `raise_unseen` raise the error of this save, unless its handle was asked before."""
         self._unseen.append(handle)
 
     def raise_unseen(self) -> None:
-        """Raises the error of a save that nobody has looked at, if the policy does not let it pass.
+        """Raises an error that no caller has seen, unless the policy tolerates it.
 
         Raises:
             CheckpointError: of the first such save.
@@ -70,40 +70,15 @@ class AfterSave:
             if self._policy is None or self._policy.in_a_row > self._policy.max_in_a_row:
                 raise error
 
-    def committed(self, manifest: Manifest) -> None:
-        """On rank 0, when nobody waits for the save any more."""
-        if self._keep.keeps_all:
-            return
-        try:
-            present = folders.list_checkpoints(self._session.storage)
-            removable = self._keep.removable(present, manifest.step)
-            if removable:
-                names = [info.folder for info in removable]
-                self._warn(self._session.writer.request(HideFolders(folders=names)))
-        except (CheckpointError, OSError, Dropped):
-            # The save is committed: what stays too long does no harm, but somebody must look.
-            log.warning("%s", _NOT_REMOVED, exc_info=True)
-        else:
-            for info in removable:
-                self._emitter.emit(CheckpointRemoved(step=info.step))
-
-    def drained(self) -> None:
-        """When there will be no more saves: waits until nothing is left of what was removed."""
-        if self._session.writer.pid is None:
-            return
-        try:
-            self._warn(self._session.writer.request(AwaitRemovals(tidy=True)))
-        except (CheckpointError, Dropped):
-            log.warning("%s", _NOT_REMOVED, exc_info=True)
-
-    def _warn(self, answer: RemovalErrors) -> None:
-        for error in answer.errors:
-            log.warning(
-                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
-            )
-
     def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
-        """On every rank, with the error if it failed, and how many are still under way."""
+        """Reports a save that has ended, on every rank.
+
+        Args:
+            save: which one.
+            size_bytes: of the checkpoint.
+            error: if it failed.
+            queued: how many saves are still in progress.
+        """
         seconds = self._emitter.clock.now() - save.began
         if error is None:
             if self._policy is not None:
@@ -111,7 +86,7 @@ class AfterSave:
             event: Event = CheckpointCommitted(
                 step=save.step,
                 size_bytes=size_bytes,
-                own_bytes=sum(size for _, _, size in save.snapshot["layout"]) + len(save.values),
+                own_bytes=save.snapshot.size_bytes,
                 blocked_seconds=save.blocked_s,
                 seconds=seconds,
                 queued=queued,
@@ -127,3 +102,35 @@ class AfterSave:
             if self._policy is None or not self._policy.failed(error):
                 log.error("step %d was not saved: %s", save.step, error)
         self._emitter.emit(event)
+
+    def apply_retention(self, manifest: Manifest) -> None:
+        """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
+        if self._keep.keeps_all:
+            return
+        try:
+            present = folders.list_checkpoints(self._session.storage)
+            removable = self._keep.removable(present, manifest.step)
+            if removable:
+                names = [info.folder for info in removable]
+                self._warn(self._session.writer.request(HideFolders(folders=names)))
+        except (CheckpointError, OSError, Dropped):
+            # The save is committed, and superfluous checkpoints do no harm but take up room.
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
+        else:
+            for info in removable:
+                self._emitter.emit(CheckpointRemoved(step=info.step))
+
+    def await_removals(self) -> None:
+        """After the last save: waits until the files of removed checkpoints are gone."""
+        if self._session.writer.pid is None:
+            return
+        try:
+            self._warn(self._session.writer.request(AwaitRemovals(tidy=True)))
+        except (CheckpointError, Dropped):
+            log.warning("%s", _NOT_REMOVED, exc_info=True)
+
+    def _warn(self, answer: RemovalErrors) -> None:
+        for error in answer.errors:
+            log.warning(
+                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
+            )

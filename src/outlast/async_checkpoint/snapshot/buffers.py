@@ -1,0 +1,216 @@
+"""The snapshot buffers of a process: allocated once, used by one save at a time, shared with the
+writer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
+from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
+from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, populate
+from outlast.async_checkpoint.snapshot.structure import Structure
+from outlast.async_checkpoint.writer.client import WriterClient
+from outlast.async_checkpoint.writer.handover import take_over
+from outlast.async_checkpoint.writer.messages import BufferReused, ReleaseBuffer, SnapshotSealed
+
+__all__ = ["BufferPool", "SnapshotBuffer"]
+
+
+@dataclasses.dataclass
+class SnapshotBuffer:
+    """Memory for one snapshot.
+
+    Attributes:
+        number: names it in the writer.
+        memory: the memory; none before the first use.
+        structure: of the snapshots that it is laid out for.
+        targets: views into it, one for each tensor of the structure.
+        busy: whether a save is using it.
+        snapshot: describes the sealed snapshot in it, if there is one.
+        values: the pickled values of that snapshot.
+        copy: the copy into it that may still be running.
+        turn: counts its users: a past user cannot give it back.
+    """
+
+    number: int
+    memory: SharedMemory | None = None
+    structure: Structure | None = None
+    targets: Sequence[torch.Tensor] = ()
+    busy: bool = False
+    snapshot: dict[str, Any] | None = None
+    values: bytes = b""
+    copy: OverlappedCopy | EagerCopy | None = None
+    turn: int = 0
+
+    def call_off(self) -> None:
+        """Ends the copy into it: when this returns, nothing is written into it any more."""
+        if self.copy is not None:
+            self.copy.call_off()
+            self.copy = None
+
+    def drop_memory(self) -> None:
+        """Gives its memory back."""
+        self.targets, self.structure = (), None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
+
+
+class BufferPool:
+    """The buffers for saves, and those taken over from a dead process of this rank.
+
+    Attributes:
+        buffers: for saves.
+        handed_over: with snapshots of the dead process, until there is a newer one.
+    """
+
+    def __init__(self, writer: WriterClient) -> None:
+        self.buffers: list[SnapshotBuffer] = []
+        self.handed_over: list[SnapshotBuffer] = []
+        self._writer = writer
+        self._freed = threading.Condition()
+        self._allocating: threading.Thread | None = None
+
+    def grow(self, count: int) -> None:
+        """Has at least `count` buffers."""
+        while len(self.buffers) < count:
+            self.buffers.append(SnapshotBuffer(len(self.buffers)))
+
+    def take(self, structure: Structure) -> SnapshotBuffer:
+        """A buffer for a snapshot of this structure; waits until one is free."""
+        with self._freed:
+            self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))
+            free = [buffer for buffer in self.buffers if not buffer.busy]
+            # One that is laid out for it, if there is one; of these the one with the oldest
+            # snapshot.
+            buffer = min(free, key=lambda b: (b.structure is not structure, _age(b)))
+            buffer.busy = True
+            buffer.turn += 1
+        try:
+            self._lay_out(buffer, structure)
+        except BaseException:
+            self.give_back(buffer)
+            raise
+        return buffer
+
+    def give_back(self, buffer: SnapshotBuffer, turn: int | None = None) -> None:
+        """Frees a buffer. Does nothing if `turn` is given and not the present one."""
+        with self._freed:
+            if turn is not None and turn != buffer.turn:
+                return
+            buffer.call_off()  # before the next save takes it
+            buffer.busy = False
+            self._freed.notify_all()
+
+    def give_back_all(self) -> None:
+        """Frees all buffers; their past users cannot give them back any more."""
+        self._await_allocation()
+        with self._freed:
+            for buffer in self.buffers:
+                buffer.call_off()
+                buffer.busy = False
+                buffer.turn += 1
+            self._freed.notify_all()
+
+    def preallocate(self, structure: Structure) -> None:
+        """Allocates memory for snapshots of this structure in the background, so the first save
+        costs no more than later ones. Buffers that have memory keep it, and their snapshots.
+        """
+        with self._freed:
+            fresh = [b for b in self.buffers if b.memory is None and not b.busy]
+            for buffer in fresh:
+                buffer.busy = True
+        if not fresh:
+            return
+
+        def allocate() -> None:
+            for buffer in fresh:
+                try:
+                    self._lay_out(buffer, structure)
+                finally:
+                    self.give_back(buffer)
+
+        self._writer.start()
+        self._allocating = threading.Thread(target=allocate, name="outlast-allocate", daemon=True)
+        self._allocating.start()
+
+    def take_over(self, socket: Path) -> None:
+        """Takes over the snapshots that a dead process of this rank left in memory."""
+        found = take_over(socket)
+        if found:
+            self._writer.start()
+        for handed in found:
+            number = 1000 + len(self.handed_over)
+            memory = SharedMemory(os.fstat(handed.descriptor).st_size, handed.descriptor)
+            self.handed_over.append(
+                SnapshotBuffer(number, memory, snapshot=handed.snapshot, values=handed.values)
+            )
+            self._writer.share(number, memory, handed.snapshot["index"].encode())
+            self._writer.tell(
+                SnapshotSealed(buffer=number, snapshot=handed.snapshot, blob=handed.values)
+            )
+
+    def release_handed_over(self) -> None:
+        """Gives the memory of a dead predecessor's snapshots back: there is a newer state."""
+        for buffer in self.handed_over:
+            self._writer.tell(ReleaseBuffer(buffer=buffer.number))
+            self._writer.forget(buffer.number)
+            buffer.drop_memory()
+        self.handed_over = []
+
+    def end_copies(self) -> None:
+        """Nothing is written into any buffer when this returns."""
+        self._await_allocation()
+        for buffer in self.buffers:
+            if buffer.copy is not None:
+                buffer.copy.call_off()
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        for buffer in (*self.buffers, *self.handed_over):
+            buffer.drop_memory()
+        self.buffers, self.handed_over = [], []
+
+    def _await_allocation(self) -> None:
+        if self._allocating is not None:
+            self._allocating.join()
+
+    def _lay_out(self, buffer: SnapshotBuffer, structure: Structure) -> None:
+        # Before the first byte is overwritten: see `Writer._buffer_reused`.
+        buffer.snapshot = None
+        self._writer.tell(BufferReused(buffer=buffer.number))
+        if buffer.structure is structure:
+            return
+        buffer.targets, buffer.structure = (), None
+        needed = structure.layout.size_bytes
+        memory = buffer.memory
+        if memory is None or not needed <= memory.size_bytes <= 2 * needed + (1 << 20):
+            if memory is not None:
+                self._writer.forget(buffer.number)
+                buffer.drop_memory()
+            buffer.memory = memory = SharedMemory(needed)
+            populate(memory)
+            _pin(memory)
+        self._writer.share(buffer.number, memory, structure.index)
+        structure.layout.inscribe(memory, structure.tensors)
+        buffer.targets = structure.targets(memory)
+        buffer.structure = structure
+
+
+def _pin(memory: SharedMemory) -> None:
+    """Lets a GPU copy into the memory asynchronously."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        # Without it copies are slower, but correct: an error is ignored.
+        torch.cuda.cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)
+
+
+def _age(buffer: SnapshotBuffer) -> int:
+    return -1 if buffer.snapshot is None else int(buffer.snapshot["number"])

@@ -1,0 +1,91 @@
+"""Walks of nested state: dicts and lists, and the leaves in them.
+
+A path is a tuple of keys; the index of a list is a tuple of its own, `(i,)`, so that it differs
+from the same number as a key of a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Path", "is_leaf", "look_up", "nodes", "signature_and_leaves", "torch_path"]
+
+Path = tuple[Any, ...]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a walk does not go into `value`."""
+    return isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list)
+
+
+def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every dict, list and leaf of a state with its path, each before what it holds.
+
+    Raises:
+        ValueError: for keys that are neither text nor numbers.
+    """
+    yield path, value
+    if is_leaf(value):
+        return
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from nodes(inner, (*path, (index,)))
+        return
+    for key, inner in value.items():
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
+            raise ValueError(f"state_dict{where} has the key {key!r}; keys are text or numbers")
+        yield from nodes(inner, (*path, key))
+
+
+def look_up(state: Any, path: Path) -> Any:
+    """The value at `path`."""
+    for key in path:
+        state = state[key[0] if isinstance(key, tuple) else key]
+    return state
+
+
+def torch_path(path: Path) -> Path:
+    """The path as torch.distributed.checkpoint has it: every key of a dict is text."""
+    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
+
+
+def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
+    """What must be equal for two states to have the same parts, and the leaves in order.
+
+    Every save calls this on the training thread, so it is one plain loop over the containers, and
+    checks no key: a state whose keys are wrong has no signature that was agreed on.
+    """
+    signature: list[Any] = []
+    leaves: list[Any] = []
+    _walk(state, signature, leaves)
+    return signature, leaves
+
+
+def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
+        if spec is not None:
+            signature.append((value.shape, value.dtype, spec.placements, spec.mesh))
+        elif hasattr(value, "local_shards"):
+            shards = [shard.metadata for shard in value.local_shards()]
+            parts = [(m.shard_offsets, m.shard_sizes) for m in shards]
+            whole = value.metadata()  # type: ignore[attr-defined]
+            signature.append((whole.size, whole.tensor_properties.dtype, parts))
+        else:
+            signature.append((value.shape, value.dtype, value.layout))
+    elif isinstance(value, Mapping):
+        signature.append((tuple(value), tuple(map(type, value))))  # True == 1
+        for inner in value.values():
+            _walk(inner, signature, leaves)
+    elif isinstance(value, list):
+        signature.append(len(value))
+        for inner in value:
+            _walk(inner, signature, leaves)
+    else:
+        signature.append(None)
+        leaves.append(value)
