@@ -1,14 +1,14 @@
-"""`Checkpointer`: saves in the background, and restores nothing that was not verified.
+"""`Checkpointer`: saves in the background, and restores only what it has verified.
 
     checkpointer = Checkpointer("checkpoints", keep=Retention(last=3))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    step = checkpointer.restore(state)          # None: there is nothing yet
+    step = checkpointer.restore(state)          # None: there is no checkpoint yet
     ...
     checkpointer.save(step, state)              # returns at once
     ...
-    checkpointer.close()                        # waits for what is under way
+    checkpointer.close()                        # waits for saves in progress
 
-Every rank makes one, for the same folder, and calls the same methods in the same order.
+Every rank makes one for the same folder, and calls the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ _FOR_EXIT = datetime.timedelta(minutes=10)
 class Checkpointer:
     """Saves and restores the state of a training job.
 
-    A save is a snapshot, which takes as long as a copy in memory, and then work in the background:
-    a process writes and checksums this rank's part, and when all ranks' bytes are durable, the
-    checkpoint becomes visible in one atomic step. What fails on one rank fails on all, and nothing
-    of it is ever loaded.
+    A save takes a snapshot, in the time of a copy in memory; the rest happens in the background. A
+    writer process writes and checksums this rank's part, and when the bytes of all ranks are
+    durable, the checkpoint becomes visible in one atomic step. A save that fails on one rank fails
+    on all ranks, and no part of it is ever loaded.
 
     Args:
-        path: a folder on a file system that all ranks share, or a URL that fsspec takes.
-        keep: which checkpoints stay; all of them by default.
-        overlap: optimizers. What only they change is copied beside the next forward and backward
-            pass, and their `step` waits for the copy; everything else is copied at once.
-        group: the ranks that save together; the default process group, or this process alone
-            where there is none: several ranks make the process group first.
-        max_in_flight: how many saves may be under way. Each has a buffer of the size of this
-            rank's part; a save that finds none free waits.
-        on_failure: `"raise"`: a save that failed is raised by the next call, unless its handle
-            was asked; a `FailurePolicy`: logged, up to a number of failures in a row.
-        threads: that the writer process writes with.
-        linger: how long snapshots stay in memory after this process was killed, for the process
-            that replaces it; zero for not at all.
-        timeout: how long to wait for other ranks where this one has to.
-        events: where events go; `OUTLAST_EVENTS_DIR` by default.
+        path: a folder on a file system that all ranks share, or a URL that fsspec opens.
+        keep: which checkpoints to keep; all of them by default.
+        overlap: optimizers. Tensors that only they change are copied during the next forward and
+            backward pass, and their `step` waits for the copy. Everything else is copied at once.
+        group: the ranks that save together. By default, the default process group, or this process
+            alone if there is none; several ranks must create the process group first.
+        max_in_flight: how many saves may be in progress. Each needs a buffer of the size of this
+            rank's part; a save waits until a buffer is free.
+        on_failure: with `"raise"`, the next call raises the error of a failed save, unless its
+            handle was asked for it. A `FailurePolicy` logs a number of failures in a row first.
+        threads: the number of threads that write, in the writer process.
+        linger: how long snapshots stay in memory after this process was killed, for its
+            replacement; zero discards them.
+        timeout: how long to wait for other ranks.
+        events: the sink of events; a file in `OUTLAST_EVENTS_DIR` by default.
 
     Raises:
-        CheckpointError: if another job is using the folder; names it.
+        CheckpointError: if another job is using the folder; names that job.
     """
 
     def __init__(
@@ -101,19 +101,21 @@ class Checkpointer:
         events: Sink | None = None,
     ) -> None:
         if max_in_flight < 1 or threads < 1:
-            raise ValueError(f"max_in_flight={max_in_flight} and threads={threads} are at least 1")
+            raise ValueError(
+                f"max_in_flight={max_in_flight}, threads={threads}: must be at least 1"
+            )
         if isinstance(on_failure, str) and on_failure != "raise":
             raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
-        self._closed = True  # until it is made
+        self._closed = True  # until the constructor ends
         given = os.fspath(path)
-        # One name for one folder: two sessions on it would not know of each other.
+        # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
         optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
         self._timeout = timeout.total_seconds()
         if ranks() > 1 and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"there are {ranks()} ranks (WORLD_SIZE), and no process group: make that first "
-                "(torch.distributed.init_process_group), the checkpointer needs it"
+                f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
+                "torch.distributed.init_process_group before making a Checkpointer"
             )
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
@@ -160,19 +162,19 @@ class Checkpointer:
     def save(
         self, step: int, state_dict: Mapping[str, Any], *, metric: float | None = None
     ) -> SaveHandle:
-        """Saves `state_dict` as it is now. Returns as soon as the training may go on.
+        """Saves `state_dict` as it is now. Returns as soon as the training may continue.
 
         Args:
-            step: names the checkpoint; one of the same step is replaced when this one is
+            step: of the training. A checkpoint of the same step is replaced when this one is
                 committed.
-            state_dict: nested dicts and lists of tensors (also DTensor, ShardedTensor) and of
-                values that pickle takes. What several ranks have is saved by one of them.
-            metric: how good it is, for `Retention(best=...)`.
+            state_dict: nested dicts and lists of tensors (including DTensor and ShardedTensor) and
+                of values that can be pickled. What several ranks hold is saved by one of them.
+            metric: the quality of the checkpoint, for `Retention(best=...)`.
 
         Raises:
-            ValueError: for a step that is no number, or is being saved already.
-            CheckpointError: what cannot be saved; or an earlier save that failed, and then this one
-                is under way all the same.
+            ValueError: if `step` is not a number from 0, or is being saved already.
+            CheckpointError: if something cannot be saved (it is named); or if an earlier save
+                failed, and then this one is in progress all the same.
         """
         self._check_open()
         if type(step) is not int or step < 0:
@@ -192,30 +194,31 @@ class Checkpointer:
         optional: Iterable[str] = (),
         weights_only: bool = True,
     ) -> int | None:
-        """Loads the newest valid checkpoint into `state_dict`, in place. Called on all ranks.
+        """Loads the newest valid checkpoint into `state_dict`, in place. All ranks call this.
 
-        A snapshot that is still in memory is taken if all ranks have it and no checkpoint on
-        storage is newer. A checkpoint that is not whole or not what was written is passed over
-        for the one before, with a warning in the log and an event. Tensors are filled in place
-        and resharded as needed; other values replace what stands there; an empty dict is filled
-        with what the checkpoint has under it.
+        A snapshot that is still in memory is used if all ranks have it and no checkpoint on
+        storage is newer. A checkpoint that is incomplete or damaged is skipped in favor of the
+        one before, with a warning in the log and an event. Tensors are filled in place, resharded
+        as needed; other values are replaced; an empty dict is filled with what the checkpoint
+        holds under its name.
 
         Args:
-            state_dict: what to load into.
-            step: a certain one, and no other.
-            strict: whether names that only one side has are an error.
-            optional: how names begin that may be on one side only all the same. What is not in
-                the checkpoint stays as it is.
-            weights_only: `False` lets values be unpickled that may run code: only for
-                checkpoints that you trust.
+            state_dict: the state to load into.
+            step: load this step only.
+            strict: whether names that only one of `state_dict` and checkpoint has are an error.
+            optional: prefixes of names that may be missing on one side all the same. A value that
+                the checkpoint lacks stays as it is.
+            weights_only: `False` unpickles any value, which may run code: only for checkpoints
+                that you trust.
 
         Returns:
-            The step that was loaded; `None` if there is none at all.
+            The step that was loaded; `None` if there is no checkpoint at all.
 
         Raises:
-            CheckpointError: if there are some, but none is valid: names what is wrong with each;
-                or if the checkpoint does not fit: names keys, shapes, dtypes. When none is valid,
-                tensors may hold parts of a damaged one, and must not be trained on.
+            CheckpointError: if there are checkpoints but none is valid (the message names what is
+                wrong with each), or if the checkpoint does not fit (it names keys, shapes and
+                dtypes). When none is valid, tensors may hold parts of a damaged checkpoint, and
+                must not be used for training.
         """
         self._check_open()
         self._pipeline.seal_all()
@@ -224,20 +227,20 @@ class Checkpointer:
         return found
 
     def list(self) -> list[CheckpointInfo]:
-        """The committed checkpoints, oldest first. Only their manifests are read."""
+        """The committed checkpoints, oldest first. Reads only their manifests."""
         return folders.list_checkpoints(self._session.storage)
 
     def verify(self, step: int) -> CheckpointInfo:
-        """Reads the checkpoint of `step` whole, on this rank.
+        """Reads and verifies the whole checkpoint of `step`, on this rank.
 
         Raises:
-            CheckpointError: naming the file and what is wrong with it.
+            CheckpointError: if it is damaged; names the file and what is wrong with it.
         """
         return folders.verify(self._session.storage, step)
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of `step`. To be called on one rank, and for no step that is
-        being saved.
+        """Deletes the checkpoint of `step`. Call it on one rank, and not for a step that is being
+        saved.
 
         Raises:
             CheckpointError: if there is none.
@@ -251,8 +254,8 @@ class Checkpointer:
         """Waits until all saves have ended.
 
         Raises:
-            CheckpointError: of the first one that failed.
-            TimeoutError: when it takes longer than `timeout`.
+            CheckpointError: the error of the first save that failed.
+            TimeoutError: if it takes longer than `timeout`.
         """
         began = time.monotonic()
         for save in self._pipeline.pending:
@@ -261,22 +264,22 @@ class Checkpointer:
         self._outcomes.raise_unseen()
 
     def abort(self) -> None:
-        """Drops all saves that are under way, on all ranks; does not wait. The checkpointer is of
-        no use afterwards, but its buffers, its writer and its snapshots are taken over by the next
-        one for this folder in this process.
+        """Drops all saves in progress, on all ranks; does not wait. The checkpointer cannot be used
+        afterwards, but the next one for this folder in this process takes over its buffers, its
+        writer and its snapshots.
         """
         if not self._closed:
             self._drop()
 
     def close(self, timeout: datetime.timedelta | None = None) -> None:
-        """Waits for the saves that are under way, and gives everything back. Also on leaving a
-        `with` block, and at the end of the program, where it waits at most ten minutes.
+        """Waits for the saves in progress, and releases all resources. Also called at the end of a
+        `with` block, and at the end of the program, where it waits for at most ten minutes.
 
         Args:
-            timeout: what is not committed then is dropped, on all ranks.
+            timeout: saves that are not committed by then are dropped, on all ranks.
 
         Raises:
-            CheckpointError: if a save failed, or was dropped, that nobody has asked about.
+            CheckpointError: if a save failed or was dropped, and its handle was not asked for it.
         """
         if self._closed:
             return
@@ -300,12 +303,12 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self.world_size == 1 and issubclass(kind, Exception | SystemExit):
-            # What left the block is what the caller must see; an error of a save is in the log.
+            # The caller must see the exception that left the block; that of a save is in the log.
             with contextlib.suppress(CheckpointError):
                 self.close(_FOR_FAULT)
         else:
-            # A rank that fails is to be restarted, and must not be held up by a save: other ranks
-            # may never finish theirs.
+            # A rank that fails will be restarted, and must not wait for a save: other ranks may
+            # never finish theirs.
             self.abort()
 
     # ------------------------------------------------------------------------------ within
@@ -313,8 +316,8 @@ class Checkpointer:
     def _take_over(self) -> None:
         before = self._session.owner
         if before is not None:
-            before._drop()  # also if it was aborted: an interrupt may have cut that short
-            # A restart must not wait for a disk that is slow to make durable what is dropped.
+            before._drop()  # also after an abort: an interrupt may have cut it short
+            # A restart must not wait for a slow disk to make dropped files durable.
             self._session.writer.await_idle(_FOR_WRITER_S)
         self._session.pool.give_back_all()
 
@@ -332,7 +335,7 @@ class Checkpointer:
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:
-    """Registers a close at the end of the program; returns what takes that back."""
+    """Registers a close at the end of the program; returns a function that unregisters it."""
 
     def close() -> None:
         with contextlib.suppress(CheckpointError):  # it is in the log

@@ -10,18 +10,18 @@ __all__ = ["events_folder", "local_ranks", "ranks", "runtime_folder"]
 
 
 def events_folder() -> str:
-    """Where to write events; an empty string for nowhere."""
+    """The folder for events; an empty string for none."""
     return os.environ.get("OUTLAST_EVENTS_DIR", "")
 
 
 def local_ranks() -> int:
-    """How many ranks the launcher has started on this host; 1 if it does not say."""
+    """The number of ranks on this host, as the launcher says; 1 if it does not."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
 
 
 def ranks() -> int:
-    """How many ranks the launcher has started; 1 if it does not say."""
+    """The number of ranks, as the launcher says; 1 if it does not."""
     value = os.environ.get("WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
 

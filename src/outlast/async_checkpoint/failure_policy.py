@@ -1,4 +1,4 @@
-"""What a queue does about a call that has failed, and a checkpointer about a save."""
+"""How a queue handles failed calls, and a checkpointer failed saves."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ log = logging.getLogger("outlast.async_checkpoint")
 
 
 class FailurePolicy:
-    """Goes on after a failed call, but not for ever: training that saves nothing is lost work.
+    """Tolerates failures, but not for ever: training that saves nothing is lost work.
 
     A failure is logged as a warning, with its traceback. Every rank counts the same failures, so
-    all of them go on, or none.
+    all ranks continue, or none.
 
     Args:
-        max_in_a_row: how many failures in a row are let pass; the next one is raised.
+        max_in_a_row: how many failures in a row are tolerated; the next one is raised.
 
     Attributes:
-        failures: how many there were.
-        in_a_row: how many since the last call that succeeded.
-        last: the latest, or `None`.
+        failures: the number of failures.
+        in_a_row: the number of failures since the last success.
+        last: the latest error, or `None`.
     """
 
     def __init__(self, max_in_a_row: int = 3) -> None:
         if max_in_a_row < 0:
-            raise ValueError(f"max_in_a_row is {max_in_a_row}, and must not be negative")
+            raise ValueError(f"max_in_a_row={max_in_a_row} must not be negative")
         self.max_in_a_row = max_in_a_row
         self.failures = 0
         self.in_a_row = 0
         self.last: Exception | None = None
 
     def succeeded(self) -> None:
-        """A call was finalized, a save committed."""
+        """Counts a call that was finalized, or a save that was committed."""
         self.in_a_row = 0
 
     def failed(self, error: Exception) -> bool:
-        """A call or a save has failed. Returns whether to go on."""
+        """Counts a failure. Returns whether to tolerate it."""
         self.failures += 1
         self.in_a_row += 1
         self.last = error

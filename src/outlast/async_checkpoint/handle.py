@@ -1,4 +1,4 @@
-"""What `Checkpointer.save` returns: a save that is under way."""
+"""What `Checkpointer.save` returns: a save in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Handle", "SaveHandle"]
 
 
 class Handle:
-    """Something that is saved in the background, and ends once. Any thread may use it."""
+    """An operation in the background that ends once. Any thread may use it."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -26,19 +26,19 @@ class Handle:
 
     @property
     def exception(self) -> Exception | None:
-        """Why it failed; `None` while it is under way, and if it did not. An error that was looked
-        at is not raised again by the next save.
+        """Why it failed; `None` while it is in progress and if it succeeded. An error that was read
+        here is not raised again by the next save.
         """
         self._seen = self._seen or self.done
         return self._error
 
     @property
     def unseen_error(self) -> Exception | None:
-        """Why it failed, if nobody has looked."""
+        """Why it failed, if no caller has read or raised the error."""
         return None if self._seen or not self.done else self._error
 
     def _outcome(self, timeout: datetime.timedelta | None, what: str) -> None:
-        """Waits, and raises what `wait` does. `what` is not committed when the time is over."""
+        """Waits, and raises what `wait` does. `what` begins the message of a timeout."""
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError(f"{what} not committed after {timeout}")
         self._seen = True
@@ -46,7 +46,7 @@ class Handle:
             raise self._error
 
     def _await_end(self, timeout_s: float | None) -> bool:
-        """Whether it ends in that time. Takes no notice of errors."""
+        """Waits for the end; returns whether it came in time. Raises no error of the operation."""
         return self._ended.wait(timeout_s)
 
     def _end(self, error: Exception | None) -> None:
@@ -60,10 +60,10 @@ class Handle:
 
 
 class SaveHandle(Handle):
-    """A save that is under way. Any thread may use it.
+    """A save in progress. Any thread may use it.
 
     Attributes:
-        step: what was saved.
+        step: of the training that is saved.
     """
 
     def __init__(self, step: int, seal: Callable[[], None]) -> None:
@@ -74,12 +74,12 @@ class SaveHandle(Handle):
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Waits until the checkpoint is committed: durable, on all ranks.
 
-        To be called by the thread that trains, or when it is not training: an overlapped snapshot
-        is sealed here, if no optimizer's step has done it.
+        Call it on the training thread, or while that does not train: it seals an overlapped
+        snapshot, if no step of an optimizer has sealed it.
 
         Raises:
-            TimeoutError: when that takes longer than `timeout`.
-            CheckpointError: when the save has failed; naming rank, host and cause.
+            TimeoutError: if it takes longer than `timeout`.
+            CheckpointError: if the save failed; names rank, host and cause.
         """
         self._seal()
         self._outcome(timeout, f"the checkpoint of step {self.step} is")

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last ones, every k-th step, the best by a metric."""
+"""Which checkpoints are kept: the last ones, every k-th step, the best by a metric."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Retention"]
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay. One that any of the rules keeps is kept; without rules, all are.
+    """Which checkpoints are kept: those that any of the rules keeps; all, without rules.
 
-    Nothing is removed but after the commit of a newer one, and that one is never removed.
+    A checkpoint is removed only after the commit of a newer one, which itself is never removed.
 
     Attributes:
-        last: how many of the newest stay.
-        every: steps that are a multiple of it stay.
-        best: how many of the best by `save(metric=...)` stay; those saved without one, or
-            with NaN, do not count.
+        last: how many of the newest are kept.
+        every: steps that are a multiple of it are kept.
+        best: how many of the best by `save(metric=...)` are kept; those saved without a metric,
+            or with NaN, do not count.
         mode: whether the best metric is the greatest (`"max"`) or the least (`"min"`).
     """
 
@@ -47,11 +47,11 @@ class Retention:
     def removable(
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
-        """Those that need not stay, now that step `committed` is."""
+        """The checkpoints that may be removed after the commit of step `committed`."""
         if self.keeps_all:
             return []
         if all(info.step != committed for info in checkpoints):
-            return []  # it is not to be seen: then the others are all there is
+            return []  # it cannot be seen: then the others are all there is
         ordered = sorted(checkpoints, key=lambda info: info.step)
         kept = {committed}
         if self.last is not None:
@@ -59,7 +59,7 @@ class Retention:
         if self.every is not None:
             kept.update(info.step for info in ordered if info.step % self.every == 0)
         if self.best is not None:
-            # NaN, of a training that went astray, is neither the best nor can it be sorted.
+            # NaN, of a training that diverged, is never the best, and cannot be sorted.
             rated = [
                 (info.metric, info.step)
                 for info in ordered

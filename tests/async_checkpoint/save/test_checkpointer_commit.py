@@ -54,8 +54,8 @@ NOT_DURABLE = {
     "the name of the folder": (
         "storage.local",
         "LocalStorage.publish",
-        "is now\n    _sync(self.root)\n",
-        "is now\n",
+        "by now\n    fsync_folder(self.root)\n",
+        "by now\n",
     ),
 }
 

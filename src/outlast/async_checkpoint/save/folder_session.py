@@ -1,7 +1,7 @@
 """What a process keeps for one folder of checkpoints: the writer, the buffers, the lock.
 
 It is made with the first checkpointer for a folder, and taken over by the next one for the same
-folder in this process: a training function that is restarted in place makes its checkpointer anew,
+folder in this process: a training function that is restarted in place makes a new checkpointer,
 and finds the buffers allocated, the writer running and the last snapshots still in memory.
 """
 

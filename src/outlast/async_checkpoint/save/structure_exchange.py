@@ -1,9 +1,9 @@
 """Agrees which rank saves what, and keeps the result: the catalog of what a checkpoint holds.
 
-A rank whose state dict has a new structure tells its parts and waits for the answer; one whose
-structure is as before says so from a background thread, and does not wait. Rank 0 hears all ranks
-at every save. If some have changed, it shares their parts out again, while ranks that have not
-changed keep what they had: they are saving it already.
+A rank whose state dict has a new structure sends its parts and waits for the answer. A rank whose
+structure is unchanged says so on the thread of the saves, and does not wait. Rank 0 hears from all
+ranks at every save. If some have a new structure, it divides their parts again; the other ranks
+keep their shares, because they are saving them already.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StructureExchange:
     """One rank's part in it. Rank 0 coordinates.
 
     Args:
-        ledger: of its own; call i of it is the exchange of save i.
+        ledger: used for nothing else; its call i is the exchange of save i.
         timeout_s: how long a rank waits for the others.
         memo: what this process remembers of structures.
     """
@@ -63,9 +63,9 @@ class StructureExchange:
         self._memo = memo
         self._timeout = timeout_s
         self._catalog = Catalog({})
-        self._told = -1  # the last exchange in which the main thread has said its part
-        self._passed = -1  # the last exchange that rank 0 has been through
-        self._moved = threading.Condition()
+        self._sent = -1  # the last exchange in which the training thread has sent its part
+        self._passed = -1  # the last exchange that rank 0 has completed
+        self._advanced = threading.Condition()
         self._signature: list[Any] = []
         self._structure: Structure | None = None
 
@@ -82,33 +82,33 @@ class StructureExchange:
             # changed it, and a checkpoint would be described by what another one holds.
             alone = self._catalog if self._ledger.world_size == 1 else None
             return Agreement(self._structure, leaves, False, alone)
-        self._structure, catalog = self._agree_anew(index, self._memo.items(state_dict))
+        self._structure, catalog = self._agree_again(index, self._memo.items(state_dict))
         self._structure.number(state_dict)
         self._signature = signature
         return Agreement(self._structure, leaves, True, catalog)
 
-    def _agree_anew(self, index: int, items: Sequence[Item]) -> tuple[Structure, Catalog | None]:
-        """This rank has these parts now. Waits for all ranks.
+    def _agree_again(self, index: int, items: Sequence[Item]) -> tuple[Structure, Catalog | None]:
+        """Sends the parts that this rank has now; waits for all ranks.
 
         Returns:
-            What it saves; on rank 0 the catalog too.
+            What this rank saves; on rank 0 the catalog too.
 
         Raises:
-            CheckpointError: if the ranks' parts do not fit together, or a rank does not come.
+            CheckpointError: if the ranks' parts do not fit together, or a rank does not save.
         """
         ledger = self._ledger
         if ledger.world_size == 1:
             self._catalog = self._memo.share({0: items})[1]
             return self._catalog.structures[0], self._catalog
-        self._told = index
+        self._sent = index
         try:
             ledger.finish(index, encode_items(items))
             catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None
             answer = json.loads(ledger.await_conclusion(index, self._timeout))
         except KeyTimeout as e:
             raise CheckpointError(
-                f"rank {ledger.rank} has a state dict of new structure to save, and waits for the "
-                f"other ranks to save too; not all came within {self._timeout:g} s"
+                f"rank {ledger.rank} saves a state dict of new structure, and waited for the other "
+                f"ranks to save too; not all did within {self._timeout:g} s"
             ) from e
         ledger.forget(index)
         if "error" in answer:
@@ -119,8 +119,8 @@ class StructureExchange:
         return self._memo.structure(items, keys, ledger.rank), catalog
 
     def unchanged(self, index: int) -> Catalog | None:
-        """This rank has the parts it had; to be called for every save, in order. Waits on rank 0 of
-        several only, which gets the catalog of this save.
+        """Says that this rank has the same parts as before. Call it for every save whose
+        structure was not new, in order. Only rank 0 of several waits, and gets the catalog.
         """
         ledger = self._ledger
         if ledger.world_size == 1:
@@ -130,34 +130,32 @@ class StructureExchange:
             catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None
         except KeyTimeout as e:
             raise CheckpointError(
-                f"not all ranks came to this save within {self._timeout:g} s"
+                f"not all ranks began this save within {self._timeout:g} s"
             ) from e
         ledger.forget(index)
         return catalog
 
     def refuse(self, index: int, cause: str) -> None:
-        """This rank has no parts to tell for this save: what it was to save cannot be saved. Does
-        nothing if it has told them.
-        """
+        """Says that this rank cannot save its state dict. Does nothing if it has sent its parts."""
         ledger = self._ledger
-        if ledger.world_size == 1 or index <= self._told:
+        if ledger.world_size == 1 or index <= self._sent:
             return
-        self._told = index
+        self._sent = index
         ledger.fail(index, CallFailure.here(index, "exchange", ledger.rank, cause))
         if ledger.rank == 0:
             ledger.conclude(index, json.dumps({"error": f"rank 0: {cause}"}).encode())
-            self._pass(index, self._timeout)
+            self._skip(index, self._timeout)
         ledger.forget(index)
 
-    def _pass(self, index: int, timeout: float | None) -> None:
-        with self._moved:  # earlier ones may still be with the other thread
-            self._moved.wait_for(lambda: self._passed >= index - 1, timeout)
+    def _skip(self, index: int, timeout: float | None) -> None:
+        with self._advanced:  # the other thread may still be at an earlier exchange
+            self._advanced.wait_for(lambda: self._passed >= index - 1, timeout)
             self._passed = index
-            self._moved.notify_all()
+            self._advanced.notify_all()
 
     def _coordinate(self, index: int, timeout: float | None) -> Catalog:
-        with self._moved:  # earlier ones may still be with the other thread
-            self._moved.wait_for(lambda: self._passed >= index - 1, timeout)
+        with self._advanced:  # the other thread may still be at an earlier exchange
+            self._advanced.wait_for(lambda: self._passed >= index - 1, timeout)
         ledger = self._ledger
         try:
             failure = ledger.await_verdict(index, timeout).failure
@@ -170,9 +168,9 @@ class StructureExchange:
                 self._renew(index, new)
             return self._catalog
         finally:
-            with self._moved:
+            with self._advanced:
                 self._passed = index
-                self._moved.notify_all()
+                self._advanced.notify_all()
 
     def _renew(self, index: int, new: dict[int, list[Item]]) -> None:
         old = self._catalog.structures
@@ -192,12 +190,12 @@ class StructureExchange:
         except CheckpointError as e:
             self._ledger.conclude(index, json.dumps({"error": str(e)}).encode())
             return
-        answer = {str(rank): _shortest(items, keys[rank]) for rank, items in new.items()}
+        answer = {str(rank): _encode_share(items, keys[rank]) for rank, items in new.items()}
         self._ledger.conclude(index, json.dumps(answer, separators=(",", ":")).encode())
 
 
-def _shortest(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int]]:
-    """The numbers of the items that a rank saves, or of those that it does not."""
+def _encode_share(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int]]:
+    """The indexes of the items that a rank saves (+) or does not save (-): the shorter list."""
     mine = set(keys)
     taken = [i for i, item in enumerate(items) if item.key in mine]
     left = [i for i, item in enumerate(items) if item.key not in mine]

@@ -31,12 +31,12 @@ from outlast.async_checkpoint.storage.manifest import checksum, pieces
 
 __all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "checksums_of_content", "cut"]
 
-# What a core's own cache holds beside other things: copied, it is still there to be hashed.
+# Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
 
 
 def are_private(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody but this process can write to the tensors."""
+    """Whether only this process can write to the tensors."""
     return not any(tensor.is_shared() for tensor in tensors if tensor.device.type == "cpu")
 
 
@@ -48,13 +48,13 @@ def checksums_of_content(name: str, content: bytes) -> dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A stretch of a file with a checksum of its own.
+    """A section of a file with a checksum of its own.
 
     Attributes:
-        file, number: which.
-        begin, end: where, in the memory.
-        parts: of the moves that fill it: which, from its how manieth byte, where to in the memory,
-            how much.
+        file, number: the file, and the index of the chunk in it.
+        begin, end: its offsets in the buffer.
+        parts: of the copies that fill it: index of the copy, offset in its source, offset in the
+            buffer, size.
     """
 
     file: str
@@ -67,16 +67,16 @@ class Chunk:
 def cut(
     files: Sequence[tuple[str, int, int]], places: Sequence[tuple[int, int]], *, all_of_them: bool
 ) -> list[Chunk]:
-    """Cuts files into chunks, and what is moved into them.
+    """Cuts files into chunks, and the copies that fill them into parts.
 
     Args:
-        files: name, first byte in the memory, size.
-        places: in the memory, of what is moved: first byte and size, in their order, none empty.
-        all_of_them: whether also chunks into which nothing is moved.
+        files: name, offset in the buffer and size of each.
+        places: offset in the buffer and size of each copy, in ascending order, none empty.
+        all_of_them: whether to return chunks that no copy fills too.
     """
     ends = [at + size for at, size in places]
     if any(end > at for end, (at, _) in zip(ends, places[1:], strict=False)):
-        raise ValueError("what is moved is not in the order of its places")
+        raise ValueError("the copies are not in the order of their places")
     found = []
     for name, first, size in files:
         for number, (offset, length) in enumerate(pieces(size)):
@@ -95,15 +95,14 @@ def cut(
 
 
 class Chunks:
-    """The chunks of a snapshot, in the order of their addresses. Who fills them keeps the memory
-    that is moved, on both sides.
+    """The chunks of a snapshot, in the order of their addresses. The caller of `fill` keeps the
+    memory of the copies alive, on both sides.
 
     Args:
-        memory: what the snapshot goes to; what no move fills is there before a chunk is `filled`.
+        memory: of the buffer; bytes that no copy fills are there before the chunk is filled.
         chunks: of its files (`cut`).
-        sources: the addresses that the moves are from.
-        hashed: of which files the checksums are taken, and how large they are; the writer does it
-            otherwise.
+        sources: the source address of each copy.
+        hashed: the size of each file, to take the checksums; `None` if the writer takes them.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Chunks:
         return len(self._chunks)
 
     def fill(self, number: int, called_off: Callable[[], bool] = lambda: False) -> int:
-        """Copies and hashes one of the chunks; returns the address behind it."""
+        """Copies one chunk, and hashes it if asked to; returns the address of its end."""
         chunk = self._chunks[number]
         digest = xxhash.xxh3_128() if self.hashed else None
         at = chunk.begin
@@ -136,10 +135,10 @@ class Chunks:
             for done in range(0, size, _CACHED_BYTES):
                 if called_off():
                     return self._memory + chunk.begin
-                stretch = content[done : done + _CACHED_BYTES]
-                move(self._memory + low + done, source + done, len(stretch))
+                section = content[done : done + _CACHED_BYTES]
+                move(self._memory + low + done, source + done, len(section))
                 if digest is not None:
-                    digest.update(stretch)
+                    digest.update(section)
             at = low + size
         if digest is not None:
             if at < chunk.end:
@@ -148,8 +147,8 @@ class Chunks:
         return self._memory + chunk.end
 
     def checksums(self) -> dict[str, dict[str, Any]]:
-        """Of each file `size_bytes` and `checksums`, as the manifest takes them; when all chunks
-        are filled, and hashed.
+        """`size_bytes` and `checksums` of each file, as in the manifest, once all chunks are filled
+        and hashed.
         """
         return {
             name: {"size_bytes": size, "checksums": self._checksums[name]}
@@ -158,8 +157,8 @@ class Chunks:
 
 
 class ChunkCache:
-    """Remembers how the files were cut the last time: a save that moves what the one before has
-    moved only looks at the addresses.
+    """Remembers how the files were cut the last time: a save with the same copies as the one before
+    only looks up the addresses.
     """
 
     def __init__(self) -> None:
@@ -173,14 +172,14 @@ class ChunkCache:
         *,
         hashed: bool,
     ) -> Chunks:
-        """The chunks of a shared memory.
+        """The chunks of a buffer.
 
         Args:
-            memory: what the snapshot goes to.
-            files: name, first byte in the memory, size.
-            copies: from tensors in a row to tensors in the memory, in the order of these; what has
-                no elements has no address, and is left out.
-            hashed: whether the checksums are taken.
+            memory: of the buffer.
+            files: name, offset in the buffer and size of each.
+            copies: from contiguous tensors to tensors in the buffer, in the order of these. Tensors
+                without elements have no address, and are left out.
+            hashed: whether to take the checksums.
         """
         moved = [(source, to) for source, to in copies if source.nbytes]
         places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]

@@ -1,8 +1,8 @@
-"""Copies a snapshot at once, by several threads.
+"""Copies a snapshot at once, with several threads.
 
-The thread that trains is one of them, and may be interrupted anywhere by a restart in place. The
-others must not copy on into memory that has been given to the next save by then. So whoever takes
-the memory back calls the copy off first, and that waits for them.
+The training thread is one of them, and a restart in place may interrupt it anywhere. The other
+threads must not go on copying into a buffer that the next save has got by then. So the buffer is
+given back only after `call_off`, which waits for them.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import CopyPair
 
 __all__ = ["EagerCopy"]
 
-_MOST_THREADS = 8  # the memory of one host is busy with fewer
+_MOST_THREADS = 8  # fewer saturate the memory of a host
 
 
 class EagerCopy:
-    """Fills chunks, by as many threads as torch uses.
+    """Fills chunks, with as many threads as torch uses.
 
-    Each takes the next chunk when it is done with one. torch's own copy cuts every tensor in equal
-    parts and waits for the slowest at each: where anything else runs on one of the processors, the
-    writer of the save before say, that takes many times as long.
+    Each thread takes the next chunk when it is done with one. torch's own copy cuts every tensor
+    into equal parts and waits for the slowest one each time: if something else runs on one of the
+    cores, such as the writer at the previous save, that takes many times as long.
 
     Args:
-        copies: what is copied, and to where; it stays in memory until this is gone.
-        chunks: of the snapshot; they do it.
+        copies: source and target tensors, which are kept alive.
+        chunks: of the snapshot, which carry it out.
     """
 
     def __init__(self, copies: Sequence[CopyPair], chunks: Chunks) -> None:
         self._copies = copies
         self._chunks = chunks
-        # The next of it is one step: no two threads get the same.
+        # `next` on it is atomic: no two threads get the same number.
         self._left = iter(range(len(chunks)))
         self._called_off = False
         self._error: Exception | None = None
@@ -43,7 +43,7 @@ class EagerCopy:
         self._helpers = [_Helper(self._help) for _ in range(count)]
 
     def run(self) -> None:
-        """Copies, and returns when that is done."""
+        """Copies, and returns when all is copied."""
         for helper in self._helpers:
             helper.start()
         self._take()
@@ -52,7 +52,7 @@ class EagerCopy:
             raise self._error
 
     def call_off(self) -> None:
-        """Nothing more is copied when this returns. It can be called again, and must be where an
+        """Ends the copy: when this returns, nothing is copied any more. Call it again if an
         interrupt has cut it short.
         """
         self._called_off = True
@@ -60,9 +60,9 @@ class EagerCopy:
 
     def _await_helpers(self) -> None:
         for helper in self._helpers:
-            if helper.ident is not None:  # else it sees that it was called off, or never starts
-                # Not `join`: an interrupted one has the thread count as dead while it still copies
-                # (Python 3.11, bpo-45274).
+            if helper.ident is not None:  # else it never starts, or sees the call-off
+                # Not `join`: after an interrupted `join`, a thread that still copies counts as
+                # dead (Python 3.11, bpo-45274).
                 helper.ended.wait()
 
     def _take(self) -> None:

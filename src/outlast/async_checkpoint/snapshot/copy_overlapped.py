@@ -44,15 +44,13 @@ __all__ = [
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
-# How much is copied before the writer is told, which writes pieces of that size.
-_TOLD_BYTES = 16 << 20
+# The writer, which writes pieces of this size, is notified each time that so much is copied.
+_REPORTED_BYTES = 16 << 20
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 
 
 def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is bytes in a row in the processor's memory, and enough of them to be
-    copied by themselves.
-    """
+    """Whether the tensor is contiguous in CPU memory, and large enough to be copied by itself."""
     return tensor.nbytes >= _WORTH_A_CALL and _has_bytes(tensor)
 
 
@@ -62,7 +60,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def copy_by_torch(copies: Sequence[CopyPair]) -> None:
-    """Copies tensors of any kind, and returns when that is done."""
+    """Copies tensors of any kind, and returns when all are copied."""
     if not copies:
         return
     with torch.no_grad():
@@ -72,19 +70,19 @@ def copy_by_torch(copies: Sequence[CopyPair]) -> None:
 
 
 class Writes:
-    """The writes to tensors that torch counts, from now on.
+    """The writes to tensors that torch counts, from its creation on.
 
     Args:
         sources: the tensors.
     """
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
-        # What was made in inference mode has no count, and cannot be written to outside of it.
+        # A tensor made in inference mode has no count, and cannot be written to outside of it.
         self._sources = [source for source in sources if not source.is_inference()]
         self._versions = [source._version for source in self._sources]
 
     def found(self, hint: str) -> CheckpointError | None:
-        """What is wrong if there were any; `hint` says more of when, and what to do."""
+        """The error if there were any; `hint` completes its message."""
         changed = [
             tuple(source.shape)
             for source, version in zip(self._sources, self._versions, strict=True)
@@ -100,17 +98,17 @@ class Writes:
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """Whether the tensor can be copied beside the training: only an optimizer changes it, and it is
-    bytes in a row.
+    contiguous.
 
     Args:
-        tensor: any.
-        owned: what optimizers change (`addresses_of_optimizers`).
+        tensor: any tensor.
+        owned: the result of `addresses_of_optimizers`.
     """
     return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
 
 
 def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The tensors that only these optimizers change: the addresses of their bytes."""
+    """The addresses of the tensors that only these optimizers change."""
     found: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -122,23 +120,23 @@ def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of a tensor's bytes; of this rank's part of a DTensor."""
+    """The address of a tensor's bytes; for a DTensor, of this rank's part."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.data_ptr()
 
 
 class OverlappedCopy:
-    """Copies in a thread, holds the optimizers' steps up until it is done, and seals.
+    """Copies in a thread, makes the optimizers' steps wait for it, and seals the snapshot.
 
     Args:
-        copies: from contiguous tensors in the CPU's memory, to others of the same kind.
-        chunks: of the snapshot; they do it.
+        copies: from contiguous tensors in CPU memory to tensors of the same kind.
+        chunks: of the snapshot, which carry the copy out.
         optimizers: whose steps change what is copied.
-        sealed: called once, on the thread that trains or on one that asks for the snapshot:
-            with nothing, when the snapshot is what it should be; else with what went wrong.
-        reached: called in the thread that copies, now and then, and when all is copied: everything
-            before this address is.
+        sealed: called once, on the thread that calls `seal`, with `None` if the snapshot is
+            correct, else with the error.
+        reached: called on the copying thread now and then, and at the end of the copy, with the
+            address up to which everything is copied.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class OverlappedCopy:
         sealed: Callable[[CheckpointError | None], None],
         reached: Callable[[int], None] = lambda address: None,
     ) -> None:
-        self._copies = copies  # they keep the memory, on both sides
+        self._copies = copies  # keeps the memory alive, on both sides
         self._writes: Writes | None = Writes(source for source, _ in copies)
         self._chunks: Chunks | None = chunks
         self._optimizers = optimizers
@@ -166,7 +164,7 @@ class OverlappedCopy:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def start(self) -> None:
-        """Begins to copy: once whoever would call it off can find it."""
+        """Begins to copy. First store the object where a `call_off` will find it."""
         self._thread.start()
 
     @property
@@ -175,30 +173,30 @@ class OverlappedCopy:
         return self._ended.is_set()
 
     def seal(self) -> None:
-        """Waits for the copy to end, and says whether it is good. To be called by a thread of
-        which no write to the tensors is under way; a second call does nothing.
+        """Waits for the copy to end, and checks it. Call it on the training thread, where no write
+        to the tensors is in progress; a second call does nothing.
         """
-        if self._thread.ident is not None:  # else it sees that it was called off, or never starts
+        if self._thread.ident is not None:  # else it never starts, or sees that it was called off
             self._await_copy()
-        self._hook.remove()  # first, and again at each call: an interrupt may come at any point
+        self._hook.remove()  # first, and in every call: an interrupt may come at any point
         with self._lock:
             if self._is_sealed:
                 return
             if self._outcome is None:
                 self._outcome = (self._found(),)
-            # Said again, and the same, where an interrupt has come before the end of it.
+            # Called again, with the same outcome, if an interrupt cut the first call short.
             self._sealed(self._outcome[0])
             self._is_sealed = True
         self._copies = ()
         self._writes = self._chunks = None
 
     def call_off(self) -> None:
-        """Ends the copy; the snapshot is no good."""
+        """Ends the copy; the snapshot cannot be used."""
         self._called_off = True
         self.seal()
 
     def _await_copy(self) -> None:
-        # Not `join`: an interrupted one has the thread count as dead while it still copies
+        # Not `join`: after an interrupted `join`, a thread that still copies counts as dead
         # (Python 3.11, bpo-45274).
         self._ended.wait()
 
@@ -223,19 +221,19 @@ class OverlappedCopy:
         try:
             chunks = self._chunks
             assert chunks is not None
-            told = 0
+            reported = 0
             for number in range(len(chunks)):
                 if self._called_off:
                     break
                 upto = self._fill(chunks, number)
-                told = told or upto
-                if upto - told >= _TOLD_BYTES:
-                    told = upto
+                reported = reported or upto
+                if upto - reported >= _REPORTED_BYTES:
+                    reported = upto
                     self._reached(upto)
             if not self._called_off:
                 self._reached(sys.maxsize)
             self._copied = True
-        except BaseException as e:  # noqa: BLE001 - `seal` tells it to the thread that trains
+        except BaseException as e:  # noqa: BLE001 - `seal` reports it on the training thread
             self._error = e
         finally:
             self._ended.set()

@@ -1,14 +1,14 @@
-"""Where the bytes of a rank's tensors lie: in its files, and so in the memory they are copied to.
+"""The layout of a rank's tensors in its files, which is also their layout in the snapshot buffer.
 
-The files are those of torch.distributed.checkpoint: each tensor is a `torch.save` of it, one after
-another. What surrounds a tensor's bytes in such a stream depends on its dtype and shape alone
-(`Frame`), and is laid into the memory once; a save then copies nothing but the tensors' bytes, to
-the very extent that they have in the file.
+The files have the format of torch.distributed.checkpoint: one `torch.save` stream for each tensor,
+one after another. The bytes around a tensor's data in its stream depend on its dtype and shape only
+(`Frame`), and are written into the buffer once. A save then copies only the tensors' data, to the
+offset that they have in the file.
 
-The frames are torch's own: `torch.save` runs under `torch.serialization.skip_data` on a tensor
-that is never filled, into a file object that notes where torch skips. torch leaves the checksums
-of a skipped record (zip's CRC-32) at zero, and `torch.load` does not look at them; ours are in the
-manifest.
+The frames are made by torch: `torch.save` runs under `torch.serialization.skip_data` on a tensor
+that is never filled, into a file object that records where torch skips. torch leaves the checksums
+of a skipped record (the CRC-32 of zip) at zero, and `torch.load` does not check them; our checksums
+are in the manifest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outlast.async_checkpoint.state_dict.sharding import Item
 __all__ = ["Frame", "Layout", "TensorExtent", "frame", "lay_out"]
 
 _ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it the same way
-# A file gets no more tensors once it has this size, so that several are written and read side by
-# side; a tensor is never cut.
+# A file that has this size gets no more tensors, so that several files are written and read in
+# parallel. A tensor is never split.
 FILE_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What `torch.save` writes around the bytes of a tensor."""
+    """The bytes that `torch.save` writes around the data of a tensor."""
 
     head: bytes
     data_bytes: int
@@ -41,12 +41,12 @@ class Frame:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole stream."""
+        """The size of the whole stream."""
         return len(self.head) + self.data_bytes + len(self.tail)
 
 
 class _Recorder:
-    """A file that keeps what is written before and after the extent that is skipped."""
+    """A file object that keeps the bytes before and after the part that is skipped."""
 
     def __init__(self) -> None:
         self.parts = [bytearray(), bytearray()]
@@ -68,7 +68,7 @@ class _Recorder:
 def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     """The frame of a contiguous tensor of `dtype` (without `torch.`) and `shape`."""
     recorder = _Recorder()
-    # Memory is reserved for it, but no page of it is ever touched.
+    # Its memory is reserved, but no page of it is ever touched.
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     with torch.serialization.skip_data():
         torch.save(tensor, recorder)  # type: ignore[arg-type]  # all that it uses of a file
@@ -77,7 +77,7 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
 
 @dataclasses.dataclass(frozen=True)
 class TensorExtent:
-    """Where a tensor lies: its stream in the file, and its bytes in the memory."""
+    """The place of a tensor: its stream and its data in the file, its data in the buffer."""
 
     file: str
     stream_at: int
@@ -89,12 +89,12 @@ class TensorExtent:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything lies.
+    """The layout of all tensors.
 
     Attributes:
-        extents: of the tensors, in the order in which they were given.
-        files: name, first byte in the memory, and size of each, all in whole pages.
-        size_bytes: of the memory.
+        extents: of the tensors, in the given order.
+        files: name, offset in the buffer and size of each; offsets and sizes are whole pages.
+        size_bytes: of the buffer.
     """
 
     extents: list[TensorExtent]
@@ -102,7 +102,7 @@ class Layout:
     size_bytes: int
 
     def inscribe(self, memory: SharedMemory, items: Sequence[Item]) -> None:
-        """Writes the frames into the memory; a save fills in the rest."""
+        """Writes the frames into the buffer; a save fills in the data."""
         for item, extent in zip(items, self.extents, strict=True):
             around = frame(item.dtype, item.sizes)
             begin = extent.buffer_at - len(around.head)
@@ -112,10 +112,10 @@ class Layout:
 
 
 def lay_out(items: Sequence[Item], rank: int) -> Layout:
-    """Lays tensors out, in files of this rank. The same items give the same layout anywhere."""
+    """Lays tensors out in files of this rank. The same items give the same layout on any rank."""
     extents: list[TensorExtent] = []
     files: list[tuple[str, int, int]] = []
-    begin, at = 0, 0  # of the present file in the memory; in the file
+    begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
     for item in items:
         around = frame(item.dtype, item.sizes)
         data_at = at + len(around.head)

@@ -1,8 +1,8 @@
-"""A copy of memory past the caches, for what is large and not looked at again soon.
+"""Copies memory past the caches: for large data that is not read again soon.
 
-It is a few lines of C (`nontemporal_copy.c`), compiled when the package is installed. Where that
-could not be done, or the processor is no x86-64, the C library's copy takes its place: slower by
-half, and the same otherwise.
+It is a few lines of C (`nontemporal_copy.c`), compiled when the package is installed. Where there
+was no compiler, or the processor is not an x86-64, the C library's `memcpy` is used: it takes half
+as long again, and does the same.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Move = Callable[[int, int, int], object]
 
 
 def load(library: Path) -> tuple[Move, bool]:
-    """The copy, and whether it is the one of `library`.
+    """The copy function, and whether it is that of `library`.
 
     Args:
         library: the compiled file, which may be missing.
     """
-    # A call through CDLL leaves Python's lock.
+    # A call through CDLL releases the GIL.
     function, own = ctypes.CDLL(None).memmove, False
     if library.exists():
         try:
             function, own = ctypes.CDLL(str(library)).outlast_nontemporal_copy, True
-        except (OSError, AttributeError) as e:  # of another machine, or another version
+        except (OSError, AttributeError) as e:  # built for another machine or version
             log.warning("%s cannot be used, and copies are slower: %s", library, e)
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     function.restype = None

@@ -1,11 +1,11 @@
-"""Shared memory in which a snapshot lies, laid out as the files that are written from it.
+"""Shared memory for a snapshot, laid out as the files that are written from it.
 
 An memory is an anonymous file in memory (`memfd_create`): the main process copies tensors into it,
 the writer process, which was handed the descriptor, writes it to storage and checksums it. Nothing
 of it has a name in any file system, so nothing is left behind when the last process that holds it
 ends; and it lives on with the writer when the main process dies.
 
-Nothing here imports torch: the writer process does without.
+Nothing here imports torch: the writer process runs without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 PAGE_BYTES = mmap.PAGESIZE
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates, so that no page faults one by one
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates all pages at once
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -36,15 +36,15 @@ def page_up(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """A piece of shared memory of fixed size.
+    """Shared memory of a fixed size.
 
     Args:
         size_bytes: rounded up to whole pages.
-        descriptor: of a shared memory that another process made; a new one is made without.
+        descriptor: of memory that another process made; without it, new memory is made.
 
     Attributes:
-        descriptor: of the memory; whoever holds a copy of it keeps the memory alive.
-        view: the bytes, writable.
+        descriptor: of the memory, which lives as long as any copy of the descriptor.
+        view: the bytes, which can be written.
         address: of the first byte in this process.
     """
 
@@ -63,7 +63,7 @@ class SharedMemory:
         del anchor
 
     def close(self) -> None:
-        """Gives the memory back. Tensors made of it keep its pages until they are gone too."""
+        """Releases the memory. Its pages stay until all tensors in it are gone too."""
         if self.descriptor < 0:
             return
         os.close(self.descriptor)
@@ -72,12 +72,12 @@ class SharedMemory:
             self.view.release()
             self._map.close()
         except BufferError:
-            pass  # a tensor still looks into it: unmapped with the last of them
+            pass  # a tensor still uses it: unmapped with the last of them
 
 
 def populate(memory: SharedMemory, threads: int = 2) -> None:
-    """Allocates all pages of `memory` now, in parallel, so that the first copy into it runs at the
-    speed of the ones after. A kernel that cannot do that allocates them at the first touch.
+    """Allocates all pages of `memory` now, in parallel, so that the first copy into it is as
+    fast as later ones. A kernel that does not support this allocates them at the first access.
     """
     step = page_up(-(-memory.size_bytes // threads))
     parts = [

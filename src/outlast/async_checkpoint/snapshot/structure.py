@@ -1,7 +1,7 @@
-"""What a save takes of a state dict: which tensors, where they go, and the pickled rest.
+"""The parts of a state dict that this rank saves: its tensors and their layout, its pickled values.
 
-A `Structure` is made once for all state dicts that look alike. It knows the parts this rank saves
-and their places; a save then only looks the tensors up and copies them.
+A `Structure` is made once for all state dicts of equal structure. A save then only looks the
+tensors up and copies them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _SIMPLE = (int, float, str, bool, type(None))
 
 
 def values_file(rank: int) -> str:
-    """The file of a rank's values. They differ in length from save to save, so they have their
-    own.
-    """
+    """The file of a rank's values, whose size differs from save to save."""
     return f"__{rank}_values.distcp"
 
 
@@ -38,13 +36,13 @@ class Structure:
 
     Args:
         items: the parts that this rank has.
-        keys: those of them that it saves.
-        rank: this one.
+        keys: the keys of the parts that it saves.
+        rank: this rank.
 
     Attributes:
         tensors, values: the parts that it saves.
         layout: of the tensors.
-        index: as JSON, what they are and where; for who finds the snapshot in memory.
+        index: what the parts are and where, as JSON, for a process that takes the snapshot over.
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
@@ -58,7 +56,7 @@ class Structure:
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
     def targets(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """Tensors that look into the memory, one for each of `tensors`."""
+        """Tensors that are views of the memory, one for each of `tensors`."""
         if not self.tensors:
             return []
         whole = torch.frombuffer(memory.view, dtype=torch.uint8)
@@ -66,7 +64,7 @@ class Structure:
             whole[extent.buffer_at : extent.buffer_at + extent.data_bytes]
             .view(getattr(torch, item.dtype))
             .view(item.sizes)
-            if extent.data_bytes  # torch aligns no extent for nothing
+            if extent.data_bytes  # an empty tensor has no aligned offset
             else torch.empty(item.sizes, dtype=getattr(torch, item.dtype))
             for item, extent in zip(self.tensors, self.layout.extents, strict=True)
         ]
@@ -90,7 +88,7 @@ class Structure:
         return json.dumps({"tensors": tensors, "values": values}).encode()
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
-        """Notes where the tensors are among the leaves of state dicts of this structure."""
+        """Stores the position of each tensor among the leaves of a state dict of this structure."""
         leaves = (path for path, value in nodes(state_dict) if is_leaf(value))
         numbers = {path: number for number, path in enumerate(leaves)}
         self._leaves = [numbers[item.path] for item in self.tensors]
@@ -102,7 +100,7 @@ class Structure:
             leaves: of the state dict (`signature_and_leaves`).
         """
         return [
-            # What is no subclass has the shape that was planned: it is in the signature.
+            # A plain tensor has the planned shape, which is in the signature.
             leaf
             if type(leaf := leaves[number]) is torch.Tensor
             and not leaf.is_conj()
@@ -112,10 +110,10 @@ class Structure:
         ]
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
-        """The values in torch's serialization, one after another, and where each lies.
+        """The values, each serialized by torch, one after another; and offset and size of each.
 
         Raises:
-            CheckpointError: naming what cannot be pickled.
+            CheckpointError: if a value cannot be pickled; names it.
         """
         parts: list[bytes] = []
         places: list[list[int]] = []
@@ -144,7 +142,7 @@ def _pickle(item: Item, value: Any) -> bytes:
 
 
 def local_part(leaf: Any, item: Item) -> torch.Tensor:
-    """This rank's part of a tensor, of the sizes that `item` says."""
+    """This rank's part of a tensor, as described by `item`."""
     if hasattr(leaf, "local_shards"):  # ShardedTensor
         for shard in leaf.local_shards():
             if tuple(shard.metadata.shard_offsets) == item.offsets:

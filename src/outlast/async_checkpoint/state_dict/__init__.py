@@ -1,1 +1,1 @@
-"""What a state dict consists of, and which rank saves which part of it."""
+"""The parts of a state dict, and which rank saves which part."""

@@ -1,4 +1,4 @@
-"""What a checkpoint of the whole job holds, and where: for its manifest, and for plain torch."""
+"""The contents of a checkpoint of all ranks, for its manifest and for plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Catalog"]
 
 
 class Catalog:
-    """What a checkpoint of the whole job holds, and where. What it says never changes.
+    """The contents of a checkpoint of all ranks, and where they are. It never changes.
 
     Args:
         structures: of each rank.
@@ -43,7 +43,7 @@ class Catalog:
             self._add(structure)
 
     def values(self, places: Mapping[int, Sequence[Sequence[int]]]) -> dict[str, ValueEntry]:
-        """Where the values lie, from what each rank says of its own."""
+        """The place of each value, from offsets and sizes that each rank has reported."""
         found = {}
         for rank, structure in self.structures.items():
             for item, (at, size_bytes) in zip(structure.values, places[rank], strict=True):
@@ -51,8 +51,8 @@ class Catalog:
         return found
 
     def metadata(self, values: Mapping[str, ValueEntry]) -> bytes:
-        """The `.metadata` file of torch.distributed.checkpoint, for those who load with that. It is
-        the same as before while values are as long as before.
+        """The `.metadata` file of torch.distributed.checkpoint, for loading with plain PyTorch. It
+        stays the same while the values have the same sizes.
         """
         return self._metadata.of(dict(values), lambda: self._pickle(values))
 

@@ -1,11 +1,11 @@
-"""What is saved by which rank: torch.distributed.checkpoint's own view of a state dict, shared out.
+"""Which rank saves what: the parts of a state dict as torch sees them, divided among the ranks.
 
-torch's planner says which parts of a state dict a rank has (`describe`): whole tensors, shards of
-DTensors and ShardedTensors, values. What several ranks have, one of them saves (`share_out`): the
-one that has least to do so far. All of it is decided again only when a rank's state dict has
-changed its structure; a save of the same structure as before needs no word between the ranks.
+The planner of torch.distributed.checkpoint lists the parts of a state dict that a rank holds
+(`describe`): whole tensors, shards of DTensors and ShardedTensors, values. A part that several
+ranks hold is saved by one of them (`share_out`): the one with the least to save so far. This is
+decided again only when the state dict of a rank has a new structure.
 
-What ranks tell one another is JSON, so nothing from another host is unpickled.
+Ranks exchange JSON, so nothing from another host is unpickled.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A part of a state dict.
+    """One part of a state dict.
 
     Attributes:
-        name: the flat name, as torch.distributed.checkpoint makes it.
-        path: how to get there; a list's index stands in a tuple of its own, `(i,)`.
-        kind: `tensor`, or `value` for anything that is pickled, sparse tensors among it.
+        name: the flat name, as in torch.distributed.checkpoint.
+        path: its keys; the index of a list is a tuple of its own, `(i,)`.
+        kind: `tensor`, or `value` for anything that is pickled, including sparse tensors.
         offsets: of this part in the tensor.
         sizes: of this part.
-        shape: of the tensor as a whole.
+        shape: of the whole tensor.
         dtype: without `torch.`.
     """
 
@@ -59,22 +59,22 @@ class Item:
 
     @property
     def key(self) -> Key:
-        """What tells it from the other parts of the job's state."""
+        """Identifies it among the parts of all ranks."""
         return self.name, self.offsets
 
     @property
     def size_bytes(self) -> int:
-        """Of a tensor's bytes."""
+        """The size of a tensor's data; 0 for a value."""
         if self.kind != "tensor":
             return 0
         return int(math.prod(self.sizes) * getattr(torch, self.dtype).itemsize)
 
 
 def describe(state_dict: Mapping[str, Any]) -> list[Item]:
-    """The parts of `state_dict` that this rank has.
+    """The parts of `state_dict` that this rank holds.
 
     Raises:
-        ValueError: for keys that are neither text nor numbers, and for names that stand twice.
+        ValueError: for keys that are neither text nor numbers, and for duplicate names.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), is_coordinator=True)
@@ -102,9 +102,9 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
 
 
 def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
-    """Whether a tensor is bytes in a row, at least after a copy."""
+    """Whether the data of a tensor is contiguous, at least after a copy."""
     leaf = look_up(state_dict, path)
-    if hasattr(leaf, "local_shards"):  # a ShardedTensor has nearly nothing else of a tensor
+    if hasattr(leaf, "local_shards"):  # a ShardedTensor has few attributes of a tensor
         return True
     return leaf.layout is torch.strided and not getattr(leaf, "is_quantized", False)
 
@@ -112,17 +112,17 @@ def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
 def share_out(
     plans: Mapping[int, Sequence[Item]], fixed: Mapping[int, Iterable[Key]] | None = None
 ) -> dict[int, list[Key]]:
-    """Which rank saves what.
+    """Divides the parts among the ranks that hold them.
 
     Args:
-        plans: the items that each rank has.
-        fixed: what ranks save whatever the outcome: theirs was decided before.
+        plans: the items that each rank holds.
+        fixed: the keys that ranks save already, by an earlier decision.
 
     Returns:
-        For each rank the keys of its items, in the order of its plan.
+        The keys that each rank saves, in the order of its plan.
 
     Raises:
-        CheckpointError: when ranks have different tensors under one name, or parts of a tensor
+        CheckpointError: if ranks hold different tensors under one name, or if parts of a tensor
             are missing or overlap.
     """
     fixed = fixed or {}
@@ -137,7 +137,7 @@ def share_out(
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
                     f"{item.name!r} is {_say(other)} on rank {begun[0]}, but {_say(item)} on rank "
-                    f"{rank}: what is not the same on all ranks needs names of its own"
+                    f"{rank}: parts that differ between ranks need different names"
                 )
             holders.setdefault(item.key, []).append(rank)
             parts.setdefault(item.key, item)
@@ -165,8 +165,8 @@ def _check_covered(parts: Iterable[Item]) -> None:
     for name, volume in volumes.items():
         if volume != math.prod(shapes[name]):
             raise CheckpointError(
-                f"the parts of {name!r} that the ranks have make {volume} elements, but its shape "
-                f"{shapes[name]} has {math.prod(shapes[name])}"
+                f"the parts of {name!r} on all ranks have {volume} elements together, but its "
+                f"shape {shapes[name]} has {math.prod(shapes[name])}"
             )
 
 
@@ -176,9 +176,9 @@ def _say(item: Item) -> str:
 
 def encode_items(items: Sequence[Item]) -> bytes:
     """Items as JSON."""
-    # Not `dataclasses.astuple`, which copies deeply: ten times as long as all the rest.
-    told = [(i.name, i.path, i.kind, i.offsets, i.sizes, i.shape, i.dtype) for i in items]
-    return json.dumps(told, separators=(",", ":")).encode()
+    # Not `dataclasses.astuple`: its deep copies take ten times as long as all the rest.
+    fields = [(i.name, i.path, i.kind, i.offsets, i.sizes, i.shape, i.dtype) for i in items]
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def decode_items(content: bytes) -> list[Item]:

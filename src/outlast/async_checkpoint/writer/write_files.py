@@ -1,9 +1,9 @@
-"""Writes a shared memory to files, by several threads, and takes their checksums.
+"""Writes a snapshot buffer to files with several threads, and takes their checksums.
 
-Each thread takes the next piece, of any file, waits for it to be there, and writes it. Unless
-whoever has copied it has its checksums, it hashes the chunks too: the disk is busy with one
-thread's piece while another's is hashed; hashing and writing both leave Python's lock. Files are
-made durable as soon as their last piece is written.
+Each thread takes the next piece of any file, waits until it has been copied, and writes it. Unless
+the main process takes the checksums, the thread hashes the chunks too: the disk writes the piece of
+one thread while another thread hashes, and both release the GIL. A file is made durable as soon as
+its last piece is written.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from outlast.system.parallel import in_threads
 
 __all__ = ["PIECE_BYTES", "Dropped", "checksums_of", "write_files"]
 
-# What one write call is given. Measured on a virtual disk, past the page cache: 4 MiB pieces take
+# The size of one write call. Measured on a virtual disk, past the page cache: 4 MiB pieces take
 # 1.2 times as long, 64 MiB ones 1.07 times.
 PIECE_BYTES = 4 * CHUNK_BYTES
 
-Files = Sequence[tuple[str, int, int]]  # name, first byte in the memory, size
+Files = Sequence[tuple[str, int, int]]  # name, offset in the buffer, size
 
 
 class Dropped(Exception):
-    """The save was dropped while it was written."""
+    """The save was dropped while it was being written."""
 
 
 class _File:
     def __init__(self, name: str, view: memoryview, begin: int = 0) -> None:
         self.name = name
         self.view = view
-        self.begin = begin  # in the memory
+        self.begin = begin  # its offset in the buffer
         self.checksums = [""] * len(pieces(len(view)))
         self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
         self.writer: FileWriter | None = None
@@ -56,21 +56,21 @@ def write_files(
     """Writes files into `folder`, and returns when they are durable.
 
     Args:
-        storage, folder: where to; the folder is made.
-        memory, files: the large ones lie in the memory.
-        small: content of others, by name.
-        threads: how many pieces are under way at once.
-        dropped: set when the result is not wanted any more.
-        filled: waits until the memory is filled up to there; `False` if it never will be.
-        make_room: called once for a file that the disk has no room for, before it is tried again.
-        hashes: whether to take checksums; without, those that are returned are empty.
+        storage, folder: where to write; the folder is created.
+        memory, files: the buffer, and the files in it.
+        small: content of other files, by name.
+        threads: how many pieces are written at once.
+        dropped: set when the save was dropped.
+        filled: waits until the buffer is filled up to an offset; `False` if it never will be.
+        make_room: called once for each file that does not fit on the disk, before a second try.
+        hashes: whether to take checksums; otherwise they are empty strings.
 
     Returns:
-        For each name `size_bytes` and `checksums`, as the manifest takes them.
+        `size_bytes` and `checksums` of each file, as in the manifest.
 
     Raises:
-        Dropped: when it was dropped.
-        OSError: of the first piece that failed.
+        Dropped: if the save was dropped.
+        OSError: the error of the first piece that failed.
     """
     storage.make(folder)
     parts = [_File(name, memory[at : at + size], at) for name, at, size in files]
@@ -127,21 +127,21 @@ def write_files(
                 part.writer.abandon()
         raise
     storage.sync(folder)
-    return _told(parts)
+    return _entries(parts)
 
 
 def checksums_of(
     memory: memoryview, files: Files, small: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
-    """What `write_files` would return, of a snapshot that was never written."""
+    """What `write_files` returns, for a snapshot that was never written."""
     parts = [_File(name, memory[at : at + size]) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
     for part in parts:
         part.checksums = [checksum(part.view[at : at + n]) for at, n in pieces(len(part.view))]
-    return _told(parts)
+    return _entries(parts)
 
 
-def _told(parts: Sequence[_File]) -> dict[str, dict[str, Any]]:
+def _entries(parts: Sequence[_File]) -> dict[str, dict[str, Any]]:
     return {
         part.name: {"size_bytes": len(part.view), "checksums": part.checksums} for part in parts
     }
