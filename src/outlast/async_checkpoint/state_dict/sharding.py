@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from outlast.async_checkpoint.state_dict.tree import look_up, nodes, torch_path
+from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, torch_path
 from outlast.errors import CheckpointError
 
 __all__ = [
@@ -78,7 +78,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), is_coordinator=True)
-    paths = {torch_path(path): path for path, _ in nodes(state_dict)}
+    paths = _paths(state_dict)
     items = []
     for item in planner.create_local_plan().items:
         name = item.index.fqn
@@ -99,6 +99,18 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             )
         )
     return items
+
+
+def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
+    """From torch's path, in which every key of a dict is text, to ours, which keeps its type."""
+    found: dict[Path, Path] = {}
+    for path, value in nodes(state_dict):
+        for key in value if isinstance(value, Mapping) else ():
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
+                raise ValueError(f"state_dict{where} has the key {key!r}; keys are text or numbers")
+        found[torch_path(path)] = path
+    return found
 
 
 def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
