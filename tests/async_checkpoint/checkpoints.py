@@ -1,4 +1,4 @@
-"""What the tests of the checkpointer share: states of training, and looks at what is there."""
+"""Shared by the tests of the checkpointer: states of a training, and checks of a folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 
 NET = datetime.timedelta(seconds=60)
-"""How long a save may take before a test gives up on it."""
+"""How long a save may take before its test fails."""
 
 
 def state_of(step: int, elements: int = 5000) -> dict[str, Any]:
-    """A state that tells of which step it is, in every part of it."""
+    """A state whose every part depends on the step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model": {
@@ -31,7 +31,7 @@ def state_of(step: int, elements: int = 5000) -> dict[str, Any]:
 
 
 def blank() -> dict[str, Any]:
-    """Room for such a state."""
+    """A state of the same structure to restore into."""
     state = state_of(0)
     for tensor in state["model"].values():
         tensor.fill_(-1)
@@ -68,7 +68,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def copy_of(state: Any) -> Any:
-    """A state that does not change when the other one does."""
+    """A deep copy of a state."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -79,14 +79,14 @@ def copy_of(state: Any) -> Any:
 
 
 def save_steps(path: Path, *steps: int) -> None:
-    """Checkpoints of these steps, of `state_of` each."""
+    """Saves a checkpoint of `state_of` for each step."""
     with Checkpointer(path) as checkpointer:
         for step in steps:
             checkpointer.save(step, state_of(step)).wait(NET)
 
 
 def restored(path: Path, **options: Any) -> int | None:
-    """The step that a new checkpointer restores; the state is what it should be."""
+    """The step that a new checkpointer restores; checks the state."""
     with Checkpointer(path) as checkpointer:
         state = blank()
         step = checkpointer.restore(state, **options)
@@ -96,7 +96,7 @@ def restored(path: Path, **options: Any) -> int | None:
 
 
 def valid_steps(path: Path) -> list[int]:
-    """The steps of which there is a checkpoint. Fails if one that is visible is not whole."""
+    """The steps that have a checkpoint. Fails if a visible one is incomplete or damaged."""
     storage = LocalStorage(str(path))
     found = sorted(step for step, _ in folders.candidates(storage))
     for step in found:
@@ -105,12 +105,12 @@ def valid_steps(path: Path) -> list[int]:
 
 
 def left_over(path: Path) -> list[str]:
-    """What is in the folder that is no checkpoint."""
+    """The entries of the folder that are not checkpoints."""
     return sorted(
         p.name for p in path.iterdir() if p.name not in (".lock", ".id") and p.name[:5] != "step-"
     )
 
 
 def folder_of(path: Path, step: int) -> Path:
-    """Of a checkpoint."""
+    """The folder of a checkpoint."""
     return path / f"step-{step:08d}"

@@ -1,4 +1,4 @@
-"""Checkpoints without a job: manifests and files made by hand, on any storage."""
+"""Makes checkpoints by hand, without a checkpointer, on any storage."""
 
 from __future__ import annotations
 

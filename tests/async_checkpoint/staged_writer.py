@@ -1,15 +1,15 @@
-"""A writer process whose storage does as a test has planned, and notes what it does.
+"""A writer process whose storage follows the plan of a test, and records its operations.
 
-`python -m async_checkpoint.staged_writer` is the product's own writer but for that. A test makes a
-`Plan`, and `plan.use()` has checkpointers of this process start this one.
+`python -m async_checkpoint.staged_writer` is the real writer in all other respects. A test makes a
+`Plan`, and `plan.use()` makes checkpointers of this process start this writer.
 
 The plan is a file, read again at every operation: a list of rules such as
 
     {"op": "put", "name": "manifest.json", "do": "kill"}
 
-with what to do before (or, with `"when": "after"`, after) operations that match: `kill` this
-process, `wait` at a gate, or fail with an errno, `ENOSPC` say. `"number": 3` is the third operation
-of this process, whatever it is, removals not counted.
+with an action before (or, with `"when": "after"`, after) each operation that matches: `kill` this
+process, `wait` at a gate, or fail with an errno such as `ENOSPC`. `"number": 3` matches the third
+operation of this process, not counting removals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 class Plan:
-    """The test's side. `folder` holds the plan, the gates, and the notes of all writers."""
+    """The side of the test. `folder` holds the plan, the gates and the notes of all writers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,32 +40,32 @@ class Plan:
             self.set()
 
     def set(self, *rules: dict[str, Any]) -> None:
-        """From now on, do this and nothing else."""
+        """Replaces the rules."""
         draft = self.folder / "draft"
         draft.write_text(json.dumps({**self._options, "rules": rules}))
         draft.replace(self.folder / "plan.json")
 
     def mutate(self, *mutations: tuple[str, str, str, str]) -> None:
-        """Writers that start from now on run on broken code: module, name, old text, new text."""
+        """Breaks the code of writers that start later: module, name, old text, new text."""
         self._options["mutations"] = mutations
         self.set()
 
     def answer_early(self) -> None:
-        """Writers that start from now on say that they have written before they have."""
+        """Makes writers that start later answer before they have written."""
         self._options["early"] = True
         self.set()
 
     def gate(self, name: str = "gate") -> Gate:
-        """Where `{"do": "wait", "gate": name}` waits."""
+        """The gate of `{"do": "wait", "gate": name}`."""
         return Gate(self.folder, name)
 
     def notes(self) -> list[dict[str, Any]]:
-        """What the writers have done, in this order."""
+        """The operations of all writers, in order."""
         path = self.folder / "notes"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def use(self, monkeypatch: Any) -> Plan:
-        """Has checkpointers of this process use staged writers."""
+        """Makes checkpointers of this process start staged writers."""
         from outlast.async_checkpoint.writer import client
         from outlast.system.background_process import start_process
 
@@ -124,7 +124,7 @@ class _Stage:
 
 
 class _Storage:
-    """The real one, but that everything goes over the stage."""
+    """The real storage; every operation goes through the stage."""
 
     def __init__(self, real: Any, stage: _Stage) -> None:
         self._real = real
@@ -182,7 +182,7 @@ def _fsync(descriptor: int) -> None:
 
 
 def _missing(folder: Path, *, deep: bool = True) -> list[str]:
-    """What a loss of power would take."""
+    """The files that a loss of power would lose."""
     paths = [folder, *(folder.iterdir() if deep else ())]
     return [p.name for p in paths if _synced.get(p.stat().st_ino) != _as_it_is(p)]
 
