@@ -78,7 +78,7 @@ def test_an_empty_dict_is_filled_by_what_is_restored_and_by_nothing_else(tmp_pat
         assert torch.equal(state["w"], full(1.0))
 
 
-def test_a_thread_of_the_past_does_not_give_a_slot_back(
+def test_a_thread_of_an_aborted_checkpointer_does_not_free_a_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go, done = threading.Event(), threading.Event(), threading.Event()

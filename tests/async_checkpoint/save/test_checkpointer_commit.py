@@ -28,7 +28,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def check_durable(path: Path, plan: Plan) -> None:
-    """Everything is durable before the rename, and the rename before it is said."""
+    """Everything is durable before the rename, and the rename before the save ends."""
     with Checkpointer(path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
         assert valid_steps(path) == [1]
@@ -69,7 +69,7 @@ def test_the_check_finds_what_is_not_durable(tmp_path: Path, plan: Plan, what: s
 
 
 def check_all_ranks(ranks: Ranks, path: Path, plan: Plan, after: str = "saving") -> None:
-    """Rank 1 takes its time; nothing is to be seen until it has written all of its part."""
+    """Rank 1 is slow; nothing is visible until it has written all of its part."""
     plan.set({"op": "finish", "name": "__1_0.distcp", "do": "wait"})
     gate = plan.gate()
     with ranks("saves", "saves", str(path), str(plan.folder)) as job:
@@ -97,7 +97,7 @@ def test_nothing_is_visible_before_every_rank_has_written(
     check_all_ranks(ranks, tmp_path / "c", plan)
 
 
-def test_the_check_finds_a_rank_that_speaks_too_soon(
+def test_the_check_finds_a_rank_that_reports_too_early(
     ranks: Ranks, tmp_path: Path, plan: Plan
 ) -> None:
     plan.answer_early()
@@ -127,14 +127,14 @@ def test_one_ranks_failure_is_an_error_on_all(ranks: Ranks, tmp_path: Path, plan
     check_one_fails(ranks, tmp_path / "c", plan)
 
 
-def test_the_check_finds_that_nobody_listens_to_the_verdict(
+def test_the_check_finds_a_verdict_that_is_ignored(
     ranks: Ranks, tmp_path: Path, plan: Plan
 ) -> None:
     with pytest.raises((AssertionError, ValueError)):
         check_one_fails(ranks, tmp_path / "c", plan, "deaf")
 
 
-def test_saves_of_several_ranks_are_committed_in_their_order(
+def test_saves_of_several_ranks_are_committed_in_order(
     ranks: Ranks, tmp_path: Path, plan: Plan
 ) -> None:
     with ranks("saves", "many", str(tmp_path / "c"), str(plan.folder), nprocs=3) as job:

@@ -70,7 +70,7 @@ def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
     assert left_over(small_disk) == []
 
 
-def test_a_folder_that_may_not_be_written_to(small_disk: Path) -> None:
+def test_a_folder_without_write_permission(small_disk: Path) -> None:
     save_steps(small_disk, 1)
     with Checkpointer(small_disk) as checkpointer:
         # On top of it, since files of it are open for writing.
@@ -122,7 +122,9 @@ def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None
             first.save(3, state_of(3))
         assert handle._ended.wait(60)
         state = blank()
-        assert second.restore(state) == 2  # the snapshot was whole, whatever became of its save
+        assert (
+            second.restore(state) == 2
+        )  # the snapshot was complete, whatever the outcome of its save
         assert same(state, state_of(2))
         second.save(4, state_of(4)).wait(NET)
         assert second._session.writer.pid == pid
@@ -132,10 +134,10 @@ def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None
     assert restored(tmp_path) == 5
 
 
-def test_an_abort_that_was_interrupted_is_made_up_for(
+def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart in place interrupts its function again until that has been left."""
+    """A restart in place interrupts the function again until it has left."""
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters())
     for broken in ("seal", "tell"):
@@ -163,7 +165,7 @@ def test_an_abort_that_was_interrupted_is_made_up_for(
     assert valid_steps(tmp_path) == []
 
 
-def test_what_saves_have_left_is_cleaned_up(tmp_path: Path) -> None:
+def test_leftovers_of_saves_are_removed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     for name in (".tmp-step-00000002-abc", ".tmp-removed-step-00000003-1", ".tmp-x-old"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""C4: a save that is killed at any moment leaves every earlier checkpoint, and no half one."""
+"""C4: a save that is killed at any moment leaves every earlier checkpoint, and no partial one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def check_killed_at_every_operation(path: Path, plan: Plan, operations: range) -> None:
-    """The writer is killed before the n-th thing that it does to the storage, for each n."""
+    """Kills the writer before its n-th operation on the storage, for each n."""
     save_steps(path, 1)
     with Checkpointer(path) as checkpointer:
         for number in operations:

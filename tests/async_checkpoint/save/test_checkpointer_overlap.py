@@ -1,4 +1,4 @@
-"""C2: what is saved is the state of the moment of `save`, whatever training does next."""
+"""C2: the state at the moment of `save` is saved, whatever the training does next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outlast.errors import CheckpointError
 
 
 class HeldCopy:
-    """Has the copy beside the training wait, until it is let go or somebody waits for it."""
+    """Holds the copy beside the training back, until it is released or waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
@@ -108,7 +108,7 @@ class Training:
         }
 
 
-def check_saved_as_it_was(path: Path, kind: str, held: HeldCopy) -> None:
+def check_state_at_the_save(path: Path, kind: str, held: HeldCopy) -> None:
     training = Training(kind)
     expected = {}
     with Checkpointer(path, overlap=training.optimizers, max_in_flight=2) as checkpointer:
@@ -131,16 +131,16 @@ def check_saved_as_it_was(path: Path, kind: str, held: HeldCopy) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adam", "fused adam", "momentum", "several"])
-def test_it_is_saved_as_it_was(tmp_path: Path, held: HeldCopy, kind: str) -> None:
-    check_saved_as_it_was(tmp_path, kind, held)
+def test_the_state_at_the_save_is_saved(tmp_path: Path, held: HeldCopy, kind: str) -> None:
+    check_state_at_the_save(tmp_path, kind, held)
 
 
-def test_it_is_noticed_when_the_step_does_not_wait(
+def test_the_check_finds_a_step_that_does_not_wait(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, copies.OverlappedCopy._before_step, "self.seal()", "pass")
     with pytest.raises(CheckpointError, match="torn"):
-        check_saved_as_it_was(tmp_path, "adam", held)
+        check_state_at_the_save(tmp_path, "adam", held)
 
 
 def check_torn(path: Path, held: HeldCopy, *, sealed_by: str) -> None:
@@ -176,7 +176,7 @@ def test_a_torn_snapshot_is_never_saved(tmp_path: Path, held: HeldCopy, sealed_b
     assert valid_steps(tmp_path) == [1]
 
 
-def test_it_is_noticed_when_writes_are_not_looked_for(
+def test_the_check_finds_that_writes_are_not_detected(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, copies.Writes.found, "source._version != version", "False")
@@ -184,11 +184,11 @@ def test_it_is_noticed_when_writes_are_not_looked_for(
         check_torn(tmp_path, held, sealed_by="step")
 
 
-LARGE = 6_000_000  # elements: more than is written, and told of, at once
+LARGE = 6_000_000  # elements: more than is written, and reported, at once
 
 
 class HalfCopied:
-    """Has the copy beside the training wait when half of it is done."""
+    """Holds the copy beside the training back when half of it is done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -215,7 +215,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return Plan(tmp_path / "plan").use(monkeypatch)
 
 
-def test_what_has_been_copied_is_written_beside_the_copy(
+def test_copied_bytes_are_written_during_the_copy(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = HalfCopied(monkeypatch)
@@ -240,7 +240,7 @@ def check_on_disk(path: Path, expected: dict[str, torch.Tensor]) -> None:
         assert same(found, expected)
 
 
-def test_it_is_noticed_when_the_writer_does_not_wait_for_the_copy(
+def test_the_check_finds_a_writer_that_does_not_wait_for_the_copy(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing = "outlast.async_checkpoint.writer.write_files"
@@ -262,7 +262,7 @@ def test_it_is_noticed_when_the_writer_does_not_wait_for_the_copy(
 
 
 @pytest.mark.parametrize("how", ["torn", "aborted"])
-def test_a_save_that_is_given_up_while_it_is_written_leaves_nothing(
+def test_a_save_that_is_dropped_while_it_is_written_leaves_nothing(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     half = HalfCopied(monkeypatch)
@@ -296,7 +296,7 @@ def test_a_save_that_is_given_up_while_it_is_written_leaves_nothing(
     assert left_over(tmp_path / "c") == []
 
 
-def test_a_writer_that_is_lost_beside_the_copy_fails_the_save(
+def test_a_writer_that_is_lost_during_the_copy_fails_the_save(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = HalfCopied(monkeypatch)
@@ -335,7 +335,7 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
             return ask(request)
 
         class Ends(dict[int, Any]):
-            """What is said again to the new writer: it is read, and the seal comes then."""
+            """The messages that the new writer gets again: the seal comes after they are read."""
 
             def values(self) -> Any:
                 found = list(super().values())
@@ -357,7 +357,7 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
 
 
 @pytest.mark.parametrize("then", ["save", "close"])
-def test_an_interrupt_in_the_seal_is_made_up_for(
+def test_an_interrupted_seal_is_completed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     state, optimizer = two_tensors()
@@ -385,10 +385,10 @@ def test_an_interrupt_in_the_seal_is_made_up_for(
         assert same(found, expected)
 
 
-def test_a_copy_is_waited_for_also_after_an_interrupt(
+def test_an_interrupted_wait_for_the_copy_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupted `Thread.join` would say that it has ended."""
+    """After an interrupted `Thread.join`, the thread counts as ended."""
     half = HalfCopied(monkeypatch)
     state, optimizer = two_tensors()
     checkpointer = Checkpointer(tmp_path, overlap=optimizer)
@@ -403,7 +403,7 @@ def test_a_copy_is_waited_for_also_after_an_interrupt(
             await_copy(copy)
 
         patch.setattr(copies.OverlappedCopy, "_await_copy", interrupted)
-        # Whoever starts the tests in the background has them ignore it.
+        # A shell that starts the tests in the background makes them ignore it.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -456,7 +456,7 @@ def test_an_aborted_snapshot_leaves_no_hook(tmp_path: Path, held: HeldCopy) -> N
         assert valid_steps(tmp_path) == []
 
 
-def test_an_eager_save_takes_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_an_eager_save_takes_the_state_at_the_save(tmp_path: Path) -> None:
     state = state_of(1)
     with Checkpointer(tmp_path) as checkpointer:
         handle = checkpointer.save(1, state)

@@ -27,7 +27,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 @contextmanager
 def opened_when_blocked(plan: Plan) -> Iterator[None]:
-    """Lets the writer go on once this thread waits for room, or has left the block."""
+    """Releases the writer once this thread waits for a buffer, or has left the block."""
     main, left = threading.get_ident(), threading.Event()
 
     def watch() -> None:
@@ -39,7 +39,7 @@ def opened_when_blocked(plan: Plan) -> Iterator[None]:
                 frame = frame.f_back  # type: ignore[assignment]
             if {"take", "wait_for", "wait"} <= names:
                 break
-            time.sleep(0.001)  # nothing tells that another thread has begun to wait
+            time.sleep(0.001)  # no event says that another thread has begun to wait
         plan.set()
         gate.open()
 
@@ -54,7 +54,7 @@ def opened_when_blocked(plan: Plan) -> Iterator[None]:
 
 
 def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
-    """The disk takes nothing; a save more than may be in flight waits for the first to end."""
+    """The disk is blocked: one save more than `max_in_flight` waits for the first to end."""
     with Checkpointer(path, max_in_flight=max_in_flight) as checkpointer:
         plan.set({"op": "publish", "do": "wait"})
         gate = plan.gate()
@@ -71,11 +71,11 @@ def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_a_save_waits_for_room(tmp_path: Path, plan: Plan, max_in_flight: int) -> None:
+def test_a_save_waits_for_a_free_buffer(tmp_path: Path, plan: Plan, max_in_flight: int) -> None:
     check_pressure(tmp_path / "c", plan, max_in_flight)
 
 
-def test_it_is_noticed_when_a_save_does_not_wait(
+def test_the_check_finds_a_save_that_does_not_wait(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(
@@ -117,7 +117,7 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
         assert after < before + (4 << 20), held  # a buffer has as much
 
 
-def test_a_state_that_changes_its_size_gives_room_back(tmp_path: Path) -> None:
+def test_a_smaller_state_gives_memory_back(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, elements in enumerate((1000, 2_000_000, 1000)):
             checkpointer.save(step, state_of(step, elements)).wait(NET)

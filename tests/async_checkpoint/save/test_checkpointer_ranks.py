@@ -1,4 +1,4 @@
-"""Ranks that do not do the same, and ranks that are lost."""
+"""Ranks that do different things, and ranks that are lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(ranks: Ranks, scenario: str, tmp_path: Path, nprocs: int = 2) -> Job:
     return job
 
 
-def test_another_order_of_saves(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_save_in_different_orders(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "another_order", tmp_path)
     for rank in range(2):
         (message,) = said(job, rank, "raised", "message")
@@ -52,7 +52,7 @@ def test_shapes_that_differ_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert valid_steps(tmp_path / "c") == [2]
 
 
-def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_value_that_one_rank_cannot_save_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "one_cannot", tmp_path)
     for rank in range(2):
         pickled, key = said(job, rank, "raised", "message")
@@ -72,7 +72,7 @@ def test_the_writer_of_one_rank_is_killed(ranks: Ranks, tmp_path: Path) -> None:
     assert left_over(tmp_path / "c") == []
 
 
-def test_a_rank_that_is_lost_does_not_hold_up_an_abort(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_lost_rank_does_not_delay_an_abort(ranks: Ranks, tmp_path: Path) -> None:
     plan = Plan(tmp_path / "plan")
     plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "wait", "gate": "never"})
     plan.gate("never")
@@ -88,13 +88,15 @@ def test_a_rank_that_is_lost_does_not_hold_up_an_abort(ranks: Ranks, tmp_path: P
     assert valid_steps(tmp_path / "c") == []
 
 
-def test_damage_that_one_rank_sees_is_passed_over_by_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_one_rank_finds_damaged_is_skipped_by_all(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     job = run(ranks, "one_sees_damage", tmp_path)
     for rank in range(2):
         assert said(job, rank, "returned", "value") == [1]
 
 
-def test_a_rank_without_memory_for_what_is_sent_leaves_nobody_waiting(
+def test_a_rank_without_memory_for_received_data_does_not_block_the_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     job = run(ranks, "one_has_no_room", tmp_path)
@@ -104,13 +106,15 @@ def test_a_rank_without_memory_for_what_is_sent_leaves_nobody_waiting(
     assert said(job, 1, "raised", "type") == ["MemoryError"]
 
 
-def test_a_writer_that_does_not_answer_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_writer_that_does_not_answer_does_not_block_the_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     job = run(ranks, "one_writer_does_not_answer", tmp_path)
     for rank in range(2):
         assert len([line for line in job.lines(rank) if line["event"] == "restored"]) == 1
 
 
-def test_ranks_with_all_they_need_in_memory_ask_nobody(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_with_all_they_need_in_memory_exchange_nothing(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "each_has_its_own", tmp_path)
     for rank in range(2):
         (message,) = said(job, rank, "raised", "message")

@@ -1,4 +1,4 @@
-"""Restart in place: a save in flight is committed by all or dropped by all; nothing piles up."""
+"""Restart in place: a save in flight is committed by all or dropped by all; no resource leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving, in one process: the handle, what is refused, what becomes of errors, and the end."""
+"""Saving in one process: the handle, invalid arguments, errors, closing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_was_saved_is_restored(tmp_path: Path) -> None:
         assert checkpointer.list()[1].world_size == 1
 
 
-def test_a_handle_of_a_save_under_way(tmp_path: Path, plan: Plan) -> None:
+def test_a_handle_of_a_save_in_progress(tmp_path: Path, plan: Plan) -> None:
     plan.set(BEFORE_THE_END)
     gate = plan.gate()
     with Checkpointer(tmp_path / "c") as checkpointer:
@@ -101,7 +101,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_what_cannot_be_a_save_is_refused(tmp_path: Path) -> None:
+def test_invalid_saves_are_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, state, message in REFUSED:
             with pytest.raises(ValueError, match=message):
@@ -119,7 +119,7 @@ def test_a_value_that_cannot_be_pickled(tmp_path: Path) -> None:
     assert restored(tmp_path) == 9
 
 
-def test_after_the_end_nothing_is_saved(tmp_path: Path) -> None:
+def test_a_closed_checkpointer_saves_nothing(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.close()
     checkpointer.close()
@@ -152,7 +152,7 @@ def test_an_error_is_raised_by_the_next_save_unless_it_was_seen(tmp_path: Path, 
     assert left_over(tmp_path / "c") == []
 
 
-def test_errors_are_let_pass_up_to_a_number_in_a_row(
+def test_a_number_of_failures_in_a_row_is_tolerated(
     tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Checkpointer(tmp_path / "c", on_failure=FailurePolicy(1)) as checkpointer:
@@ -173,7 +173,7 @@ def _ended(checkpointer: Checkpointer) -> None:
         assert save.handle._ended.wait(60)
 
 
-def test_close_raises_what_nobody_has_seen(tmp_path: Path, plan: Plan) -> None:
+def test_close_raises_an_unseen_error(tmp_path: Path, plan: Plan) -> None:
     plan.set({"op": "publish", "do": "EACCES"})
     checkpointer = Checkpointer(tmp_path / "c")
     checkpointer.save(1, state_of(1))
@@ -182,7 +182,7 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path, plan: Plan) -> None:
     assert left_over(tmp_path / "c") == []
 
 
-def test_close_drops_what_takes_too_long(tmp_path: Path, plan: Plan) -> None:
+def test_close_drops_saves_that_take_too_long(tmp_path: Path, plan: Plan) -> None:
     save_steps(tmp_path / "c", 1)
     plan.set(BEFORE_THE_END)
     gate = plan.gate()
@@ -197,14 +197,14 @@ def test_close_drops_what_takes_too_long(tmp_path: Path, plan: Plan) -> None:
     assert left_over(tmp_path / "c") == []
 
 
-def test_an_error_leaves_the_block_as_it_is_and_saves_are_finished(tmp_path: Path) -> None:
+def test_an_error_leaves_the_block_unchanged_and_saves_are_finished(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(4, state_of(4))
         raise ZeroDivisionError
     assert restored(tmp_path) == 4
 
 
-def test_delete_and_what_is_not_there(tmp_path: Path) -> None:
+def test_delete_of_present_and_missing_steps(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     with Checkpointer(tmp_path) as checkpointer:
         for use in (checkpointer.delete, checkpointer.verify):

@@ -1,4 +1,4 @@
-"""How a snapshot is copied: past the caches, with its checksums, by threads that can be stopped."""
+"""The copy of a snapshot: past the caches, with checksums, by threads that can be stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def address(buffer: bytearray) -> int:
 
 @pytest.fixture(params=["streams", "does without"])
 def move(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """The copy that was compiled, where there is one; and what takes its place."""
+    """The compiled copy, if there is one, and its substitute."""
     if request.param == "does without":
         function, own = nontemporal_copy.load(tmp_path / "missing.so")
         assert not own
@@ -58,7 +58,7 @@ def test_a_copy_is_exact_and_touches_nothing_else(move: Any) -> None:
         assert to[to_at + size :] == b"\xa5" * 200
 
 
-def test_a_library_that_cannot_be_used_is_told_of(
+def test_a_library_that_cannot_be_loaded_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = tmp_path / "wrong.so"
@@ -80,7 +80,7 @@ def memory() -> Iterator[SharedMemory]:
 
 
 def laid_out(memory: SharedMemory, seed: int) -> tuple[Any, list[Any], bytes]:
-    """Two files, tensors at random places in them, and what must come out."""
+    """Two files, tensors at random offsets in them, and the expected bytes."""
     chance = random.Random(seed)
     cut = 2 * CHUNK_BYTES + 4096
     files = [("one", 0, cut), ("two", cut, len(memory.view) - cut)]
@@ -113,13 +113,13 @@ def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed:
             assert filled.checksums() == checksums_of(memory.view, files, {})
 
 
-def test_moves_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
+def test_copies_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
     files, copies, _ = laid_out(memory, 0)
     with pytest.raises(ValueError, match="order"):
         ChunkCache().chunks(memory, files, [*copies[1:], copies[0]], hashed=True)
 
 
-def test_tensors_that_lie_elsewhere_next_time(memory: SharedMemory) -> None:
+def test_tensors_at_other_addresses_next_time(memory: SharedMemory) -> None:
     files, copies, expected = laid_out(memory, 0)
     cache = ChunkCache()
     EagerCopy(copies, cache.chunks(memory, files, copies, hashed=True)).run()
@@ -185,7 +185,7 @@ def test_an_error_of_a_helper_is_raised(
 def test_an_interrupted_copy_is_called_off_with_its_helpers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A helper that copied on would write into the memory of the save after."""
+    """A helper that went on copying would write into the buffer of the next save."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     helping, go = threading.Event(), threading.Event()
     ended: list[bool] = []
@@ -220,7 +220,7 @@ def test_an_interrupted_copy_is_called_off_with_its_helpers(
         assert checkpointer.restore({"w": torch.zeros(LARGE)}) == 2
 
 
-def test_a_tensor_that_another_thread_writes_to_is_noticed(
+def test_a_write_by_another_thread_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": torch.ones(LARGE)}
@@ -244,7 +244,7 @@ def test_a_tensor_that_another_thread_writes_to_is_noticed(
 
 
 class Told:
-    """Notes of each save whether its checksums were taken on the way."""
+    """Records for each save whether its copy took the checksums."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hashed: list[bool] = []
@@ -257,7 +257,7 @@ class Told:
         monkeypatch.setattr(SavePipeline, "_enqueue", noted)
 
 
-def test_a_write_that_torch_does_not_count_is_never_believed(
+def test_a_write_that_torch_does_not_count_fails_verification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the copy of a byte and its checksum."""
@@ -283,7 +283,7 @@ def test_a_write_that_torch_does_not_count_is_never_believed(
 
 
 @pytest.mark.parametrize("what", ["shared", "eager", "eager, strided"])
-def test_what_is_not_hashed_on_the_way_is_hashed_by_the_writer(
+def test_the_writer_hashes_what_the_copy_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     told = Told(monkeypatch)
