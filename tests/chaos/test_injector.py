@@ -13,7 +13,7 @@ from outlast import chaos
 from outlast.chaos import Injector, Kind, MemoryFired, Plan, PlannedFault, RandomFaults, fail_at
 from outlast.clock import FakeClock
 from outlast.errors import ChaosError
-from outlast.inprocess.progress import observers
+from outlast.inprocess import observers
 
 
 @dataclass

@@ -24,7 +24,7 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
     """
     global _installed
     # Only here: a script that merely calls `step` needs neither torch nor the wrapper.
-    from outlast.inprocess.progress.observers import add_observer
+    from outlast.inprocess.observers import add_observer
 
     if _installed is not None:
         raise RuntimeError("an injector is installed already; uninstall() it first")
@@ -38,7 +38,7 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
 def uninstall() -> None:
     """Takes the process's injector away, if there is one, and ends its thread."""
     global _installed
-    from outlast.inprocess.progress.observers import remove_observer
+    from outlast.inprocess.observers import remove_observer
 
     injector, _installed = _installed, None
     if injector is not None:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from outlast.clock import Clock
 from outlast.inprocess.interruption.atomic import AtomicGate
 from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive import GapEstimator
-from outlast.inprocess.progress.observers import observers
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 from outlast.system.durations import Duration, as_timedelta, seconds

@@ -13,7 +13,7 @@ from typing import Any
 
 from outlast.coordination import Store, process_group_store
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
-from outlast.elastic.replicas.unblock_collective import Rescue
+from outlast.elastic.replicas.collective_guard import CollectiveGuard
 from outlast.errors import CheckpointError, OutlastError, TimeoutError
 
 __all__ = ["connect"]
@@ -37,7 +37,7 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     alarm.daemon = True
     alarm.start()
     try:
-        with Rescue(late, 0.0):
+        with CollectiveGuard(late, 0.0):
             ledger = connect_ledger(prefix, group)
     except OutlastError:
         raise
@@ -53,7 +53,7 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     finally:
         alarm.cancel()
         alarm.join()
-        late.set()  # ends the thread of the rescue, which has nothing more to do
+        late.set()  # ends the thread of the guard
     store.delete(keys[rank])
     return ledger
 

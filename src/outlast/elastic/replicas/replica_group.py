@@ -22,7 +22,7 @@ from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic import environment
 from outlast.elastic.replicas import connect
-from outlast.elastic.replicas.unblock_collective import Rescue
+from outlast.elastic.replicas.collective_guard import CollectiveGuard
 from outlast.errors import CheckpointError, StoreError, TimeoutError
 from outlast.system.waiting import ThreadedWait
 
@@ -97,7 +97,11 @@ class Replicas:
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
         cause: Exception | None = None
         try:
-            with Rescue(wait.over) if wait is not None and collective else contextlib.nullcontext():
+            with (
+                CollectiveGuard(wait.over)
+                if wait is not None and collective
+                else contextlib.nullcontext()
+            ):
                 value = work()
         except BaseException as e:
             self._say_failed(index, what, e)

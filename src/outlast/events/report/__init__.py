@@ -14,9 +14,9 @@ of those before its monitor process reports the death.
 """
 
 from outlast.events.report.builder import build
-from outlast.events.report.log_reader import load
+from outlast.events.report.log_reader import load, load_run
 from outlast.events.report.model import Cause, HostTime, Party, Phases, Report, Restart, Saves
-from outlast.events.report.render import render, to_json
+from outlast.events.report.render import render, render_report, to_json
 
 __all__ = [
     "Cause",
@@ -28,6 +28,8 @@ __all__ = [
     "Saves",
     "build",
     "load",
+    "load_run",
     "render",
+    "render_report",
     "to_json",
 ]

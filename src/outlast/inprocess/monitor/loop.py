@@ -21,7 +21,7 @@ from outlast.errors import StoreError, TimeoutError
 from outlast.events import Emitter, Fault, JsonlSink, Lost, NullSink, Sink
 from outlast.events.hang_report import HUNG
 from outlast.inprocess.distributed.connection import Connection, connect
-from outlast.inprocess.monitor.start import MonitorPlan
+from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.progress.shared_page import Activity
 from outlast.inprocess.store import TCPStore
 from outlast.system.processes import is_dying, open_parent, open_thread, send_signal

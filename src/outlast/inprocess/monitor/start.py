@@ -23,56 +23,15 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from outlast.errors import StoreError
-from outlast.inprocess.progress.shared_page import SharedPage
-from outlast.inprocess.store import StoreMixin
+from outlast.inprocess.monitor.loop import MonitorLoop
+from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.waiting import readable
 
-__all__ = ["MonitorHandle", "MonitorPlan", "start_monitor"]
-
-
-@dataclasses.dataclass(frozen=True)
-class MonitorPlan:
-    """What the monitor process needs to know. Durations are in seconds.
-
-    Attributes:
-        page: shared with the main process.
-        factory, kwargs, endpoint: the store; `serve` if this monitor is to serve it; `ready` is a
-            key that its server sets for this call, or an empty string.
-        prefix: of the call's keys.
-        rank, world_size, token: what the main process registers with.
-        interval, heartbeat: of the heartbeat, and when a member without one is lost.
-        soft, hard, grace: progress timeouts, and the pause between SIGTERM and SIGKILL.
-        patience: for reaching the store.
-        logfile: for what it has to say; nowhere by default.
-        events_dir: where to write events, or an empty string.
-        address: of this host, where the store of an iteration is served.
-    """
-
-    page: SharedPage
-    factory: type[StoreMixin]
-    kwargs: Mapping[str, Any]
-    endpoint: tuple[str, int] | None
-    serve: bool
-    ready: str
-    prefix: str
-    rank: int
-    world_size: int
-    token: str
-    interval: float
-    heartbeat: float
-    soft: float
-    hard: float
-    grace: float
-    patience: float
-    logfile: str | None
-    events_dir: str
-    address: str = ""
+__all__ = ["MonitorHandle", "start_monitor"]
 
 
 class MonitorHandle:
@@ -140,8 +99,6 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
 
 def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
     end = _replace_descriptors(plan, end)
-    from outlast.inprocess.monitor.loop import MonitorLoop  # what only the child needs
-
     server = None
     if plan.serve:
         try:

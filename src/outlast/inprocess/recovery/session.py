@@ -31,10 +31,11 @@ from outlast.inprocess.environment import exported, read_launch
 from outlast.inprocess.interruption.atomic import AtomicGate
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import Watcher
-from outlast.inprocess.monitor.start import MonitorHandle, MonitorPlan, start_monitor
+from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
+from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive import Adaptive, GapEstimator
 from outlast.inprocess.progress.heartbeat_thread import Watchdog
-from outlast.inprocess.progress.observers import observers
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import Announcement

@@ -68,9 +68,7 @@ def report(
 def _print_one(run: Run, as_json: bool) -> None:
     from rich.console import Console
 
-    from outlast.events.report import build, to_json
-    from outlast.events.report.log_reader import load_run
-    from outlast.events.report.render import render_report
+    from outlast.events.report import build, load_run, render_report, to_json
 
     report = build(load_run(run))
     if as_json:
@@ -81,8 +79,7 @@ def _print_one(run: Run, as_json: bool) -> None:
 
 def _print_all(runs: Sequence[Run], as_json: bool) -> None:
     if as_json:
-        from outlast.events.report import build, to_json
-        from outlast.events.report.log_reader import load_run
+        from outlast.events.report import build, load_run, to_json
 
         reports = [
             {"run": run.name, "report": json.loads(to_json(build(load_run(run))))} for run in runs

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 from outlast.errors import ChaosError
-from outlast.launch.agent.backoff import BackOff
+from outlast.launch.config.backoff import BackOff
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Routes, Std, parse_std
 

@@ -1,4 +1,4 @@
-"""Who wants to see ranks enter the function and make progress: fault injection, profilers."""
+"""Observers see ranks enter the wrapped function and make progress; for fault injection."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def add_observer(observer: Observer) -> None:
 
 
 def remove_observer(observer: Observer) -> None:
-    """Takes it out again.
+    """Removes an observer.
 
     Raises:
-        ValueError: if it is not there.
+        ValueError: if it was not added.
     """
     _observers.remove(observer)
 
 
 def observers() -> tuple[Observer, ...]:
-    """All of them, in the order in which they came."""
+    """All observers, in the order in which they were added."""
     return tuple(_observers)
