@@ -81,7 +81,7 @@ def test_the_launcher_killed(tmp_path: Path, wrapped: bool) -> None:
         if wrapped:
             run.set_job("running")
         there = run.alive()
-        # Two workers with two helpers each, and the warden.
+        # Two workers with two helpers each, and the orphan killer.
         assert len(there) == 7
         run.process.send_signal(signal.SIGKILL)
         for process in there:
@@ -89,28 +89,28 @@ def test_the_launcher_killed(tmp_path: Path, wrapped: bool) -> None:
     assert list(run.temporary.iterdir()) == []
 
 
-def test_the_launcher_and_the_warden_killed_at_once(tmp_path: Path) -> None:
+def test_the_launcher_and_the_orphan_killer_killed_at_once(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         workers = [run.ready(rank) for rank in range(2)]
-        (warden,) = wardens(run)
-        for process in (warden, psutil.Process(run.process.pid)):
+        (orphan_killer,) = orphan_killers(run)
+        for process in (orphan_killer, psutil.Process(run.process.pid)):
             process.send_signal(signal.SIGSTOP)  # so that neither sees the other's end
-        for process in (warden, psutil.Process(run.process.pid)):
+        for process in (orphan_killer, psutil.Process(run.process.pid)):
             process.send_signal(signal.SIGKILL)
         for worker in workers:
             assert ends(worker.pid)
 
 
-def test_a_killed_warden_is_started_anew(tmp_path: Path) -> None:
+def test_a_killed_orphan_killer_is_restarted(tmp_path: Path) -> None:
     with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2") as run:
         workers = run.start_job(2)
-        (first,) = wardens(run)
+        (first,) = orphan_killers(run)
         first.kill()
         assert ends(first.pid)
         workers[1].kill()
         run.ready(1)  # so the launcher has seen all that ended before
         there = run.alive()
-        assert [p.pid for p in wardens(run)] != [first.pid]
+        assert [p.pid for p in orphan_killers(run)] != [first.pid]
         run.process.send_signal(signal.SIGKILL)
         for process in there:
             assert ends(process.pid), process
@@ -125,8 +125,8 @@ def test_nothing_is_left_of_a_good_run(tmp_path: Path) -> None:
     assert list(run.temporary.iterdir()) == []
 
 
-def wardens(run: Run) -> list[psutil.Process]:
-    return [p for p in run.alive() if "warden.py" in " ".join(p.cmdline())]
+def orphan_killers(run: Run) -> list[psutil.Process]:
+    return [p for p in run.alive() if "orphan_killer.py" in " ".join(p.cmdline())]
 
 
 def test_a_worker_whose_launcher_is_gone_does_not_start() -> None:

@@ -1,15 +1,15 @@
 """The launcher: `outlast run` starts a job's workers, keeps the survivors, replaces the dead.
 
-Who is who::
+Where to find what::
 
-    cli, commands/      the command line; nothing here imports torch before a job is started
-    options -> job      what was typed -> what to do, checked
-    agent               the one process that sees workers die and decides; single-threaded, and it
-                        waits in one place (`loop`) for signals, output and timers
-    decisions, backoff, outcome
-                        the rules, pure: what a death leads to, how long to wait, what to say
-    worker, output, environment, store
-                        a worker process, its output, its variables, the store that it finds
-    shim, warden, processes
-                        why no process is left behind (see `processes`)
+    cli, commands/      the command line; nothing there imports torch before a job is started
+    config/             the options of `outlast run`, and the checked job specification
+    agent/              the process that watches the workers: `decisions` (what follows from a
+                        death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
+                        end), `job_summary` (exit code and last lines)
+    workers/            a worker process, how it is started, the group of all workers
+    output/             the output of the workers and the launcher's console
+    processes/          reaping, ending helpers, killing orphans of a killed launcher
+    event_loop          the only place where the launcher waits: signals, output, timers
+    environment         the environment variables of workers
 """

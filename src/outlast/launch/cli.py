@@ -1,7 +1,7 @@
-"""The `outlast` command: its sub-commands, one module each in `commands/`.
+"""The `outlast` command: its sub-commands are in `commands/`, one module each.
 
-Nothing is imported here, nor in the modules of the commands, that takes long: a command imports
-what it needs (torch above all) when it runs.
+Neither this module nor those of the commands import anything slow: a command imports what it needs
+(torch above all) when it runs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ def _outlast(
         typer.Option(
             "--version",
             callback=_print_version,
-            is_eager=True,  # or the missing command would be the first complaint
-            help="Print the version, and end.",
+            is_eager=True,  # otherwise typer first reports a missing command
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
-    # Without a callback, typer makes the only command the whole program.
-    pass
+    pass  # typer needs a callback to attach the options of the program itself to
 
 
 def main() -> None:
-    """Run the command line; ends the process with the command's exit code."""
+    """Run the command line; exits with the command's exit code."""
     app()

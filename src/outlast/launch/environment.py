@@ -1,6 +1,6 @@
-"""The variables that workers find, and the one place where this room reads `os.environ`.
+"""The environment variables of workers; the only module of the launcher that reads `os.environ`.
 
-The names are torchrun's, so that a script cannot tell the difference; `OUTLAST_*` come on top.
+The names are torchrun's, so that a script sees no difference; the `OUTLAST_*` variables are added.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ import os
 import sys
 from pathlib import Path
 
-from outlast.launch.config.job_spec import Job
+from outlast.launch.config.job_spec import JobSpec
 
-__all__ = ["mark", "names_chaos_state", "python", "warden_environment", "worker_environment"]
+__all__ = ["mark", "names_chaos_state", "orphan_killer_environment", "python", "worker_environment"]
 
 _MARK = "OUTLAST_JOB"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 
 
 def python() -> str:
-    """The interpreter of workers: `PYTHON_EXEC`, as with torchrun, or the launcher's own."""
+    """The interpreter of workers: `PYTHON_EXEC`, as with torchrun, or that of the launcher."""
     return os.environ.get("PYTHON_EXEC") or sys.executable
 
 
 def names_chaos_state() -> bool:
-    """Whether the user has said where fired faults are kept, as for a job on several hosts."""
+    """Whether the user has set the folder of fired faults, as for a job on several hosts."""
     return bool(os.environ.get(_CHAOS_STATE))
 
 
-def mark(job: Job) -> str:
-    """What the environment of every process of the job contains, and no other's."""
+def mark(job: JobSpec) -> str:
+    """The variable in the environment of every process of the job, and of no other process."""
     return f"{_MARK}={job.mark}"
 
 
-def warden_environment() -> dict[str, str]:
-    """The launcher's own, without the mark of a job in which the launcher itself may run."""
+def orphan_killer_environment() -> dict[str, str]:
+    """The launcher's environment, without the mark of a job that the launcher itself may be in."""
     return {name: value for name, value in os.environ.items() if name != _MARK}
 
 
 def worker_environment(
-    job: Job,
+    job: JobSpec,
     *,
     local_rank: int,
     attempt: int,
@@ -46,13 +46,13 @@ def worker_environment(
     port: int,
     error_file: Path,
 ) -> dict[str, str]:
-    """The whole environment of one worker.
+    """The complete environment of one worker.
 
     Args:
-        job: what was asked for.
-        local_rank: which worker; the rank too, on a job of one node.
-        attempt: how often all workers were restarted.
-        replacement: how often this one was replaced in this attempt.
+        job: the job.
+        local_rank: of the worker; also its rank, since a job has one node.
+        attempt: number of restarts of all workers so far.
+        replacement: number of replacements of this rank in this attempt.
         port: of the launcher's store.
         error_file: where torch's `@record` writes an exception.
     """

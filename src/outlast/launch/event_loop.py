@@ -1,7 +1,7 @@
-"""The one place where the launcher waits: descriptors, signals and timers, in one thread.
+"""The only place where the launcher waits: for descriptors, signals and timers, in one thread.
 
-Not asyncio: its child watchers reap by pid and know nothing of adopted orphans, it must not share
-the wakeup descriptor, and all that is needed of it is what stands here.
+It does not use asyncio: asyncio's child watchers reap by pid and ignore adopted orphans, it needs
+the wakeup descriptor for itself, and only the little below is needed.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from types import FrameType, TracebackType
 
 from outlast.clock import Clock, MonotonicClock
 
-__all__ = ["Loop", "Timer"]
+__all__ = ["EventLoop", "Timer"]
 
 
 class Timer:
-    """A call that is due later; `cancel` it if it is no longer wanted."""
+    """A scheduled call."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Make the call not happen."""
+        """Cancel the call."""
         self._callback = None
 
     def fire(self) -> None:
-        """Make the call, unless it was cancelled."""
+        """Make the call unless it was cancelled."""
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
 
     @property
     def pending(self) -> bool:
-        """Whether the call is still to come."""
+        """Whether the call has been neither made nor cancelled."""
         return self._callback is not None
 
 
-class Loop:
-    """Waits for descriptors, signals and timers, and calls what was registered for them.
+class EventLoop:
+    """Waits for descriptors, signals and timers, and makes the calls registered for them.
 
-    A context manager: signal handlers and the wakeup descriptor are put back as they were.
+    A context manager: the exit restores signal handlers and the wakeup descriptor.
 
     Args:
-        signals: which to take. One that is ignored when the loop starts (`nohup`) stays so.
-        on_signal: called for each, from the loop, never from within a handler.
-        clock: measures the timers.
+        signals: to handle. A signal that is ignored when the loop starts (`nohup`) stays ignored.
+        on_signal: called for each signal, from the loop, never from a signal handler.
+        clock: for the timers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Loop:
         self._order = itertools.count()
         self._cleanup = contextlib.ExitStack()
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> EventLoop:
         with contextlib.ExitStack() as stack:
             stack.callback(self._selector.close)
             receive, send = socket.socketpair()
@@ -83,9 +83,9 @@ class Loop:
                 handler = signal.getsignal(number)
                 if number != signal.SIGCHLD and handler is signal.SIG_IGN:
                     continue
-                signal.signal(number, _nothing)
+                signal.signal(number, _ignore)
                 stack.callback(signal.signal, number, handler or signal.SIG_DFL)
-            self.watch(receive.fileno(), selectors.EVENT_READ, lambda: self._signalled(receive))
+            self.watch(receive.fileno(), selectors.EVENT_READ, lambda: self._on_wakeup(receive))
             self._cleanup = stack.pop_all()
         return self
 
@@ -102,39 +102,39 @@ class Loop:
         self._selector.register(fd, events, callback)
 
     def unwatch(self, fd: int) -> None:
-        """Stop that; nothing happens if it was not watched."""
+        """Stop watching `fd`; no effect if it is not watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` once, in `seconds` from now."""
+        """Call `callback` once, `seconds` from now."""
         timer = Timer(callback)
         heapq.heappush(self._timers, (self.clock.now() + seconds, next(self._order), timer))
         return timer
 
     def run_once(self) -> None:
-        """Wait until there is something to do, and do it."""
+        """Wait for the next descriptor, signal or timer, and make the calls."""
         while self._timers and not self._timers[0][2].pending:
             heapq.heappop(self._timers)
         timeout = None
         if self._timers:
             timeout = max(0.0, self._timers[0][0] - self.clock.now())
         for key, _ in self._selector.select(timeout):
-            # A callback before this one may have ended the watch.
+            # An earlier callback may have stopped the watch.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
         while self._timers and self._timers[0][0] <= self.clock.now():
             heapq.heappop(self._timers)[2].fire()
 
-    def _signalled(self, receive: socket.socket) -> None:
+    def _on_wakeup(self, receive: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while numbers := receive.recv(4096):
-                # Each once, in the order of their coming: SIGCHLD says "at least one child", and
-                # a second SIGINT within one turn of the loop was not meant as a second one.
+                # Each once, in the order of arrival: SIGCHLD means "at least one child", and two
+                # SIGINTs within one turn of the loop count as one.
                 for number in dict.fromkeys(numbers):
                     if number in self._wanted:
                         self._on_signal(signal.Signals(number))
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     """Python writes to the wakeup descriptor only for signals that have a handler."""

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from outlast.launch.agent.decisions import Fate, JobRecord, JobState, decide
-from outlast.launch.agent.outcome import (
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
+from outlast.launch.agent.job_summary import (
     Death,
     exit_code,
+    failure_times,
     first_cause,
-    last_lines,
-    moments,
+    summary,
 )
 from outlast.system.exit_text import exit_text
 
@@ -23,27 +23,29 @@ ABORTED = JobRecord(JobState.ABORTED)
 
 
 @pytest.mark.parametrize(
-    ("code", "job", "used", "limit", "fate"),
+    ("code", "job", "used", "limit", "decision"),
     [
-        (0, PLAIN, 0, None, Fate.DONE),
-        (0, RUNNING, 0, None, Fate.DONE),
-        (1, PLAIN, 0, None, Fate.FATAL),  # torchrun's default is no restart
-        (1, PLAIN, 0, 1, Fate.RESTARTED),
-        (-9, PLAIN, 1, 1, Fate.FATAL),
-        (-9, RUNNING, 0, None, Fate.REPLACED),
-        (1, RUNNING, 2, None, Fate.REPLACED),
-        (1, RUNNING, 3, None, Fate.LOST),
-        (143, RUNNING, 0, 5, Fate.STOPPED),
-        (-15, RUNNING, 0, 5, Fate.REPLACED),
-        (1, RUNNING, 0, 0, Fate.LOST),
-        (1, RUNNING, 4, 5, Fate.REPLACED),
-        (1, ABORTED, 0, 5, Fate.FAILED),
-        (1, COMPLETED, 0, 5, Fate.FAILED),
-        (1, JobRecord(JobState.COMPLETED), 0, 5, Fate.LOST),
+        (0, PLAIN, 0, None, Decision.DONE),
+        (0, RUNNING, 0, None, Decision.DONE),
+        (1, PLAIN, 0, None, Decision.FATAL),  # torchrun's default is no restart
+        (1, PLAIN, 0, 1, Decision.RESTARTED),
+        (-9, PLAIN, 1, 1, Decision.FATAL),
+        (-9, RUNNING, 0, None, Decision.REPLACED),
+        (1, RUNNING, 2, None, Decision.REPLACED),
+        (1, RUNNING, 3, None, Decision.LOST),
+        (143, RUNNING, 0, 5, Decision.STOPPED),
+        (-15, RUNNING, 0, 5, Decision.REPLACED),
+        (1, RUNNING, 0, 0, Decision.LOST),
+        (1, RUNNING, 4, 5, Decision.REPLACED),
+        (1, ABORTED, 0, 5, Decision.FAILED),
+        (1, COMPLETED, 0, 5, Decision.FAILED),
+        (1, JobRecord(JobState.COMPLETED), 0, 5, Decision.LOST),
     ],
 )
-def test_what_follows(code: int, job: JobRecord, used: int, limit: int | None, fate: Fate) -> None:
-    assert decide(code, 7, job, used, limit) is fate
+def test_what_follows(
+    code: int, job: JobRecord, used: int, limit: int | None, decision: Decision
+) -> None:
+    assert decide(code, 7, job, used, limit) is decision
 
 
 @pytest.mark.parametrize(
@@ -63,20 +65,20 @@ def test_the_record_in_the_store(value: bytes | None, record: JobRecord) -> None
     assert JobRecord.parse(value) == record
 
 
-def death(rank: int, when: float, fate: Fate, code: int = 1) -> Death:
-    return Death(rank=rank, pid=100 + rank, exit_code=code, when=when, fate=fate)
+def death(rank: int, when: float, decision: Decision, code: int = 1) -> Death:
+    return Death(rank=rank, pid=100 + rank, exit_code=code, when=when, decision=decision)
 
 
 def test_the_first_cause_is_the_earliest_that_was_not_overcome() -> None:
-    replaced = death(0, 1, Fate.REPLACED)
-    late, early = death(1, 3, Fate.FATAL), death(2, 2, Fate.FATAL)
+    replaced = death(0, 1, Decision.REPLACED)
+    late, early = death(1, 3, Decision.FATAL), death(2, 2, Decision.FATAL)
     assert first_cause([replaced, late, early], PLAIN) is early
     assert first_cause([replaced], RUNNING) is None
     assert first_cause([], PLAIN) is None
 
 
 def test_who_is_lost_fails_a_job_that_did_not_complete() -> None:
-    lost = death(0, 1, Fate.LOST)
+    lost = death(0, 1, Decision.LOST)
     assert first_cause([lost], RUNNING) is lost
     assert first_cause([lost], ABORTED) is lost
     assert first_cause([lost], COMPLETED) is None
@@ -87,7 +89,7 @@ def test_who_is_lost_fails_a_job_that_did_not_complete() -> None:
     [(None, None, 0), (3, None, 3), (-9, None, 137), (3, signal.SIGTERM, 143)],
 )
 def test_exit_codes(code: int | None, received: signal.Signals | None, expected: int) -> None:
-    cause = None if code is None else death(0, 1, Fate.FATAL, code)
+    cause = None if code is None else death(0, 1, Decision.FATAL, code)
     assert exit_code(cause, received) == expected
 
 
@@ -98,23 +100,23 @@ def test_exits_in_words() -> None:
 
 
 def test_nothing_is_said_of_a_run_in_which_nothing_happened() -> None:
-    assert last_lines([], COMPLETED, None, "here") == []
+    assert summary([], COMPLETED, None, "here") == []
 
 
 def test_last_lines_of_a_failure() -> None:
     deaths = [
-        death(2, 1, Fate.REPLACED, -9),
+        death(2, 1, Decision.REPLACED, -9),
         Death(
             rank=1,
             pid=8,
             exit_code=1,
             when=2,
-            fate=Fate.FATAL,
-            words="Traceback:\n  boom",
+            decision=Decision.FATAL,
+            last_output="Traceback:\n  boom",
             source="traceback",
         ),
     ]
-    assert last_lines(deaths, PLAIN, None, "here") == [
+    assert summary(deaths, PLAIN, None, "here") == [
         "job failed, exit code 1",
         "first cause: rank 1 (pid 8, host here) exited with code 1",
         "traceback:",
@@ -127,7 +129,7 @@ def test_last_lines_of_a_failure() -> None:
 
 def test_when_workers_failed_whose_ends_were_seen_together() -> None:
     # An error file tells the moment; no file, no later than now.
-    assert moments([(1, None), (1, 5.0), (1, 99.0)], now=10.0) == [10.0, 5.0, 10.0]
+    assert failure_times([(1, None), (1, 5.0), (1, 99.0)], now=10.0) == [10.0, 5.0, 10.0]
     # A killed one did not die of its peers: it counts as the first.
-    assert moments([(1, 5.0), (-9, None)], now=10.0) == [5.0, 5.0]
-    assert moments([(1, 5.0), (-6, None)], now=10.0) == [5.0, 10.0]
+    assert failure_times([(1, 5.0), (-9, None)], now=10.0) == [5.0, 5.0]
+    assert failure_times([(1, 5.0), (-6, None)], now=10.0) == [5.0, 10.0]

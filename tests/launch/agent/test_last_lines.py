@@ -63,7 +63,7 @@ def test_else_the_last_lines_on_stderr(
     with Run(tmp_path, SPEAKS.format(end=end), *options) as run:
         assert run.wait() == code
     assert any(line.startswith("first cause: rank 1 ") and line.endswith(how) for line in run.words)
-    start = run.words.index("its last lines:")
+    start = run.words.index("last lines on stderr:")
     last = [line for line in run.words[start + 1 :] if "line" in line]
     assert last[-1] == "  line 99"
     assert len(last) <= 40

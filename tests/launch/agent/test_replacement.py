@@ -56,7 +56,7 @@ def test_no_replacement_at_all(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=0") as run:
         first = run.start_job(2)
         first[0].fail()
-        run.until_said("not replaced, all replacements are used")
+        run.until_said("not replaced, no replacement is left")
         assert run.complete(first[1]) == 0
 
 

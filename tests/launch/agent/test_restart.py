@@ -71,7 +71,7 @@ def test_a_worker_that_does_not_end_is_killed_after_the_grace_time(tmp_path: Pat
         first[0].fail()
         assert run.wait() == 3
     assert "[1] asked" in run.out.splitlines()
-    assert "killed, not having ended: rank 1" in run.words
+    assert "still running, killed: rank 1" in run.words
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_after_the_grace_time_workers_are_killed(tmp_path: Path) -> None:
             run.ready(rank)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
-    assert "killed, not having ended: rank 0, 1" in run.words
+    assert "still running, killed: rank 0, 1" in run.words
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
@@ -83,4 +83,4 @@ def test_a_stopped_worker_is_killed_too(tmp_path: Path) -> None:
         first[1].kill(signal.SIGSTOP)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
-    assert "killed, not having ended: rank 1" in run.words
+    assert "still running, killed: rank 1" in run.words

@@ -11,27 +11,27 @@ import torch.distributed as dist
 from launch.runs import WORKER, Run
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobState
-from outlast.launch.agent.job_store import JOB_KEY, AgentStore
+from outlast.launch.agent.job_store import JOB_KEY, JobStore
 from procs import free_port
 
 
 @pytest.fixture
-def store() -> AgentStore:
-    return AgentStore("127.0.0.1", 0)
+def store() -> JobStore:
+    return JobStore("127.0.0.1", 0)
 
 
-def client(store: AgentStore) -> dist.TCPStore:
+def client(store: JobStore) -> dist.TCPStore:
     return dist.TCPStore(store.host, store.port, is_master=False)
 
 
-def test_it_reads_what_the_wrapper_wrote(store: AgentStore) -> None:
+def test_it_reads_what_the_wrapper_wrote(store: JobStore) -> None:
     assert store.job().state is JobState.PLAIN
     client(store).set(JOB_KEY, '{"call": 0, "state": "running"}')
     assert store.job().state is JobState.RUNNING
     store.close()
 
 
-def test_a_new_attempt_finds_nothing_at_the_same_address(store: AgentStore) -> None:
+def test_a_new_attempt_finds_nothing_at_the_same_address(store: JobStore) -> None:
     port = store.port
     for _ in range(5):
         worker = client(store)
@@ -42,7 +42,7 @@ def test_a_new_attempt_finds_nothing_at_the_same_address(store: AgentStore) -> N
     store.close()
 
 
-def test_it_listens_on_the_address_alone(store: AgentStore) -> None:
+def test_it_listens_on_the_address_alone(store: JobStore) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.2", store.port))  # refused if the store had taken all addresses
     store.close()
@@ -54,7 +54,7 @@ def test_a_taken_port_is_told(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"127.0.0.1 port {port}: Address already in use"):
-            AgentStore("127.0.0.1", port)
+            JobStore("127.0.0.1", port)
         with Run(tmp_path, WORKER, f"--master-port={port}") as run:
             assert run.wait() == 1
         assert run.err == (
@@ -65,7 +65,7 @@ def test_a_taken_port_is_told(tmp_path: Path) -> None:
 
 def test_an_address_of_another_machine_is_told() -> None:
     with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.1"):
-        AgentStore("192.0.2.1", 0)
+        JobStore("192.0.2.1", 0)
 
 
 def test_the_port_asked_for(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) ->
     with Run(tmp_path, WRITER, "--redirects=3") as run:
         assert run.wait() == 0
     (said,) = run.words
-    folder = Path(said.removeprefix("the output in files is in "))
+    folder = Path(said.removeprefix("output files are in "))
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out of 0\n"
 
 

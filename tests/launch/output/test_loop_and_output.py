@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.launch.event_loop import Loop
+from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.worker_output import (
     LINE_LIMIT,
     PENDING_LIMIT,
@@ -26,9 +26,9 @@ got: list[signal.Signals] = []
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
+def loop() -> Iterator[EventLoop]:
     got.clear()
-    with Loop((signal.SIGUSR1, signal.SIGHUP), got.append) as loop:
+    with EventLoop((signal.SIGUSR1, signal.SIGHUP), got.append) as loop:
         yield loop
 
 
@@ -43,7 +43,7 @@ def pipe() -> Iterator[tuple[int, int]]:
             continue  # the test has closed it
 
 
-def test_signals_are_handled_in_the_loop(loop: Loop) -> None:
+def test_signals_are_handled_in_the_loop(loop: EventLoop) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert got == []
     loop.run_once()
@@ -54,7 +54,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     got.clear()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Loop((signal.SIGUSR1, signal.SIGHUP), got.append) as loop:
+        with EventLoop((signal.SIGUSR1, signal.SIGHUP), got.append) as loop:
             os.kill(os.getpid(), signal.SIGHUP)  # as under nohup
             os.kill(os.getpid(), signal.SIGUSR1)
             loop.run_once()
@@ -63,7 +63,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert got == [signal.SIGUSR1]
 
 
-def test_timers_come_in_order_and_only_if_wanted(loop: Loop) -> None:
+def test_timers_come_in_order_and_only_if_wanted(loop: EventLoop) -> None:
     said: list[str] = []
     loop.call_later(0.02, lambda: said.append("third"))
     loop.call_later(0.0, lambda: said.append("first"))
@@ -74,7 +74,7 @@ def test_timers_come_in_order_and_only_if_wanted(loop: Loop) -> None:
     assert said == ["first", "second", "third"]
 
 
-def test_a_callback_may_end_the_watch_of_another(loop: Loop) -> None:
+def test_a_callback_may_end_the_watch_of_another(loop: EventLoop) -> None:
     one, two = os.pipe(), os.pipe()
     said: list[int] = []
 
@@ -111,7 +111,7 @@ def test_a_line_without_end_comes_in_pieces() -> None:
     assert lines.rest() == [b"x"]
 
 
-def test_an_outlet_never_waits_for_its_reader(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_an_outlet_never_waits_for_its_reader(loop: EventLoop, pipe: tuple[int, int]) -> None:
     read, write = pipe
     outlet = Outlet(loop, write)
     data = os.urandom(PENDING_LIMIT + 500_000)
@@ -129,7 +129,9 @@ def test_an_outlet_never_waits_for_its_reader(loop: Loop, pipe: tuple[int, int])
     assert seen == data
 
 
-def test_an_outlet_whose_reader_is_gone_takes_everything(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_an_outlet_whose_reader_is_gone_takes_everything(
+    loop: EventLoop, pipe: tuple[int, int]
+) -> None:
     read, write = pipe
     outlet = Outlet(loop, write)
     outlet.write(b"x" * PENDING_LIMIT * 2)
@@ -141,7 +143,9 @@ def test_an_outlet_whose_reader_is_gone_takes_everything(loop: Loop, pipe: tuple
     assert not outlet.full
 
 
-def test_a_full_outlet_stops_the_reading_from_workers(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_a_full_outlet_stops_the_reading_from_workers(
+    loop: EventLoop, pipe: tuple[int, int]
+) -> None:
     console_read, console = pipe
     worker_read, worker = os.pipe()
     outlet = Outlet(loop, console)
@@ -164,7 +168,7 @@ def test_a_full_outlet_stops_the_reading_from_workers(loop: Loop, pipe: tuple[in
     os.close(worker)
 
 
-def test_a_capture_takes_what_is_there_though_the_pipe_stays_open(loop: Loop) -> None:
+def test_a_capture_takes_what_is_there_though_the_pipe_stays_open(loop: EventLoop) -> None:
     read, write = os.pipe()
     capture = Capture(loop, read, b"", None, None)
     os.write(write, b"one\ntwo")

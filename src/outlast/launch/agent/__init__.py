@@ -1,1 +1,1 @@
-"""The agent: it sees workers end, decides what follows, and replaces the dead."""
+"""The process that watches the workers: decisions, replacement, shutdown, summary."""

@@ -1,4 +1,4 @@
-"""What the end of a worker leads to: the rules of the launcher, in one pure function."""
+"""The rules of the launcher: what follows from the end of a worker, as one pure function."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import dataclasses
 import enum
 import json
 
-__all__ = ["Fate", "JobRecord", "JobState", "decide", "replacements"]
+__all__ = ["Decision", "JobRecord", "JobState", "decide", "replacements"]
 
 DEFAULT_REPLACEMENTS = 3
-"""Of a job that uses `Wrapper`; any other job has no restarts by default, as with torchrun."""
+"""The default for a job that uses `Wrapper`; any other job has no restarts, as with torchrun."""
 
 TOLD_TO_STOP = 143
-"""128 + SIGTERM: what a worker exits with that has handled the signal, `outlast.Job`'s above all.
-One that the signal has killed has no exit code, and is replaced.
+"""128 + SIGTERM: the exit code of a worker that handled the signal, as `outlast.Job` does. A worker
+that the signal killed has no exit code and is replaced.
 """
 
 
 class JobState(enum.Enum):
-    """What `outlast.inprocess.Wrapper` tells the launcher through the store."""
+    """The state of the wrapped function, as `outlast.inprocess.Wrapper` writes it to the store."""
 
     PLAIN = "plain"
-    """Nothing: the script does not use it, or has not called it yet."""
+    """The script does not use `Wrapper`, or has not called the wrapped function yet."""
     RUNNING = "running"
     COMPLETED = "completed"
     ABORTED = "aborted"
@@ -33,8 +33,8 @@ class JobRecord:
 
     Attributes:
         state: of the latest call of a wrapped function.
-        pids: the processes that completed it, where the record names them. One of these that
-            fails afterwards fails the job; any other was lost on the way.
+        pids: the processes that completed it, if the record names them. If one of these fails
+            afterwards, the job fails; any other was lost before the completion.
     """
 
     state: JobState = JobState.PLAIN
@@ -42,10 +42,10 @@ class JobRecord:
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
-        """The record in the store's value; what cannot be read counts as a running call.
+        """Parse the value in the store; a value that cannot be parsed counts as a running call.
 
-        The launcher outlives a wrapper of another version better by keeping survivors than by
-        ending them, so an unknown record still says that a wrapper is there.
+        An unknown record may be that of another version of `Wrapper`: keeping the survivors is
+        then safer than ending them.
         """
         if value is None:
             return cls()
@@ -56,45 +56,45 @@ class JobRecord:
             return cls(JobState.RUNNING)
 
 
-class Fate(enum.Enum):
-    """What became of a worker's rank when the worker ended."""
+class Decision(enum.Enum):
+    """What follows from the end of a worker."""
 
     DONE = "done"
-    """Exit code 0: there is nothing more to do for this rank."""
+    """Exit code 0: its rank is done."""
     REPLACED = "replaced"
-    """A new process takes its place; the others go on."""
+    """A new process gets its rank; the other ranks go on."""
     LOST = "lost"
-    """No new process; the others go on without it."""
+    """No new process; the other ranks go on without it."""
     RESTARTED = "restarted"
-    """All workers are ended, and all are started from scratch."""
+    """All workers are ended and restarted from scratch."""
     FATAL = "fatal"
     """The job ends: all workers are ended."""
     STOPPED = "told to stop"
-    """It saved and left because it was told to (`outlast.Job`): no new process."""
+    """It saved and exited because it was told to (`outlast.Job`): no new process."""
     FAILED = "failed"
-    """Its part was over (completed or aborted) when it failed; the others go on."""
-    ENDED = "ended"
-    """It was told to end, or fell with the failure of another."""
+    """It failed after its call had completed or aborted; the other ranks go on."""
 
 
 def replacements(max_restarts: int | None) -> int:
-    """How many workers of a job that uses `Wrapper` are replaced."""
+    """The number of replacements that a job with `Wrapper` may use."""
     return DEFAULT_REPLACEMENTS if max_restarts is None else max_restarts
 
 
-def decide(exit_code: int, pid: int, job: JobRecord, used: int, max_restarts: int | None) -> Fate:
-    """What follows when a worker of a running job ends by itself, or by a fault.
+def decide(
+    exit_code: int, pid: int, job: JobRecord, used: int, max_restarts: int | None
+) -> Decision:
+    """Decide what follows when a worker of a running job ends by itself or by a fault.
 
-    `REPLACED` and `RESTARTED` each take one of the restarts, of which `used` are gone.
+    `REPLACED` and `RESTARTED` each take one of the restarts, of which `used` are already used.
     """
     if exit_code == 0:
-        return Fate.DONE
+        return Decision.DONE
     if job.state is JobState.PLAIN:
-        return Fate.RESTARTED if used < (max_restarts or 0) else Fate.FATAL
+        return Decision.RESTARTED if used < (max_restarts or 0) else Decision.FATAL
     if job.state is JobState.RUNNING and exit_code == TOLD_TO_STOP:
-        return Fate.STOPPED
+        return Decision.STOPPED
     if job.state is JobState.RUNNING:
-        return Fate.REPLACED if used < replacements(max_restarts) else Fate.LOST
+        return Decision.REPLACED if used < replacements(max_restarts) else Decision.LOST
     if job.state is JobState.COMPLETED and pid not in job.pids:
-        return Fate.LOST
-    return Fate.FAILED
+        return Decision.LOST
+    return Decision.FAILED

@@ -1,10 +1,10 @@
-"""The job's TCP store, hosted by the launcher: it outlives any worker.
+"""The job's TCP store, hosted by the launcher so that it outlives any worker.
 
-The launcher binds the port itself and hands the listening socket to torch, for three reasons: the
-store then listens on the address asked for, not on all of them; a port that is taken is told in
-words; and a new attempt gets a fresh store, with none of the old keys, on the same port, which
-nobody can take in between. (torchrun separates attempts by a new store, or in older versions of
-torch by a prefix of keys; both come out the same for the workers.)
+The launcher binds the port itself and passes the listening socket to torch, for three reasons: the
+store listens on the requested address only, not on all of them; a port in use gives a clear error;
+and a new attempt gets an empty store on the same port, which no other process can take in between.
+(torchrun separates attempts by a new store or, in older versions of torch, by a prefix of keys; the
+workers see no difference.)
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobRecord
 
-__all__ = ["JOB_KEY", "AgentStore"]
+__all__ = ["JOB_KEY", "JobStore"]
 
 JOB_KEY = "outlast/job"
-"""Where `outlast.inprocess.Wrapper` tells how its latest call stands; see `JobRecord`."""
+"""The key under which `outlast.inprocess.Wrapper` writes the state of its latest call; see
+`JobRecord`.
+"""
 
 _BACKLOG = 4096
 _TIMEOUT = datetime.timedelta(seconds=300)
 
 
-class AgentStore:
-    """The store, its address, and what the launcher reads in it.
+class JobStore:
+    """The store, its address, and the record that the launcher reads from it.
 
     Args:
-        host: the address to listen on; one of this machine's.
-        port: the port, or 0 for one that is free.
+        host: the address to listen on, one of this machine.
+        port: the port, or 0 for a free one.
 
     Raises:
-        LaunchError: if the address is not this machine's, or the port is taken.
+        LaunchError: if the address is not of this machine, or the port is in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -46,14 +48,14 @@ class AgentStore:
         self._store = self._serve()
 
     def renew(self) -> None:
-        """Start over with an empty store at the same address; no client may be left."""
-        # The old server lets go of its copy of the socket before the new one gets its own:
-        # two servers on one socket would share the workers between them.
+        """Replace the store by an empty one at the same address; no client may be left."""
+        # The old server closes its copy of the socket before the new one gets its own: two servers
+        # on one socket would each get some of the workers.
         del self._store
         self._store = self._serve()
 
     def job(self) -> JobRecord:
-        """How the latest call of a wrapped function stands, if there was one."""
+        """The state of the latest call of a wrapped function, if there was one."""
         return JobRecord.parse(self._store.read(JOB_KEY))
 
     def close(self) -> None:

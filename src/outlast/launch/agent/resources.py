@@ -1,4 +1,6 @@
-"""What a job has around it: store, loop, console, folder, warden; opened and given back as one."""
+"""The resources of a job (store, event loop, console, folders, orphan killer), opened and closed
+together.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,45 +22,46 @@ from outlast.errors import LaunchError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.run_folders import new_run
 from outlast.launch import environment
-from outlast.launch.agent.job_store import AgentStore
-from outlast.launch.config.job_spec import Job
-from outlast.launch.event_loop import Loop
+from outlast.launch.agent.job_store import JobStore
+from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
-from outlast.launch.processes.reaping import reap, start_warden
-from outlast.launch.workers.worker_group import Crew
+from outlast.launch.processes import orphan_killer
+from outlast.launch.processes.reaping import reap
+from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 
-__all__ = ["FORWARDED", "Site"]
+__all__ = ["FORWARDED", "JobResources"]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that are passed on to the workers; torchrun's."""
+"""The signals that are forwarded to the workers; the same as torchrun's."""
 
 
-class Site:
+class JobResources:
     """Opens everything before the first worker is started, and closes it after the last one.
 
     Args:
-        job: what is to be run.
-        on_signal: called from the loop for SIGCHLD and each of `FORWARDED`.
-        clock: measures all times of the launcher.
+        job: the job to run.
+        on_signal: called from the event loop for SIGCHLD and each of `FORWARDED`.
+        clock: for all times of the launcher.
     """
 
-    loop: Loop
-    store: AgentStore
+    loop: EventLoop
+    store: JobStore
     console: Console
-    crew: Crew
+    workers: WorkerGroup
 
     def __init__(
-        self, job: Job, on_signal: Callable[[signal.Signals], None], clock: Clock | None
+        self, job: JobSpec, on_signal: Callable[[signal.Signals], None], clock: Clock | None
     ) -> None:
         self.job = job
         self.host = socket.gethostname()
-        self.loop = Loop((signal.SIGCHLD, *FORWARDED), on_signal, clock=clock)
+        self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal, clock=clock)
         self._stack = ExitStack()
-        self._scratch: Path | None = None
-        self._warden: subprocess.Popen[bytes] | None = None
+        self._temporary: Path | None = None
+        self._orphan_killer: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> JobResources:
         with ExitStack() as stack:
             try:
                 self._open(stack)
@@ -74,27 +78,27 @@ class Site:
     ) -> None:
         self._stack.close()
 
-    def keep(self) -> list[int]:
-        """The children that are the launcher's own, not the job's."""
-        return [] if self._warden is None else [self._warden.pid]
+    def own_children(self) -> list[int]:
+        """The children of the launcher itself, which are not part of the job."""
+        return [] if self._orphan_killer is None else [self._orphan_killer.pid]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
-        """Note the end of a child that is no worker: a helper of one, or the warden."""
-        if self._warden is None or pid != self._warden.pid:
+        """Note the end of a child that is not a worker: a worker's helper, or the orphan killer."""
+        if self._orphan_killer is None or pid != self._orphan_killer.pid:
             return
-        self._warden.returncode = exit_code
-        self._warden = None
-        # Killed by mistake, it is started anew; one that failed by itself would fail again.
+        self._orphan_killer.returncode = exit_code
+        self._orphan_killer = None
+        # Restarted if it was killed; if it failed by itself, it would fail again.
         if exit_code < 0:
-            self._start_warden()
+            self._start_orphan_killer()
 
     def _open(self, stack: ExitStack) -> None:
         job = self.job
-        self.store = AgentStore(job.master_addr, job.master_port)
+        self.store = JobStore(job.master_addr, job.master_port)
         stack.callback(self.store.close)
         sink: Sink = NullSink()
         if job.events_dir is not None:
-            # A folder of its own: the logs of two runs would be read as those of one.
+            # A folder for this run: the logs of two runs in one folder would be read as one run.
             events_dir = new_run(job.events_dir, job.run_id)
             sink = JsonlSink(events_dir / f"agent-{os.getpid()}.jsonl")
             job = dataclasses.replace(job, events_dir=events_dir)
@@ -107,16 +111,18 @@ class Site:
         stack.callback(self.console.close)
         become_subreaper()
         stack.callback(become_subreaper, False)
-        self._start_warden()
-        stack.callback(self._stop_warden)
+        self._start_orphan_killer()
+        stack.callback(self._stop_orphan_killer)
         emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
-        self.crew = Crew(job, folder, self.loop, self.console, emitter)
-        stack.callback(self.crew.close)
+        self.workers = WorkerGroup(job, folder, self.loop, self.console, emitter)
+        stack.callback(self.workers.close)
         if job.log_dir is None and job.routes.any_file:
-            self.console.say(f"the output in files is in {folder}")
+            self.console.say(f"output files are in {folder}")
 
     def _folder(self, stack: ExitStack) -> Path:
-        """For output and error files; removed at the end if nobody asked for any."""
+        """The folder of output and error files; removed at the end if no output file was asked
+        for.
+        """
         job = self.job
         if job.log_dir is not None:
             folder = job.log_dir / job.run_id
@@ -125,23 +131,30 @@ class Site:
         folder = Path(tempfile.mkdtemp(prefix="outlast-"))
         if job.routes.any_file:
             return folder
-        self._scratch = folder
+        self._temporary = folder
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
 
     def _chaos_state(self, stack: ExitStack) -> Path:
-        """For the faults that have fired, which replacements and restarts must know."""
-        state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._scratch))
+        """The folder of the faults that have fired, for replacements and restarts to read."""
+        state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._temporary))
         stack.callback(shutil.rmtree, state, ignore_errors=True)
         return state
 
-    def _start_warden(self) -> None:
-        self._warden = start_warden(
-            environment.mark(self.job), self._scratch, environment.warden_environment()
+    def _start_orphan_killer(self) -> None:
+        """Start the process that cleans up if this one is killed; before any worker."""
+        program = [sys.executable, "-I", "-S", orphan_killer.__file__, str(os.getpid())]
+        self._orphan_killer = subprocess.Popen(
+            [*program, environment.mark(self.job), str(self._temporary or "")],
+            env=environment.orphan_killer_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
-    def _stop_warden(self) -> None:
-        if self._warden is not None:
-            self._warden.kill()
-            reap(self._warden.pid)
-            self._warden.returncode = -signal.SIGKILL
+    def _stop_orphan_killer(self) -> None:
+        if self._orphan_killer is not None:
+            self._orphan_killer.kill()
+            reap(self._orphan_killer.pid)
+            self._orphan_killer.returncode = -signal.SIGKILL

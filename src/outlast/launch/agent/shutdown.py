@@ -1,74 +1,85 @@
-"""How all workers are brought to their end, and then what they left: ask, wait, kill."""
+"""Ends the workers on SIGTERM, on another signal or after a failure, and then their helpers:
+terminate, wait, kill.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
 
-from outlast.launch.agent.resources import Site
+from outlast.launch.agent.resources import JobResources
 from outlast.launch.event_loop import Timer
-from outlast.launch.processes.reaping import Sweep
+from outlast.launch.processes.descendants import (
+    BETWEEN_ATTEMPTS,
+    KILL_NOW,
+    DescendantShutdown,
+    at_end_of_job,
+)
 
-__all__ = ["Ending"]
+__all__ = ["Shutdown"]
 
 
-class Ending:
-    """Ends workers, then their helpers; knows of time, and nothing of what led to it.
+class Shutdown:
+    """Ends workers, then their helpers, whatever the reason.
 
     Args:
-        site: the workers, the loop, and the console to say it on.
-        swept: called when neither workers nor helpers are left.
+        resources: the workers, the event loop and the console.
+        all_ended: called when neither workers nor helpers are left.
     """
 
-    def __init__(self, site: Site, swept: Callable[[], None]) -> None:
-        self._site = site
-        self._swept = swept
+    def __init__(self, resources: JobResources, all_ended: Callable[[], None]) -> None:
+        self._resources = resources
+        self._all_ended = all_ended
         self._grace: Timer | None = None
-        self._sweep: Sweep | None = None
-        self._hurried = False
+        self._helpers: DescendantShutdown | None = None
+        self._kill_at_once = False
 
-    def ask(self, number: signal.Signals) -> None:
-        """Send the workers a signal; those that are left after the grace time are killed."""
-        self._site.crew.send(number)
-        self._cancel()
-        self._grace = self._site.loop.call_later(self._site.job.grace_s, self._kill)
+    def end_workers(self, number: signal.Signals) -> None:
+        """Send the workers a signal, and SIGKILL to those still running after the grace time."""
+        self._resources.workers.send(number)
+        self._cancel_grace()
+        grace_s = self._resources.job.grace_s
+        self._grace = self._resources.loop.call_later(grace_s, self._kill_workers)
 
-    def hurry(self) -> None:
-        """Wait for nothing from now on."""
-        self._hurried = True
-        self._kill()
-        if self._sweep is not None:
-            self._sweep.hurry()
+    def kill_now(self) -> None:
+        """Kill workers and helpers without any further wait."""
+        self._kill_at_once = True
+        self._kill_workers()
+        if self._helpers is not None:
+            self._helpers.kill_now()
 
-    def sweep(self, patient: bool) -> None:
-        """End the helpers, now that no worker is left; nothing new if that is under way."""
-        self._cancel()
-        if self._sweep is not None:
+    def end_helpers(self, patient: bool) -> None:
+        """End the helpers, now that all workers have ended; no effect if that has begun."""
+        self._cancel_grace()
+        if self._helpers is not None:
             return
-        if self._hurried:
-            steps = Sweep.at_once()
-        else:
-            steps = Sweep.patient(self._site.job.grace_s) if patient else Sweep.brisk()
-        self._sweep = Sweep(self._site.loop, self._site.keep, steps, self._done)
-        self._sweep.start()
+        steps = at_end_of_job(self._resources.job.grace_s) if patient else BETWEEN_ATTEMPTS
+        self._helpers = DescendantShutdown(
+            self._resources.loop,
+            self._resources.own_children,
+            KILL_NOW if self._kill_at_once else steps,
+            self._helpers_ended,
+        )
+        self._helpers.start()
 
-    def check(self) -> None:
-        """To be called when children were reaped."""
-        if self._sweep is not None:
-            self._sweep.check()
+    def children_reaped(self) -> None:
+        """To be called after children were reaped."""
+        if self._helpers is not None:
+            self._helpers.check()
 
-    def _cancel(self) -> None:
+    def _cancel_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
 
-    def _kill(self) -> None:
-        if self._site.crew:
-            left = ", ".join(str(worker.place.local_rank) for worker in self._site.crew)
-            self._site.console.say(f"killed, not having ended: rank {left}")
-            self._site.crew.send(signal.SIGKILL)
+    def _kill_workers(self) -> None:
+        workers = self._resources.workers
+        if workers:
+            ranks = ", ".join(str(worker.slot.local_rank) for worker in workers)
+            self._resources.console.say(f"still running, killed: rank {ranks}")
+            workers.send(signal.SIGKILL)
 
-    def _done(self, left: list[int]) -> None:
-        self._sweep = None
+    def _helpers_ended(self, left: list[int]) -> None:
+        self._helpers = None
         if left:
-            self._site.console.say(f"cannot be killed, left behind: {left}")
-        self._swept()
+            self._resources.console.say(f"left behind, cannot be killed: {left}")
+        self._all_ended()

@@ -1,1 +1,1 @@
-"""The sub-commands of `outlast`, a module each; `register(app)` adds one."""
+"""The sub-commands of `outlast`, one module each."""

@@ -1,4 +1,4 @@
-"""`outlast run`: start a script as a job of several processes on this machine."""
+"""`outlast run`: starts a script as a job of several processes on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["register"]
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    # What follows the script is the script's, whatever it looks like. Both --dash-names and
-    # --under_score_names are known, as torchrun's are.
+    # Everything after the script belongs to the script. Names are accepted with dashes and with
+    # underscores, as by torchrun.
     settings: dict[str, Any] = {
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),
@@ -27,11 +27,11 @@ def register(app: typer.Typer) -> None:
 
 
 def run(options: RunOptions) -> None:
-    """Start SCRIPT in several processes on this machine, and see the job through its faults.
+    """Start SCRIPT in several processes on this machine, and keep the job running through faults.
 
-    A script that uses outlast.inprocess.Wrapper keeps its survivors: a dead worker alone is
-    replaced. Any other script gets what torchrun gives it: a failure restarts all workers, if
-    --max-restarts allows.
+    If the script uses outlast.inprocess.Wrapper, survivors keep running and only a dead worker is
+    replaced. With any other script, a failure restarts all workers, as with torchrun, if
+    --max-restarts allows it.
     """
     try:
         job = job_from_options(options)
@@ -48,7 +48,7 @@ def run(options: RunOptions) -> None:
 
 
 def _with_options_of(options: type[RunOptions], function: Any) -> Any:
-    """`function(options)`, with a parameter for each field of `options` as typer reads them."""
+    """`function(options)` as a command with one parameter for each field of `options`."""
 
     def command(**values: Any) -> None:
         function(options(**values))
@@ -65,7 +65,7 @@ def _with_options_of(options: type[RunOptions], function: Any) -> Any:
         )
         for field in dataclasses.fields(options)
     ]
-    # Lines within a paragraph are joined, or the help would keep the breaks of the source.
+    # The lines of a paragraph are joined; otherwise the help would keep the source's line breaks.
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
     command.__annotations__ = hints

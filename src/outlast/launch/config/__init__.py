@@ -1,1 +1,1 @@
-"""The options of `outlast run`, and the checked job that is made of them."""
+"""The options of `outlast run`, and the checked job specification made from them."""

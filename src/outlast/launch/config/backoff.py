@@ -1,8 +1,9 @@
-"""How long to wait before a rank is replaced that dies again and again. Pure."""
+"""How long to wait before replacing a rank that dies repeatedly."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 __all__ = ["BackOff"]
@@ -10,10 +11,10 @@ __all__ = ["BackOff"]
 
 @dataclasses.dataclass(frozen=True)
 class BackOff:
-    """Doubles the wait for each death in a row that came soon after a start.
+    """Doubles the wait with each consecutive death soon after a start.
 
-    A process that lived long ends the row: what killed it says nothing about the next one. The
-    first death of a row is replaced at once, so that a fault that happens once costs nothing.
+    A long-lived process ends the series: its death says nothing about the next process. The first
+    death of a series is replaced at once, so that a single fault costs no wait.
 
     Attributes:
         first_s: the first wait that is not zero.
@@ -26,13 +27,10 @@ class BackOff:
     soon_s: float = 10.0
 
     def delay_s(self, lifetimes_s: Sequence[float]) -> float:
-        """The wait before the next process of a rank whose processes lived so long, in order."""
-        row = 0
-        for lifetime in reversed(lifetimes_s):
-            if lifetime >= self.soon_s:
-                break
-            row += 1
-        if row < 2:
+        """The wait before the next process of a rank, given the lifetimes of the earlier ones."""
+        short_lived = itertools.takewhile(lambda s: s < self.soon_s, reversed(lifetimes_s))
+        deaths = sum(1 for _ in short_lived)
+        if deaths < 2:
             return 0.0
-        # The exponent is bounded because a float overflows at 2**1024, not because it matters.
-        return float(min(self.first_s * 2.0 ** min(row - 2, 64), self.limit_s))
+        # The exponent is bounded because a float overflows at 2**1024.
+        return float(min(self.first_s * 2.0 ** min(deaths - 2, 64), self.limit_s))

@@ -1,4 +1,4 @@
-"""What is to be run, checked: made from the options of `outlast run`."""
+"""The job specification: what to run, made from the options of `outlast run` and checked."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from outlast.launch.config.backoff import BackOff
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Routes, Std, parse_std
 
-__all__ = ["Job", "Program", "job_from_options"]
+__all__ = ["JobSpec", "Program", "job_from_options"]
 
 DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What every worker runs.
+    """The program that every worker runs.
 
     Attributes:
         name: of the script, module or program.
         args: its arguments.
-        module: `name` is a Python module.
-        python: it is run by Python.
+        module: whether `name` is a Python module.
+        python: whether Python runs it.
     """
 
     name: str
@@ -37,19 +37,23 @@ class Program:
     python: bool = True
 
     def command(self, interpreter: str, chaos: bool) -> list[str]:
-        """The command line of a worker. Output is unbuffered, as torchrun has it."""
+        """The command line of a worker. Output is unbuffered, as with torchrun."""
         if not self.python:
             return [self.name, *self.args]
-        # The injector is for the workers, by its name: the launcher itself is never hit.
+        # Faults are injected into the workers only, never into the launcher.
         bootstrap = ["-m", "outlast.chaos.bootstrap"] if chaos else []
         module = ["-m"] if self.module else []
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job of one node. `max_restarts` is `None` if not given: see `decisions`.
-    `chaos_state` is where the workers keep which faults have fired.
+class JobSpec:
+    """A job on one node.
+
+    Attributes:
+        max_restarts: `None` if not given; the default depends on the script, see `decisions`.
+        chaos_state: the folder in which the workers keep which faults have fired.
+        mark: identifies the processes of this job.
     """
 
     program: Program
@@ -69,24 +73,24 @@ class Job:
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-def job_from_options(options: RunOptions) -> Job:
-    """The job that was asked for.
+def job_from_options(options: RunOptions) -> JobSpec:
+    """Check the options and make the job specification.
 
     Raises:
-        ValueError: if an option has a wrong value, or does not go with another; names it.
+        ValueError: if an option has a wrong value or conflicts with another; names the option.
     """
     if options.nnodes not in ("1", "1:1"):
-        raise ValueError(f"--nnodes {options.nnodes}: outlast run starts a job on one node only")
+        raise ValueError(f"--nnodes {options.nnodes}: outlast run starts jobs on one node only")
     if options.node_rank != 0:
-        raise ValueError(f"--node-rank {options.node_rank}: there is one node, of rank 0")
+        raise ValueError(f"--node-rank {options.node_rank}: the only node has rank 0")
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
-        raise ValueError("--grace and --backoff are finite numbers of seconds")
+        raise ValueError("--grace and --backoff must be finite numbers of seconds")
     nproc = _nproc(options.nproc_per_node)
     addr, port = _address(options)
     run_id = uuid.uuid4().hex[:8] if options.run_id is None else options.run_id
     if not run_id or "/" in run_id or run_id in (".", ".."):
-        raise ValueError(f"--run-id {run_id!r}: it names a folder, so it is one word without '/'")
-    return Job(
+        raise ValueError(f"--run-id {run_id!r}: must be the name of a folder, without '/'")
+    return JobSpec(
         program=_program(options),
         nproc=nproc,
         routes=_routes(options, nproc),
@@ -105,7 +109,7 @@ def job_from_options(options: RunOptions) -> Job:
 
 def _program(options: RunOptions) -> Program:
     if options.module and options.no_python:
-        raise ValueError("--module and --no-python do not go together")
+        raise ValueError("--module and --no-python cannot be combined")
     if options.module:
         _check_module(options.script)
     elif not options.no_python and not Path(options.script).exists():
@@ -119,9 +123,9 @@ def _program(options: RunOptions) -> Program:
 
 
 def _check_module(name: str) -> None:
-    # Only that the name can be one: whether it is found depends on the workers' own paths.
+    # Checks only the form of the name: whether the module exists depends on the workers' sys.path.
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"-m {name}: this is no name of a module")
+        raise ValueError(f"-m {name}: not the name of a module")
 
 
 def _chaos(options: RunOptions) -> Path | None:
@@ -129,12 +133,12 @@ def _chaos(options: RunOptions) -> Path | None:
     if plan is None:
         return None
     if options.no_python:
-        raise ValueError("--chaos and --no-python do not go together: it runs in Python workers")
+        raise ValueError("--chaos and --no-python cannot be combined: it needs Python workers")
     if not plan.is_file():
         raise ValueError(f"--chaos {options.chaos}: no such file")
     if importlib.util.find_spec("outlast.chaos") is None:
         raise ValueError("--chaos: outlast.chaos is not installed")
-    # By its name, as the workers are given it: the launcher itself knows nothing of faults.
+    # Imported by name, as in the workers: the launcher does not depend on fault injection.
     plans = importlib.import_module("outlast.chaos.plan")
     try:
         plans.Plan.load(options.chaos)
@@ -145,31 +149,31 @@ def _chaos(options: RunOptions) -> Path | None:
 
 def _nproc(text: str) -> int:
     if text in ("cpu", "gpu", "auto"):
-        import torch  # only these need it, and it takes a second
+        import torch  # here, because it takes a second and the other values do not need it
 
         if text == "gpu":
             if not torch.cuda.is_available():
-                raise ValueError("--nproc-per-node gpu: there is no GPU")
+                raise ValueError("--nproc-per-node gpu: no GPU is available")
             return torch.cuda.device_count()
         if text == "auto" and torch.accelerator.is_available():
             return torch.accelerator.device_count()
         return len(os.sched_getaffinity(0))
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"--nproc-per-node {text}: it is a number of at least 1, or cpu, gpu or auto"
+            f"--nproc-per-node {text}: must be a number of at least 1, or cpu, gpu or auto"
         )
     return int(text)
 
 
 def _address(options: RunOptions) -> tuple[str, int]:
-    """Where the store listens; what is said most directly wins."""
+    """The address of the store; the more specific option takes precedence."""
     host, port = None, 0
     if options.rdzv_endpoint:
         host, _, digits = options.rdzv_endpoint.rpartition(":")
         if not host:
             host, digits = digits, "0"
         if not digits.isdecimal() or int(digits) > 65535:
-            raise ValueError(f"--rdzv-endpoint {options.rdzv_endpoint}: it is HOST or HOST:PORT")
+            raise ValueError(f"--rdzv-endpoint {options.rdzv_endpoint}: must be HOST or HOST:PORT")
         port = int(digits)
     addr = options.master_addr or options.local_addr or host or DEFAULT_HOST
     return addr.strip("[]"), options.master_port or port
@@ -184,7 +188,7 @@ def _routes(options: RunOptions, nproc: int) -> Routes:
         ranks = options.local_ranks_filter.split(",")
         if not all(rank.strip().isdecimal() for rank in ranks):
             raise ValueError(
-                f"--local-ranks-filter {options.local_ranks_filter}: it is a list as in 0,2,3"
+                f"--local-ranks-filter {options.local_ranks_filter}: must be a list such as 0,2,3"
             )
         shown = frozenset(int(rank) for rank in ranks)
     return Routes(

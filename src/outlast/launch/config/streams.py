@@ -1,4 +1,4 @@
-"""Which output of which worker goes into files, to the console, or both: torchrun's notation."""
+"""Which output streams of each rank go to files or the console, in torchrun's notation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Std(enum.IntFlag):
 
 
 def parse_std(text: str, nproc: int) -> dict[int, Std]:
-    """The streams meant for each local rank: `3` for all of them, or `0:1,1:2`; others none.
+    """Parse the streams of each local rank: `3` for all ranks, or `0:1,1:2` (others: none).
 
     Raises:
-        ValueError: if `text` is neither, or names a local rank that there is not.
+        ValueError: if `text` is neither, or names a local rank that does not exist.
     """
-    text = text.removeprefix("=")  # argparse takes `-r=3`, and so torchrun does
+    text = text.removeprefix("=")  # argparse, and so torchrun, accepts `-r=3`
     if ":" not in text:
         return dict.fromkeys(range(nproc), _std(text, text))
     chosen = dict.fromkeys(range(nproc), Std.NONE)
     for item in text.split(","):
         rank, _, value = item.partition(":")
         if not rank.strip().isdecimal() or int(rank) >= nproc:
-            raise ValueError(f"{text!r}: {rank!r} is no local rank from 0 to {nproc - 1}")
+            raise ValueError(f"{text!r}: {rank!r} is not a local rank from 0 to {nproc - 1}")
         chosen[int(rank)] = _std(value, text)
     return chosen
 
@@ -38,7 +38,7 @@ def parse_std(text: str, nproc: int) -> dict[int, Std]:
 def _std(value: str, text: str) -> Std:
     if value.strip() not in ("0", "1", "2", "3"):
         raise ValueError(
-            f"{text!r}: {value!r} is none of 0 (nothing), 1 (stdout), 2 (stderr), 3 (both)"
+            f"{text!r}: {value!r} is not one of 0 (none), 1 (stdout), 2 (stderr), 3 (both)"
         )
     return Std(int(value))
 
@@ -48,9 +48,9 @@ class Routes:
     """Where the output of each local rank goes.
 
     Attributes:
-        redirects: what goes into files only.
-        tee: what goes into files and to the console; it wins over `redirects`.
-        shown: the local ranks that the console shows at all.
+        redirects: streams that go to files only.
+        tee: streams that go to files and to the console; takes precedence over `redirects`.
+        shown: the local ranks that the console shows.
     """
 
     redirects: dict[int, Std]
@@ -59,11 +59,11 @@ class Routes:
 
     @property
     def any_file(self) -> bool:
-        """Whether any output goes into a file."""
+        """Whether any output goes to a file."""
         return any([*self.redirects.values(), *self.tee.values()])
 
     def to_file(self, local_rank: int, stream: Std) -> bool:
-        """Whether this stream goes into a file."""
+        """Whether this stream goes to a file."""
         return bool((self.redirects[local_rank] | self.tee[local_rank]) & stream)
 
     def to_console(self, local_rank: int, stream: Std) -> bool:

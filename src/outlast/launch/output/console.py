@@ -1,4 +1,4 @@
-"""The launcher's own stdout and stderr: where workers' lines and its own words go."""
+"""The launcher's stdout and stderr: the lines of the workers, and its own messages."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.style import Style
 
-from outlast.launch.event_loop import Loop
+from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.worker_output import Outlet
 
 __all__ = ["Console"]
 
-# Of the 8 colours every terminal has, without black and white (backgrounds) and red (ours).
+# Of the 8 colours of every terminal, without black and white (backgrounds) and red (ours).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
 _OWN = "bold red"
 
 
 class Console:
-    """Prefixes by rank, in colour on a terminal; and the launcher's own lines, on stderr.
+    """Prefixes by rank, in colour on a terminal, and the launcher's own lines on stderr.
 
-    Where stdout and stderr are the same file or terminal they share one outlet, so that a line of
-    one never lands inside a line of the other.
+    If stdout and stderr are the same file or terminal, they share one outlet, so that lines of the
+    two never mix.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         sys.stdout.flush()
         sys.stderr.flush()
         self._opened: list[int] = []
-        self.stdout = Outlet(loop, self._unblocked(out))
-        self.stderr = self.stdout if _same(out, err) else Outlet(loop, self._unblocked(err))
+        self.stdout = Outlet(loop, self._nonblocking(out))
+        self.stderr = self.stdout if _same_file(out, err) else Outlet(loop, self._nonblocking(err))
         self._rich = {
             1: RichConsole(file=sys.stdout, highlight=False),
             2: RichConsole(file=sys.stderr, highlight=False),
         }
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        """What stands before the lines of `rank` on this stream (1 or 2)."""
+        """The prefix of the lines of `rank` on this stream (1 or 2)."""
         return self._styled(f"[{rank}]", _COLORS[rank % len(_COLORS)], stream).encode() + b" "
 
     def say(self, *lines: str) -> None:
-        """Words of the launcher itself."""
+        """Print lines of the launcher itself."""
         prefix = self._styled("[outlast]", _OWN, 2)
         for line in lines:
             self.stderr.write(f"{prefix} {line}\n".encode(errors="backslashreplace"))
 
     @property
     def pending(self) -> bool:
-        """Whether anything is still to be written."""
+        """Whether any output is not written yet."""
         return self.stdout.pending or self.stderr.pending
 
     def drop(self) -> None:
-        """Forget what is unwritten: nobody seems to read, and the launcher is to end."""
+        """Drop unwritten output: it seems to have no reader, and the launcher must end."""
         self.stdout.drop()
         self.stderr.drop()
 
     def close(self) -> None:
-        """Give back what was opened; nothing is written afterwards."""
+        """Close the descriptors that were opened here; nothing is written afterwards."""
         for fd in self._opened:
             os.close(fd)
         self._opened.clear()
 
-    def _unblocked(self, fd: int) -> int:
-        """For a terminal, a descriptor that never blocks, not even when it is halted (Ctrl-S).
+    def _nonblocking(self, fd: int) -> int:
+        """For a terminal, a descriptor that never blocks, even if output is paused (Ctrl-S).
 
-        One of our own, because not to block is a property that is shared with all who have the
-        same one, the shell among them.
+        It is opened anew, because the non-blocking flag is shared by all processes with the same
+        open file, the shell among them.
         """
         if not os.isatty(fd):
             return fd
@@ -80,15 +80,15 @@ class Console:
         return own
 
     def _styled(self, text: str, style: str, stream: int) -> str:
-        # What rich finds out about the terminal (NO_COLOR, TERM, ...) holds; off a terminal the
-        # text comes back as it is.
+        # rich decides whether the terminal has colours (NO_COLOR, TERM, ...); without a terminal
+        # the text is returned unchanged.
         rich = self._rich[stream]
         coloured = rich.is_terminal and rich.color_system is not None and not rich.no_color
         system = ColorSystem.STANDARD if coloured else None
         return Style.parse(style).render(text, color_system=system)
 
 
-def _same(one: int, other: int) -> bool:
+def _same_file(one: int, other: int) -> bool:
     try:
         return os.path.samestat(os.fstat(one), os.fstat(other))
     except OSError:

@@ -1,10 +1,10 @@
-"""The workers' output: lines with the rank before them, on the console and in files.
+"""The output of the workers: lines with a rank prefix on the console, and bytes in files.
 
-The launcher must never wait for whoever reads its own output: a pager that stands still would
-keep it from seeing a worker die. So it writes only what a descriptor takes without waiting, and
-when much has piled up it stops *reading* from the workers, who then wait as they would have
-without a launcher. Whatever bytes workers write, the console gets whole lines of valid UTF-8;
-files get the bytes as they are.
+The launcher must never wait for the reader of its own output: a paused pager would keep it from
+seeing a worker die. So it writes only what a descriptor takes without waiting. When too much is
+unwritten, it stops *reading* from the workers, which then wait as they would without a launcher.
+Whatever bytes workers write, the console gets complete lines of valid UTF-8; files get the bytes
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,99 +17,98 @@ import selectors
 from collections.abc import Callable
 from typing import BinaryIO
 
-from outlast.launch.event_loop import Loop
+from outlast.launch.event_loop import EventLoop
 
 __all__ = ["KEPT_LINES", "Capture", "Lines", "Outlet", "readable"]
 
 KEPT_LINES = 40
-"""How many of a worker's last lines are kept for the story at the end."""
+"""How many of a worker's last lines are kept for the summary of the job."""
 LINE_LIMIT = 64 * 1024
-"""A longer line is shown in pieces: a worker that never ends its line must not fill the memory."""
+"""A longer line is shown in pieces: a worker that never ends a line must not fill the memory."""
 PENDING_LIMIT = 1024 * 1024
-"""With this many bytes unwritten, no more are read from workers."""
+"""With this many bytes unwritten, no more are read from the workers."""
 CHUNK = 64 * 1024
 DRAIN_READS = 16
-"""A pipe holds one or two chunks; the bound is for a child that writes as fast as is read."""
+"""A pipe holds one or two chunks; the bound is for a child that writes as fast as it is read."""
 
 
 class Lines:
-    """Cuts a stream of bytes into lines."""
+    """Splits a stream of bytes into lines."""
 
     def __init__(self) -> None:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, without their ends."""
-        *whole, self._partial = (self._partial + data).split(b"\n")
+        """The lines that `data` completes, without their newlines."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
         while len(self._partial) > LINE_LIMIT:
-            whole.append(self._partial[:LINE_LIMIT])
+            lines.append(self._partial[:LINE_LIMIT])
             self._partial = self._partial[LINE_LIMIT:]
-        return whole
+        return lines
 
     def rest(self) -> list[bytes]:
-        """The last line, if it has no end."""
+        """The last line, if it has no newline."""
         rest, self._partial = self._partial, b""
         return [rest] if rest else []
 
 
 def readable(line: bytes) -> str:
-    """A line as text: as a terminal would show it, with what is not UTF-8 spelled out.
+    """A line as a terminal would show it, with bytes that are not UTF-8 escaped.
 
-    Of a progress bar, which returns to the start of its line again and again, the last state is
-    left.
+    Of a progress bar, which rewrites its line, only the last state is kept.
     """
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
 
 
 class Outlet:
-    """Writes to a descriptor that may be slow, without ever waiting for it."""
+    """Writes to a descriptor that may be slow, without waiting for it."""
 
-    def __init__(self, loop: Loop, fd: int) -> None:
+    def __init__(self, loop: EventLoop, fd: int) -> None:
         self._loop = loop
         self._fd = fd
         self._buffer = bytearray()
         self._watched = False
-        self._gone = False
+        self._closed = False
         self._when_room: list[Callable[[], None]] = []
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
     @property
     def full(self) -> bool:
-        """Whether so much is unwritten that no more should be asked for."""
+        """Whether too much is unwritten to read more from the workers."""
         return len(self._buffer) >= PENDING_LIMIT
 
     @property
     def pending(self) -> bool:
-        """Whether anything is unwritten."""
+        """Whether any data is unwritten."""
         return bool(self._buffer)
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Call once when it is no longer full."""
+        """Call `callback` once when the outlet is no longer full."""
         self._when_room.append(callback)
 
     def write(self, data: bytes) -> None:
-        """Write now or later; after the reader has gone, never."""
-        if not self._gone:
+        """Write now or later; data is dropped once the reader has closed."""
+        if not self._closed:
             self._buffer += data
             self._flush()
 
     def drop(self) -> None:
-        """Forget what is unwritten, and all that will be."""
-        self._gone = True
+        """Drop unwritten data, and all further data."""
+        self._closed = True
         self._buffer.clear()
         self._flush()
 
     def _flush(self) -> None:
-        # A pipe that is ready takes PIPE_BUF bytes without waiting; of more it may take a part
-        # and wait. It is not set to non-blocking, because that would hold for the shell too.
+        # A pipe that is ready takes PIPE_BUF bytes without blocking; more could block after a part.
+        # It is not set to non-blocking, because that would affect the shell too.
         while self._buffer and self._poll.poll(0):
             try:
                 written = os.write(self._fd, self._buffer[: select.PIPE_BUF])
             except BlockingIOError:
-                break  # somebody else made it non-blocking
+                break  # another process made it non-blocking
             except OSError:
-                self._gone = True  # nobody reads any more (EPIPE, EIO): the job goes on
+                self._closed = True  # the reader is gone (EPIPE, EIO); the job goes on
                 self._buffer.clear()
             else:
                 del self._buffer[:written]
@@ -129,15 +128,15 @@ class Capture:
     """One output stream of one worker.
 
     Args:
-        loop: where its pipe is watched.
+        loop: watches the pipe.
         fd: the reading end of the pipe; closed by `close`.
-        prefix: what stands before each line on the console.
+        prefix: of each line on the console.
         outlet: the console, or `None` to show nothing.
-        file: gets the bytes as they are; closed with the stream.
+        file: gets the bytes unchanged; closed with the stream.
     """
 
     def __init__(
-        self, loop: Loop, fd: int, prefix: bytes, outlet: Outlet | None, file: BinaryIO | None
+        self, loop: EventLoop, fd: int, prefix: bytes, outlet: Outlet | None, file: BinaryIO | None
     ) -> None:
         self._loop = loop
         self._fd = fd
@@ -151,10 +150,10 @@ class Capture:
         self._loop.watch(fd, selectors.EVENT_READ, self._on_readable)
 
     def drain(self) -> None:
-        """Take what is in the pipe now, and its last line even without an end.
+        """Read what is in the pipe now, with a last line that has no newline.
 
-        For a worker that has ended. The pipe may stay open in the hands of its children, and what
-        they write is still shown.
+        For a worker that has ended. Its children may keep the pipe open; what they write is still
+        shown.
         """
         for _ in range(DRAIN_READS):
             if not self._open or not self._read():
@@ -162,7 +161,7 @@ class Capture:
         self._show(self._lines.rest())
 
     def close(self) -> None:
-        """Take what is there, and give back the pipe and the file."""
+        """Read what is in the pipe, then close it and the file."""
         self.drain()
         self._shut()
 
@@ -177,7 +176,7 @@ class Capture:
             self._loop.watch(self._fd, selectors.EVENT_READ, self._on_readable)
 
     def _read(self) -> bool:
-        """Whether there may be more to read now."""
+        """Read once; returns whether there may be more to read now."""
         try:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:

@@ -1,1 +1,1 @@
-"""Reaping of child processes, and the end of orphans."""
+"""Reaping children, ending helpers, killing orphans."""

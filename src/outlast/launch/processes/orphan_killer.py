@@ -1,15 +1,15 @@
-"""Ends what a killed launcher leaves behind: run as a program, by path.
+"""Kills what a killed launcher leaves behind; run as a program, by path.
 
-    python -I -S warden.py LAUNCHER_PID MARK FOLDER
+    python -I -S orphan_killer.py LAUNCHER_PID MARK FOLDER
 
-A launcher killed with SIGKILL cleans up nothing. Its workers die with it (see `shim`), but what
-they started does not: helpers in sessions of their own have no tie to anything that died. The
-warden, a small process beside the workers, sleeps until the launcher is gone; then it kills every
-process that carries MARK in its environment, until there is none, removes FOLDER (the
-launcher's temporary files; may be empty), and ends. In a job that ends by itself the launcher
-kills the warden last, when nothing else is left.
+A launcher killed with SIGKILL cleans up nothing. Its workers die with it (see `exec_shim`), but
+their helpers do not: helpers in sessions of their own have no tie to any process that died. This
+small process sleeps until the launcher is gone. Then it kills every process that carries MARK in
+its environment, until there is none, removes FOLDER (the launcher's temporary files; may be
+empty), and exits. When a job ends normally, the launcher kills this process last.
 
-Who dropped its environment (`env -i`) is not found. The warden dead, the launcher starts another.
+A process that dropped its environment (`env -i`) is not found. If this process dies, the launcher
+starts another.
 
 Nothing of outlast is imported here: the process must stay small.
 """
@@ -23,13 +23,13 @@ import signal
 import sys
 
 NET_S = 60.0
-"""How long a killed process may take to end before the warden looks for others again."""
+"""How long a killed process may take to end before the next search for marked processes."""
 ROUNDS = 10
-"""A process that the kernel cannot kill must not keep the warden forever."""
+"""A process that the kernel cannot kill must not keep this one alive forever."""
 
 
 def main(arguments: list[str]) -> None:
-    """Wait for the launcher's end, then clean up after it."""
+    """Wait until the launcher has ended, then clean up after it."""
     launcher, mark, folder = int(arguments[0]), arguments[1], arguments[2]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -44,13 +44,13 @@ def main(arguments: list[str]) -> None:
 
 
 def await_end(launcher: int) -> None:
-    """Return when the process `launcher`, this one's parent, has ended."""
+    """Wait until the process `launcher`, this one's parent, has ended."""
     try:
         pidfd = os.pidfd_open(launcher)
     except ProcessLookupError:
         return
-    # Only now is it certain that the descriptor is the parent's, and not that of a stranger who
-    # got its number after it died.
+    # Checked after opening: only now is it certain that the descriptor is the parent's, and not
+    # that of an unrelated process that got its number after it died.
     if os.getppid() == launcher:
         await_all([pidfd], net_s=None)
     else:
@@ -58,12 +58,12 @@ def await_end(launcher: int) -> None:
 
 
 def kill_marked(mark: str) -> list[int]:
-    """Kill every process with `mark` in its environment; a descriptor of each is returned."""
+    """Kill every process with `mark` in its environment; returns a descriptor of each."""
     killed = []
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
-        # The descriptor first: from then on the number cannot come to mean another process.
+        # The descriptor first: while it is open, it cannot refer to another process.
         try:
             pidfd = os.pidfd_open(int(entry))
         except OSError:
@@ -83,7 +83,7 @@ def kill_marked(mark: str) -> list[int]:
 
 
 def await_all(pidfds: list[int], net_s: float | None = NET_S) -> None:
-    """Return when the processes have ended; closes the descriptors."""
+    """Wait until the processes have ended; closes the descriptors."""
     for pidfd in pidfds:
         waiter = select.poll()
         waiter.register(pidfd, select.POLLIN)

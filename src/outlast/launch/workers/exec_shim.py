@@ -1,16 +1,16 @@
-"""Becomes a worker, after tying its life to the launcher's: run as a program, by path.
+"""Becomes a worker, after tying its life to the launcher's; run as a program, by path.
 
-    python -I -S shim.py LAUNCHER_PID COMMAND...
+    python -I -S exec_shim.py LAUNCHER_PID COMMAND...
 
 It asks the kernel for SIGKILL when the launcher dies (PR_SET_PDEATHSIG, which survives `exec`),
-and then becomes COMMAND, in the same process. A `preexec_fn` would do the same without a second
-interpreter start (10 ms), but runs Python in a fork of a process that has threads in C++ (the
-store's), with whatever locks they held, and it costs `subprocess` its vfork.
+and then becomes COMMAND in the same process. A `preexec_fn` would do the same without a second
+interpreter start (10 ms), but it runs Python in a fork of a process with C++ threads (the store's)
+and whatever locks they held, and `subprocess` could not use vfork.
 
-The signal is tied to the *thread* that started the process; the launcher starts all workers in
-its main thread, which lives as long as the launcher does.
+The signal is tied to the *thread* that started the process. The launcher starts all workers in its
+main thread, which lives as long as the launcher.
 
-Nothing of outlast is imported here: start-up time is what counts.
+Nothing of outlast is imported here, to keep the start short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The launcher may have died before the request: then nobody sends the signal any more.
+    # The launcher may have died before the request: then the signal will never be sent.
     if os.getppid() != launcher:
         os._exit(NOT_RUNNABLE)
     try:

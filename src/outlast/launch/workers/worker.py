@@ -1,4 +1,4 @@
-"""One worker process: how it is started, what it writes, what it leaves when it ends."""
+"""One worker process: its start, its output, and its error file."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import BinaryIO
 
 from outlast.errors import LaunchError
 from outlast.launch import environment
-from outlast.launch.config.job_spec import Job
+from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.streams import Std
-from outlast.launch.event_loop import Loop
+from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.output.worker_output import KEPT_LINES, Capture, readable
 
-__all__ = ["Place", "Worker", "start_worker"]
+__all__ = ["Worker", "WorkerSlot", "start_worker"]
 
 _TAIL_BYTES = 16 * 1024
 _SHIM = str(Path(__file__).with_name("exec_shim.py"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Which process of the job this is.
+class WorkerSlot:
+    """The rank of a worker, and which of its processes this is.
 
     Attributes:
         local_rank: its rank.
-        attempt: how often all workers were restarted before it.
-        replacement: how often this rank was replaced in this attempt.
-        start: how often this rank was started before, for whichever reason.
+        attempt: number of restarts of all workers before it.
+        replacement: number of replacements of this rank in this attempt.
+        start: number of earlier processes of this rank, in all attempts.
     """
 
     local_rank: int
@@ -44,9 +44,9 @@ class Place:
 
 @dataclasses.dataclass
 class Worker:
-    """A running worker process, and what belongs to it."""
+    """A worker process with its pipes and files."""
 
-    place: Place
+    slot: WorkerSlot
     process: subprocess.Popen[bytes]
     started: float
     folder: Path
@@ -56,24 +56,24 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process, and the leader of its session and process group."""
+        """Its process id, also that of its session and process group."""
         return self.process.pid
 
     def ended(self, exit_code: int) -> None:
-        """Note that the process was reaped; takes what it wrote last."""
-        self.process.returncode = exit_code  # or subprocess would wait for it again
+        """Note that the process was reaped, and read its last output."""
+        self.process.returncode = exit_code  # otherwise subprocess would wait for it again
         for capture in self.captures:
             capture.drain()
 
     def error_time(self) -> float | None:
-        """When it wrote its error file (in the time of the file system), if it did."""
+        """The modification time of its error file, if there is one."""
         try:
             return _error_file(self.folder).stat().st_mtime
         except OSError:
             return None
 
-    def last_words(self) -> tuple[str, str]:
-        """What it says of its end, and where that is from: `traceback`, `stderr` or nothing."""
+    def last_output(self) -> tuple[str, str]:
+        """Its traceback or last lines on stderr, and the source: `traceback`, `stderr` or empty."""
         traceback = _traceback(_error_file(self.folder))
         if traceback:
             return traceback, "traceback"
@@ -86,41 +86,41 @@ class Worker:
         return "\n".join(lines), "stderr" if lines else ""
 
     def close(self) -> None:
-        """Give back its pipes and files."""
+        """Close its pipes and files."""
         for capture in self.captures:
             capture.close()
 
 
 def start_worker(
-    job: Job, place: Place, *, folder: Path, port: int, loop: Loop, console: Console
+    job: JobSpec, slot: WorkerSlot, *, folder: Path, port: int, loop: EventLoop, console: Console
 ) -> Worker:
-    """Start a worker in a session of its own, in `folder/attempt_N/RANK/`.
+    """Start a worker in a session of its own; its files go to `folder/attempt_N/RANK/`.
 
     Raises:
-        LaunchError: if the system has no room for another process.
+        LaunchError: if the system cannot start another process.
     """
-    rank = place.local_rank
-    own = folder / f"attempt_{place.start}" / str(rank)
+    rank = slot.local_rank
+    own = folder / f"attempt_{slot.start}" / str(rank)
     captures: dict[Std, Capture] = {}
     stderr_file = None
-    with contextlib.ExitStack() as ours_alone, contextlib.ExitStack() as if_it_fails:
+    with contextlib.ExitStack() as close_here, contextlib.ExitStack() as on_failure:
         ends: dict[Std, int | BinaryIO] = {}
         try:
             own.mkdir(parents=True, exist_ok=True)
-            _error_file(own).unlink(missing_ok=True)  # of an earlier run of the same name
+            _error_file(own).unlink(missing_ok=True)  # of an earlier run with the same id
             for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
                 file: BinaryIO | None = None
                 if job.routes.to_file(rank, stream):
                     file = (own / name).open("ab", buffering=0)
-                    if_it_fails.callback(file.close)
+                    on_failure.callback(file.close)
                     if not job.routes.to_console(rank, stream):
-                        # Straight into the file: it goes on even when nobody reads.
-                        ends[stream] = ours_alone.enter_context(file)
+                        # Directly into the file: the worker never waits for the launcher.
+                        ends[stream] = close_here.enter_context(file)
                         if stream is Std.ERR:
                             stderr_file = (own / name, file.tell())
                         continue
                 read, write = os.pipe()
-                ours_alone.callback(os.close, write)
+                close_here.callback(os.close, write)
                 ends[stream] = write
                 shown = rank in job.routes.shown
                 outlet = console.stdout if stream is Std.OUT else console.stderr
@@ -131,15 +131,15 @@ def start_worker(
                     outlet if shown else None,
                     file,
                 )
-                if_it_fails.callback(captures[stream].close)
+                on_failure.callback(captures[stream].close)
             command = job.program.command(environment.python(), job.chaos is not None)
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *command],
                 env=environment.worker_environment(
                     job,
                     local_rank=rank,
-                    attempt=place.attempt,
-                    replacement=place.replacement,
+                    attempt=slot.attempt,
+                    replacement=slot.replacement,
                     port=port,
                     error_file=_error_file(own),
                 ),
@@ -150,9 +150,9 @@ def start_worker(
             )
         except OSError as e:
             raise LaunchError(f"cannot start the worker of rank {rank}: {e}") from e
-        if_it_fails.pop_all()
+        on_failure.pop_all()
     return Worker(
-        place=place,
+        slot=slot,
         process=process,
         started=loop.clock.now(),
         folder=own,
@@ -167,7 +167,7 @@ def _error_file(folder: Path) -> Path:
 
 
 def _traceback(path: Path) -> str:
-    """What torch's `@record` wrote: the traceback, or else the message."""
+    """The traceback (or else the message) in the error file of torch's `@record`."""
     try:
         message = json.loads(path.read_text(errors="replace"))["message"]
         if isinstance(message, dict):
@@ -175,11 +175,11 @@ def _traceback(path: Path) -> str:
             message = extra.get("py_callstack") or message.get("message") or ""
         return str(message).rstrip()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""  # there is none, or a dying process wrote half of it
+        return ""  # there is none, or the process died while writing it
 
 
 def _tail(path: Path, start: int) -> list[str]:
-    """The last lines of a file from `start` on."""
+    """The last lines of a file, not before `start`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The workers of a job: who runs in which place, and who ran there before."""
+"""The workers of a job: starts, replaces, signals and removes them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outlast.events import Emitter, WorkerExited, WorkerStarted
-from outlast.launch.config.job_spec import Job
-from outlast.launch.event_loop import Loop
+from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
-from outlast.launch.workers.worker import Place, Worker, start_worker
+from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 
-__all__ = ["Crew"]
+__all__ = ["WorkerGroup"]
 
 
-class Crew:
-    """Starts workers in their places, and keeps account of them.
+class WorkerGroup:
+    """The running workers, and the earlier processes of each rank.
 
     Args:
-        job: what was asked for.
+        job: the job.
         folder: for logs and error files.
-        loop: watches their output.
+        loop: watches the output of workers.
         console: shows it.
-        emitter: told of every start and end.
+        emitter: gets an event for every start and end.
     """
 
     def __init__(
-        self, job: Job, folder: Path, loop: Loop, console: Console, emitter: Emitter
+        self, job: JobSpec, folder: Path, loop: EventLoop, console: Console, emitter: Emitter
     ) -> None:
         self._job = job
         self._folder = folder
@@ -50,54 +50,54 @@ class Crew:
         return len(self._running)
 
     def get(self, pid: int) -> Worker | None:
-        """The running worker of this pid, if there is one."""
+        """The running worker with this pid, if there is one."""
         return self._running.get(pid)
 
     def start_all(self, port: int) -> None:
-        """Start a worker in every place."""
+        """Start a worker for every rank."""
         for rank in range(self._job.nproc):
             self._start(rank, port)
 
     def next_attempt(self) -> None:
-        """Count the restart of all; nobody is running."""
+        """Count a restart of all workers; no worker may be running."""
         self.attempt += 1
         self._replacements.clear()
 
     def replace(self, rank: int, port: int) -> Worker:
-        """Start a new process in the place of one that has died."""
+        """Start a new process for the rank of a dead one."""
         self._replacements[rank] += 1
         return self._start(rank, port)
 
     def delay_s(self, rank: int) -> float:
-        """How long the place of a worker that just died stays empty."""
+        """How long to wait before a rank that just died is replaced."""
         return self._job.backoff.delay_s(self._lifetimes_s[rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
-        """Take a worker that was reaped off the list, after its last output."""
+        """Remove a reaped worker, after reading its last output."""
         del self._running[worker.pid]
         worker.ended(exit_code)
         self._ended.append(worker)
-        self._lifetimes_s[worker.place.local_rank].append(self._loop.clock.now() - worker.started)
+        self._lifetimes_s[worker.slot.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
             WorkerExited(
-                rank=worker.place.local_rank,
+                rank=worker.slot.local_rank,
                 worker_pid=worker.pid,
                 exit_code=exit_code,
-                last_words=worker.last_words()[0] if exit_code else "",
+                last_words=worker.last_output()[0] if exit_code else "",
             )
         )
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every worker: to the process, which may want to end in order, and not
-        to the helpers in its group, without which it could not.
+        """Send a signal to every worker: to the process alone, which may need the helpers in its
+        group to shut down cleanly.
         """
         for worker in self:
-            # Not reaped yet, so the number is still its own. And not by `Popen.send_signal`: that
-            # reaps a process that has just ended, and its end would never be seen.
+            # It is not reaped yet, so the pid is still its own. `Popen.send_signal` would reap a
+            # process that has just ended, and its end would never be seen.
             os.kill(worker.pid, number)
 
     def close(self) -> None:
-        """Give back the pipes and files of all workers, after what is left in them."""
+        """Read the rest of all workers' output, and close their pipes and files."""
         for worker in (*self._ended, *self):
             worker.close()
         self._ended.clear()
@@ -105,7 +105,7 @@ class Crew:
     def _start(self, rank: int, port: int) -> Worker:
         worker = start_worker(
             self._job,
-            Place(rank, self.attempt, self._replacements[rank], self._starts[rank]),
+            WorkerSlot(rank, self.attempt, self._replacements[rank], self._starts[rank]),
             folder=self._folder,
             port=port,
             loop=self._loop,
@@ -114,6 +114,6 @@ class Crew:
         self._starts[rank] += 1
         self._running[worker.pid] = worker
         self._emitter.emit(
-            WorkerStarted(rank=rank, worker_pid=worker.pid, attempt=worker.place.start)
+            WorkerStarted(rank=rank, worker_pid=worker.pid, attempt=worker.slot.start)
         )
         return worker

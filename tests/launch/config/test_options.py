@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.run import _with_options_of
-from outlast.launch.config.job_spec import Job, job_from_options
+from outlast.launch.config.job_spec import JobSpec, job_from_options
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Std, parse_std
 
@@ -38,7 +38,7 @@ def parsed(*words: str) -> RunOptions:
     return got[0]
 
 
-def job(**options: Any) -> Job:
+def job(**options: Any) -> JobSpec:
     return job_from_options(RunOptions(**{"script": __file__, **options}))
 
 
@@ -217,7 +217,7 @@ def test_the_help_is_quick_because_it_imports_little() -> None:
 
 
 def test_the_environment_is_read_in_one_module() -> None:
-    folder = Path(sys.modules[Job.__module__].__file__ or "").parents[1]
+    folder = Path(sys.modules[JobSpec.__module__].__file__ or "").parents[1]
     readers = [
         path.name
         for path in folder.rglob("*.py")

@@ -1,0 +1,71 @@
+"""Replaces a dead worker with a new process of the same rank, at once or after a back-off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outlast.errors import LaunchError
+from outlast.launch.agent.death_log import DeathLog
+from outlast.launch.agent.decisions import JobState
+from outlast.launch.agent.job_summary import Death
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.event_loop import Timer
+
+__all__ = ["Replacements"]
+
+
+class Replacements:
+    """The replacements that wait for their back-off.
+
+    Args:
+        resources: the workers, the event loop, the store and the console.
+        deaths: corrected if a death is not replaced after all.
+        given_up: called when a replacement was given up.
+    """
+
+    def __init__(
+        self, resources: JobResources, deaths: DeathLog, given_up: Callable[[], None]
+    ) -> None:
+        self._resources = resources
+        self._deaths = deaths
+        self._given_up = given_up
+        self._waiting: list[tuple[Timer, Death]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether a replacement waits for its back-off."""
+        return bool(self._waiting)
+
+    def schedule(self, death: Death) -> None:
+        """Replace a dead worker, after the back-off of its rank."""
+        delay_s = self._resources.workers.delay_s(death.rank)
+        if delay_s == 0:
+            self._replace(death)
+            return
+        self._resources.console.say(
+            f"rank {death.rank} died soon after its start again: replaced in {delay_s:g} s"
+        )
+        timer = self._resources.loop.call_later(delay_s, lambda: self._replace(death))
+        self._waiting.append((timer, death))
+
+    def cancel(self) -> None:
+        """Give up the replacements that still wait."""
+        for timer, death in self._waiting:
+            timer.cancel()
+            self._deaths.not_replaced(death)
+        self._waiting.clear()
+
+    def _replace(self, death: Death) -> None:
+        self._waiting = [item for item in self._waiting if item[1] is not death]
+        if self._resources.store.job().state is not JobState.RUNNING:
+            self._deaths.not_replaced(death)  # the job ended during the back-off
+            self._given_up()
+            return
+        try:
+            worker = self._resources.workers.replace(death.rank, self._resources.store.port)
+        except LaunchError as e:  # the survivors can still finish the job
+            self._resources.console.say(f"{e}: the other ranks go on without it")
+            self._deaths.not_replaced(death)
+            self._given_up()
+        else:
+            self._resources.console.say(f"rank {death.rank} is now pid {worker.pid}")

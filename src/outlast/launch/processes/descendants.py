@@ -1,0 +1,162 @@
+"""Ends what the workers started, so that no process is left behind.
+
+- *A worker's children in its process group* get SIGTERM when the worker fails, and SIGKILL a
+  moment later. Not at once: multiprocessing's resource tracker is one of them, and in that moment
+  it unlinks the shared memory of the dead worker.
+- *Helpers in sessions of their own* (monitor processes, a user's daemons) become children of the
+  launcher when their parent dies, because the launcher is a child subreaper. At the end of the
+  job, or of an attempt, they get a moment to end by themselves, then SIGTERM, then SIGKILL.
+- *If the launcher is killed with SIGKILL*, the kernel kills the workers (`exec_shim`), and the
+  orphan killer (`orphan_killer`) the rest. *If both are killed at once*, the workers still die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+
+import psutil
+
+from outlast.launch.event_loop import EventLoop, Timer
+
+__all__ = [
+    "BETWEEN_ATTEMPTS",
+    "KILL_NOW",
+    "LINGER_S",
+    "DescendantShutdown",
+    "at_end_of_job",
+    "kill_descendants",
+    "kill_group",
+    "terminate_group",
+]
+
+LINGER_S = 1.0
+"""How long helpers of ended workers may take to end by themselves."""
+TERMINATE_S = 5.0
+"""How long they may take after SIGTERM, unless the grace time is shorter."""
+KILL_S = 30.0
+"""How long a killed process may take to disappear before the launcher gives up and reports it."""
+
+Steps = Sequence[tuple[float, signal.Signals | None]]
+"""Seconds to wait after each signal; `None` sends no signal."""
+
+BETWEEN_ATTEMPTS: Steps = [(LINGER_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
+KILL_NOW: Steps = [(KILL_S, signal.SIGKILL)]
+
+
+def at_end_of_job(grace_s: float) -> Steps:
+    """The steps at the end of a job: wait, terminate, kill."""
+    terminate_s = min(TERMINATE_S, grace_s)
+    return [(LINGER_S, None), (terminate_s, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
+
+
+def terminate_group(pid: int) -> None:
+    """Send SIGTERM to the process group of an ended child. Call before the child is reaped: until
+    then no other process can get its number.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGTERM)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the rest of the process group of a reaped child. Only descendants of this process are
+    killed, in case the number now belongs to an unrelated group.
+    """
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == pid:
+                process.kill()
+
+
+def kill_descendants(keep: Iterable[int]) -> None:
+    """Kill every descendant of this process except those to keep, and wait for their end.
+
+    For a launcher that cannot go on; otherwise, `DescendantShutdown` does this.
+    """
+    while left := _descendants(keep):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _, alive = psutil.wait_procs(left, timeout=KILL_S)
+        if alive:
+            return
+
+
+class DescendantShutdown:
+    """Ends every descendant of this process except those to keep, then calls back.
+
+    `check`, called after every reaped child, drives it: when a descendant ends, its children become
+    children of this process, so the end of the last one is always seen.
+
+    Args:
+        loop: for the timers.
+        keep: the pids that are left alone.
+        steps: the signals to send, and the wait after each.
+        done: called at the end with the pids that could not be killed.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        keep: Callable[[], Iterable[int]],
+        steps: Steps,
+        done: Callable[[list[int]], None],
+    ) -> None:
+        self._loop = loop
+        self._keep = keep
+        self._steps = iter(steps)
+        self._done = done
+        self._signal: signal.Signals | None = None
+        self._timer: Timer | None = None
+        self._over = False
+
+    def start(self) -> None:
+        """Start with the first step; calls back at once if there is no descendant."""
+        self._next_step()
+
+    def kill_now(self) -> None:
+        """Kill the descendants that are left now."""
+        self._steps = iter(KILL_NOW)
+        self._next_step()
+
+    def check(self) -> None:
+        """Call back if no descendant is left; kill new ones if the others were killed."""
+        if self._over:
+            return
+        left = _descendants(self._keep())
+        if not left:
+            self._finish([])
+        elif self._signal is signal.SIGKILL:
+            self._send(left)
+
+    def _next_step(self) -> None:
+        if self._over:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        left = _descendants(self._keep())
+        wait_s, self._signal = next(self._steps, (None, None))
+        if not left or wait_s is None:
+            self._finish([process.pid for process in left])
+            return
+        self._timer = self._loop.call_later(wait_s, self._next_step)
+        self._send(left)
+
+    def _finish(self, left: list[int]) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._done(left)
+
+    def _send(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            if self._signal is not None:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(self._signal)  # checks that the pid was not reused
+
+
+def _descendants(keep: Iterable[int]) -> list[psutil.Process]:
+    kept = set(keep)
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in kept]
