@@ -1,4 +1,4 @@
-"""Trainings of real processes, one after the other on one folder, and what came of them."""
+"""Runs trainings in real processes, one after the other on one folder, and reads their events."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Fault = dict[str, Any]
 
 
 def fault(what: str, step: int, *ranks: int, when: str = "before") -> list[Fault]:
-    """`what` happens to `ranks` at `step`."""
+    """Plans the fault `what` on `ranks` at `step`."""
     return [{"what": what, "step": step, "rank": rank, "when": when} for rank in ranks]
 
 
 @dataclasses.dataclass
 class Stage:
-    """What one job of `trains.py` has done."""
+    """The results of one job of `trains.py`."""
 
     size: int
     codes: dict[int, int]
@@ -31,19 +31,19 @@ class Stage:
     errors: list[str]
 
     def said(self, event: str) -> list[dict[str, Any]]:
-        """Of each rank, what it said of this, the last time."""
+        """The last such event of each rank."""
         return [
             next(line for line in reversed(lines) if line["event"] == event) for lines in self.lines
         ]
 
     @property
-    def begun_from(self) -> int:
-        """The step that was restored, the same on all ranks."""
+    def start_step(self) -> int:
+        """The restored step, the same on all ranks."""
         (step,) = {line["step"] for line in self.said("restored")}
         return int(step)
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """What each rank has said of each step that all have made."""
+        """The events of all ranks, for each step that all ranks completed."""
         found: dict[int, list[dict[str, Any]]] = {}
         for lines in self.lines:
             for line in lines:
@@ -53,7 +53,7 @@ class Stage:
 
 
 class Trainings:
-    """One folder of checkpoints, and the jobs that train on it."""
+    """The jobs that train on one folder of checkpoints."""
 
     def __init__(self, ranks: Ranks, path: Path, **plan: Any) -> None:
         self._ranks = ranks
@@ -63,8 +63,8 @@ class Trainings:
     def run(
         self, size: int, faults: Sequence[Fault] = (), *, killed: bool = False, **plan: Any
     ) -> Stage:
-        """A job of this size, until its processes have ended; with `killed`, the others are killed
-        when one has been.
+        """Runs a job of this size to its end; with `killed`, the faults kill some ranks, and the
+        others are killed then.
         """
         arguments = json.dumps({**self.plan, "faults": list(faults), **plan})
         with self._ranks(arguments, size) as job:
@@ -86,35 +86,37 @@ class Trainings:
         return stage
 
     def lineage(self) -> dict[int, list[dict[str, Any]]]:
-        """What made the weights that there are in the end: of each step, its last making."""
+        """The events that led to the final weights: those of each step's last execution."""
         found: dict[int, list[dict[str, Any]]] = {}
         for stage in self.stages:
-            begun_from = stage.begun_from
-            assert set(range(1, begun_from + 1)) <= set(found), "it begins where another has been"
-            found = {step: said for step, said in found.items() if step <= begun_from}
+            start_step = stage.start_step
+            assert set(range(1, start_step + 1)) <= set(found), (
+                "it starts from a step of an earlier job"
+            )
+            found = {step: said for step, said in found.items() if step <= start_step}
             found.update(stage.steps())
         return found
 
 
 def samples(said: Sequence[dict[str, Any]]) -> list[int]:
-    """What a step has trained on, over all ranks."""
+    """The samples of a step, over all ranks."""
     return [index for line in said for index in line["indices"]]
 
 
 def parts(said: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """The losses of a step by virtual replica, bit by bit."""
+    """The exact losses of a step, by virtual replica."""
     return sorted(part for line in said for part in line["losses"])
 
 
 def loss(said: Sequence[dict[str, Any]], *, averaged: bool) -> float:
-    """Of a step, over the global batch."""
+    """The loss of a step over the global batch."""
     losses = [each for line in said for each in line["losses"]]
     total = sum(weight * float.fromhex(value) for _, weight, value in losses)
     return total / (len(said) if averaged else 1)
 
 
 def check_exactly_once(steps: dict[int, list[dict[str, Any]]], length: int, batch: int) -> None:
-    """Every sample of every epoch once, the steps without a gap."""
+    """Checks that each epoch has every sample once, and that no step is missing."""
     assert sorted(steps) == list(range(1, len(steps) + 1))
     per_epoch = -(-length // batch)
     assert len(steps) % per_epoch == 0
@@ -126,7 +128,7 @@ def check_exactly_once(steps: dict[int, list[dict[str, Any]]], length: int, batc
 def check_same_losses(
     one: dict[int, list[dict[str, Any]]], other: dict[int, list[dict[str, Any]]], *, averaged: bool
 ) -> None:
-    """The loss curves are one."""
+    """Checks that two loss curves are equal."""
     assert one.keys() == other.keys()
     for step in one:
         assert loss(one[step], averaged=averaged) == pytest.approx(

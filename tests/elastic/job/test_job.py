@@ -1,4 +1,4 @@
-"""Jobs of real processes over gloo: no fault, signal or size changes what is learnt."""
+"""`Job` in real processes over gloo: faults, signals and resizing do not change the result."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def sequences(draw: st.DrawFn, sizes: tuple[int, int]) -> list[Stage]:
 
 
 def for_sequences(seed: int, sizes: tuple[int, int], check: Callable[..., None]) -> None:
-    """Calls `check` with the simplest sequence and with one that the seed chooses, each with a
-    name of its own and how many steps there are between saves. Nothing is shrunk: it takes long.
+    """Calls `check` with the simplest sequence and with one that the seed chooses, a unique name
+    and the number of steps between saves. Failures are not shrunk: that takes too long.
     """
     names = (f"faulty{number}" for number in itertools.count())
 
@@ -83,20 +83,20 @@ def run(training: Trainings, stages: list[Stage]) -> None:
 
 
 def ended(training: Trainings) -> dict[str, Any]:
-    """What the last stage says of the end; the same on all its ranks."""
+    """The "ended" event of the last stage; the same on all its ranks."""
     first, *others = training.stages[-1].said("ended")
     for other in others:
-        other["committed"] = first["committed"]  # rank 0 removes what is old at any time
+        other["committed"] = first["committed"]  # rank 0 may remove an old checkpoint at any time
     assert all(other == first for other in others)
     return first
 
 
 @pytest.mark.parametrize("seed", [1, 3])
-def test_the_same_bits_at_any_sizes_with_any_faults(trainings: Made, seed: int) -> None:
+def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: int) -> None:
     """Under `ConsistentDDP`."""
-    whole = trainings("whole", virtual=6)
-    whole.run(1 + seed)
-    one = whole.lineage()
+    reference = trainings("reference", virtual=6)
+    reference.run(1 + seed)
+    one = reference.lineage()
 
     def check(name: str, stages: list[Stage], every: int) -> None:
         faulty = trainings(name, virtual=6, every=every)
@@ -107,33 +107,33 @@ def test_the_same_bits_at_any_sizes_with_any_faults(trainings: Made, seed: int) 
             assert samples(one[step]) == samples(other[step])
             assert parts(one[step]) == parts(other[step])
         for what in ("steps", "samples", "weights", "moments"):
-            assert ended(whole)[what] == ended(faulty)[what]
+            assert ended(reference)[what] == ended(faulty)[what]
 
     for_sequences(seed, (1, 6), check)
 
 
 @pytest.mark.parametrize(("seed", "size"), [(4, 2), (5, 3)])
-def test_the_same_bits_at_a_constant_size(trainings: Made, seed: int, size: int) -> None:
-    """Under plain DDP, with dropout and gradients that are accumulated."""
+def test_bit_identical_at_a_constant_world_size(trainings: Made, seed: int, size: int) -> None:
+    """Under plain DDP, with dropout and gradient accumulation."""
     plan = {"max_batch": 5, "unused": size > 2}
-    whole = trainings("whole", **plan)
-    whole.run(size)
+    reference = trainings("reference", **plan)
+    reference.run(size)
 
     def check(name: str, stages: list[Stage], every: int) -> None:
         faulty = trainings(name, every=every, **plan)
         run(faulty, stages)
         check_exactly_once(faulty.lineage(), 90, 16)
-        assert faulty.lineage() == whole.lineage(), "samples and losses, rank by rank"
+        assert faulty.lineage() == reference.lineage(), "samples and losses, rank by rank"
         for what in ("steps", "samples", "weights", "moments"):
-            assert ended(whole)[what] == ended(faulty)[what]
+            assert ended(reference)[what] == ended(faulty)[what]
 
     for_sequences(seed, (size, size), check)
 
 
-def test_the_same_losses_under_plain_ddp_at_other_sizes(trainings: Made) -> None:
-    whole = trainings("whole", dropout=0.0)
-    whole.run(1)
-    one = whole.lineage()
+def test_the_same_losses_under_plain_ddp_at_any_world_size(trainings: Made) -> None:
+    reference = trainings("reference", dropout=0.0)
+    reference.run(1)
+    one = reference.lineage()
 
     def check(name: str, stages: list[Stage], every: int) -> None:
         faulty = trainings(name, dropout=0.0, every=every)
@@ -148,24 +148,26 @@ def test_the_same_losses_under_plain_ddp_at_other_sizes(trainings: Made) -> None
     for_sequences(6, (1, 6), check)
 
 
-def test_workers_that_fetch_ahead_and_batch_norm_of_virtual_replicas(trainings: Made) -> None:
+def test_prefetching_workers_and_batch_norm_of_virtual_replicas(trainings: Made) -> None:
     plan = {"virtual": 3, "drop_last": True, "batch": 18, "workers": 1, "epochs": 2}
-    whole, faulty = trainings("whole", **plan), trainings("faulty", **plan)
-    whole.run(1)
+    reference, faulty = trainings("reference", **plan), trainings("faulty", **plan)
+    reference.run(1)
     faulty.run(3, fault("SIGTERM", 3, 1))
     faulty.run(2)
-    assert ended(whole)["weights"] == ended(faulty)["weights"]
-    assert ended(whole)["moments"] == ended(faulty)["moments"]
+    assert ended(reference)["weights"] == ended(faulty)["weights"]
+    assert ended(reference)["moments"] == ended(faulty)["moments"]
 
 
 @pytest.mark.parametrize(
     ("what", "when"),
     [("stop", "before"), ("SIGTERM", "before"), ("save", "after")],
 )
-def test_told_on_one_rank_all_stop_after_one_step(trainings: Made, what: str, when: str) -> None:
+def test_a_request_on_one_rank_stops_all_after_the_same_step(
+    trainings: Made, what: str, when: str
+) -> None:
     training = trainings(every=4)
     faults = fault(what, 4, 1, when=when)
-    if what == "save":  # of all ranks, and the signal comes in the middle of it
+    if what == "save":  # on all ranks; the signal arrives during the save
         faults += [*fault(what, 4, 0, when=when), *fault("SIGTERM", 4, 1, when=when)]
     stage = training.run(2, faults)
     assert set(stage.codes.values()) == {143}, stage.errors
@@ -175,29 +177,29 @@ def test_told_on_one_rank_all_stop_after_one_step(trainings: Made, what: str, wh
     for errors in stage.errors:
         assert f"stopping after step {step}: rank 1 on " in errors
         assert f": {why}" in errors
-    assert training.run(3).begun_from == step
+    assert training.run(3).start_step == step
 
 
-def test_the_second_signal_does_not_wait(trainings: Made) -> None:
+def test_the_second_signal_ends_the_process_at_once(trainings: Made) -> None:
     training = trainings()
     stage = training.run(2, fault("twice", 6, 0), killed=True)
     assert stage.codes == {0: -15, 1: -9}
-    assert training.run(1).begun_from in (0, 4), "whatever was committed by then"
+    assert training.run(1).start_step in (0, 4), "whichever was committed by then"
 
 
-def test_time_says_when_to_save(trainings: Made) -> None:
+def test_saves_by_time(trainings: Made) -> None:
     training = trainings(every=1e-6)
     stage = training.run(2)
     assert set(stage.codes.values()) == {0}, stage.errors
     assert ended(training)["committed"][-1] == STEPS
     training = trainings("never", every=3600.0)
     assert set(training.run(2).codes.values()) == {0}
-    assert ended(training)["committed"] == [0], "the beginning, which nothing has replaced"
-    assert training.run(1).begun_from == STEPS, "the end of the block has saved"
+    assert ended(training)["committed"] == [0], "the initial state"
+    assert training.run(1).start_step == STEPS, "saved at the end of the block"
 
 
 @pytest.mark.parametrize("bad_on", [[0, 1], [1]])
-def test_a_state_that_cannot_be_loaded(trainings: Made, bad_on: list[int]) -> None:
+def test_all_ranks_raise_if_one_cannot_load_a_state(trainings: Made, bad_on: list[int]) -> None:
     training = trainings(states={"good": 1, "bad": 2, "other": 3}, bad_on=[])
     assert set(training.run(2, fault("SIGTERM", 5, 0)).codes.values()) == {143}
     new = {"good": 4, "bad": 5, "other": 6}
@@ -210,12 +212,12 @@ def test_a_state_that_cannot_be_loaded(trainings: Made, bad_on: list[int]) -> No
             assert refused["message"] == "the state 'bad' could not be loaded: it does not fit"
         else:
             assert refused["message"].startswith("rank 1 could not load its state")
-        assert refused["same"], "the weights are as they were"
+        assert refused["same"], "the weights are unchanged"
         assert refused["states"] == {name: [value, [0.0] * 3] for name, value in new.items()}
         assert after == {"event": "after", "steps": 0, "place": [0, 0], "optimizer": 0}
 
 
-def test_data_in_another_order_are_refused_and_nothing_is_changed(trainings: Made) -> None:
+def test_samples_in_another_order_are_refused_and_nothing_is_changed(trainings: Made) -> None:
     training = trainings()
     training.run(2, fault("SIGTERM", 5, 0))
     for plan, says in (({"seed": 6}, "seed is 6, 5 was saved"), ({"samples": 91}, "length is 91")):
@@ -227,7 +229,7 @@ def test_data_in_another_order_are_refused_and_nothing_is_changed(trainings: Mad
             assert after["place"] == [0, 0]
 
 
-def test_states_that_are_added_and_removed(trainings: Made) -> None:
+def test_states_can_be_added_and_removed(trainings: Made) -> None:
     training = trainings(states={"kept": 1, "removed": 2})
     training.run(2, fault("SIGTERM", 5, 0))
     stage = training.run(1, states={"kept": 7, "added": 8})
@@ -236,10 +238,10 @@ def test_states_that_are_added_and_removed(trainings: Made) -> None:
     assert trainings().run(1, states={}).codes == {0: 0}
 
 
-def test_fsdp_is_resharded(trainings: Made) -> None:
+def test_fsdp_state_is_resharded(trainings: Made) -> None:
     training = trainings(sharded=True)
     assert set(training.run(4, fault("SIGTERM", 3, 2)).codes.values()) == {143}
-    # Two, killed before they save, and one find the same.
+    # Two ranks, killed before they save, and then one rank restore the same state.
     stages = [training.run(2, fault("SIGKILL", 1, 0), killed=True, every=100)]
     stages.append(training.run(1))
     assert stages[1].codes == {0: 0}, stages[1].errors
@@ -248,10 +250,10 @@ def test_fsdp_is_resharded(trainings: Made) -> None:
     check_exactly_once(training.lineage(), 90, 16)
 
 
-def test_the_beginning_is_found_again_by_a_job_of_shards(trainings: Made) -> None:
-    whole = trainings("whole", sharded=True)
-    whole.run(2)
+def test_a_sharded_job_goes_back_to_the_initial_state(trainings: Made) -> None:
+    reference = trainings("reference", sharded=True)
+    reference.run(2)
     training = trainings(sharded=True)
     training.run(2, fault("SIGKILL", 1, 1), killed=True)
-    assert training.run(2).begun_from == 0
-    assert ended(training)["weights"] == ended(whole)["weights"]
+    assert training.run(2).start_step == 0
+    assert ended(training)["weights"] == ended(reference)["weights"]

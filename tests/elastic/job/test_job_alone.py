@@ -1,4 +1,4 @@
-"""A job of one process: what `restore` loads, and what it puts back."""
+"""`Job` in one process: what `restore` loads, and what it rolls back when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Made = Callable[..., Job]
 
 
 class InPlace(torch.optim.Adam):
-    """Loads into the tensors that it has, and not into others."""
+    """An optimizer that loads into its current tensors."""
 
     refuses = False
 
@@ -40,8 +40,8 @@ class InPlace(torch.optim.Adam):
             raise RuntimeError("no more")
 
 
-class Kept:
-    """A state that can be told to refuse."""
+class Refusing:
+    """A state that refuses to load when it is told to."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(2)
@@ -68,7 +68,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
             tmp_path / f"checkpoints{len(jobs) // 2}",
             model=module,
             optimizer=optimizer(module.parameters(), **given),
-            states={"kept": Kept()},
+            states={"kept": Refusing()},
             every=None,
             signals=(),
         )
@@ -88,8 +88,8 @@ def train(job: Job, steps: int = 1) -> None:
         job.step(samples=2)
 
 
-def all_of(job: Job) -> dict[str, Any]:
-    """Copies."""
+def copy_of(job: Job) -> dict[str, Any]:
+    """Copies of all state of a job."""
     moments = [
         {name: value.clone() for name, value in each.items()}
         for each in job.optimizer.state.values()
@@ -115,25 +115,25 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_one_that_survived_finds_back_to_what_was_saved(made: Made) -> None:
+def test_a_survivor_goes_back_to_the_checkpoint(made: Made) -> None:
     job = made()
     job.restore()
     train(job, 2)
-    random.gauss(0, 1)  # half of a pair is kept for the next one
+    random.gauss(0, 1)  # the generator keeps the second of the pair
     job.save().wait()
-    saved = all_of(job)
+    saved = copy_of(job)
     train(job, 3)
     job.optimizer.param_groups[0]["lr"] = 0.5
     job.states["kept"].tensor.fill_(3)
     random.random()
     numpy.random.rand()
-    assert not same(all_of(job), saved)
+    assert not same(copy_of(job), saved)
     assert job.restore() == 2
-    assert same(all_of(job), saved)
+    assert same(copy_of(job), saved)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, InPlace])
-def test_where_a_state_refuses_one_that_has_trained_is_as_it_was(
+def test_a_survivor_is_unchanged_if_a_state_refuses_to_load(
     made: Made, optimizer: type[torch.optim.Optimizer]
 ) -> None:
     job = made(optimizer)
@@ -144,16 +144,16 @@ def test_where_a_state_refuses_one_that_has_trained_is_as_it_was(
     kept = job.states["kept"]
     kept.tensor.fill_(7)
     kept.refuses = True
-    before = all_of(job)
+    before = copy_of(job)
     with pytest.raises(CheckpointError, match="the state 'kept' could not be loaded"):
         job.restore()
-    assert same(all_of(job), before)
+    assert same(copy_of(job), before)
     train(job)
     assert job.steps == 6
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, InPlace])
-def test_where_the_optimizer_refuses_all_is_as_it_was(
+def test_a_survivor_is_unchanged_if_the_optimizer_refuses_to_load(
     made: Made, optimizer: type[torch.optim.Optimizer]
 ) -> None:
     job = made(optimizer)
@@ -161,7 +161,7 @@ def test_where_the_optimizer_refuses_all_is_as_it_was(
     train(job, 2)
     job.save().wait()
     train(job, 3)
-    before = all_of(job)
+    before = copy_of(job)
 
     def refuses(_: Any) -> None:
         hook.remove()
@@ -173,26 +173,26 @@ def test_where_the_optimizer_refuses_all_is_as_it_was(
         hook = job.optimizer.register_load_state_dict_post_hook(refuses)
     with pytest.raises(RuntimeError, match="no more"):
         job.restore()
-    assert same(all_of(job), before)
+    assert same(copy_of(job), before)
 
 
-def test_one_that_survived_finds_back_to_the_beginning(made: Made) -> None:
+def test_a_survivor_goes_back_to_the_initial_state(made: Made) -> None:
     job = made()
     job.restore()
-    beginning = all_of(job)
+    beginning = copy_of(job)
     train(job, 2)
     assert job.restore() == 0
     assert not job.optimizer.state
-    assert same(all_of(job), beginning)
+    assert same(copy_of(job), beginning)
 
 
-def test_a_fused_optimizer_goes_on_over_parameters_that_are_laid_out_otherwise(made: Made) -> None:
-    """It pairs numbers by their address."""
+def test_moments_have_the_memory_format_of_their_parameters(made: Made) -> None:
+    """A fused optimizer pairs parameters and moments by address."""
     one = made(fused=True)
     one.restore()
     train(one, 2)
     one.save().wait()
-    one.checkpointer.close()  # the folder is for the next one
+    one.checkpointer.close()  # releases the folder for the next job
     other = made(fused=True)
     assert other.restore() == 2
     for job in (one, other):
@@ -206,8 +206,8 @@ def test_a_fused_optimizer_goes_on_over_parameters_that_are_laid_out_otherwise(m
     assert same(list(one.module.parameters()), list(other.module.parameters()))
 
 
-class Told:
-    """A state that is what it is told to be."""
+class Settable:
+    """A state that a test sets."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -236,17 +236,17 @@ WITH_TENSORS: list[dict[str, Any]] = [
 ]
 
 
-def job_with(path: Path, state: Told) -> Job:
+def job_with(path: Path, state: Settable) -> Job:
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    states = {"told": state}
+    states = {"attached": state}
     return Job(path, model=module, optimizer=optimizer, states=states, every=None, signals=())
 
 
 @contextlib.contextmanager
-def saved_with(path: Path, told: Told) -> Iterator[Job]:
+def saved_with(path: Path, attached: Settable) -> Iterator[Job]:
     """A job that has saved once, after a step."""
-    with job_with(path, told) as job:
+    with job_with(path, attached) as job:
         job.restore()
         job.step()
         job.save().wait()
@@ -255,42 +255,44 @@ def saved_with(path: Path, told: Told) -> Iterator[Job]:
 
 @pytest.mark.parametrize("now", [*SMALL, *WITH_TENSORS], ids=range(8))
 @pytest.mark.parametrize("saved", [*SMALL, *WITH_TENSORS], ids=range(8))
-def test_a_state_comes_back_as_it_was_and_no_mixture(
+def test_an_attached_state_is_restored_exactly(
     tmp_path: Path, saved: dict[str, Any], now: dict[str, Any]
 ) -> None:
-    """Whatever has become of it, in the process that saved it or in another one."""
-    told = Told(copy.deepcopy(saved))
-    with saved_with(tmp_path, told) as job:
-        told.state = copy.deepcopy(now)
+    """Whatever its current keys, in the process that saved it and in a new one."""
+    attached = Settable(copy.deepcopy(saved))
+    with saved_with(tmp_path, attached) as job:
+        attached.state = copy.deepcopy(now)
         assert job.restore() == 1
-        assert str(told.state) == str(saved)
-    told = Told(copy.deepcopy(now))
-    with job_with(tmp_path, told) as job:
+        assert str(attached.state) == str(saved)
+    attached = Settable(copy.deepcopy(now))
+    with job_with(tmp_path, attached) as job:
         assert job.restore() == 1
-        assert str(told.state) == str(saved)
+        assert str(attached.state) == str(saved)
 
 
-def test_a_state_that_is_loaded_in_place_is_no_mixture_either() -> None:
-    """One on a GPU, or sharded: what is there now, and was not saved, goes."""
-    saved = attached_states.packed({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
-    room = {"a": torch.ones(1), "h": [torch.ones(1), torch.ones(2)], "n": 2, "new": torch.ones(1)}
-    found = attached_states.opened({**room, "(skeleton)": saved["(skeleton)"]})
+def test_an_attached_state_that_is_loaded_in_place_is_restored_exactly() -> None:
+    """On a GPU, or sharded: current keys that were not saved are dropped."""
+    saved = attached_states.pack({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    target = {"a": torch.ones(1), "h": [torch.ones(1), torch.ones(2)], "n": 2, "new": torch.ones(1)}
+    found = attached_states.unpack({**target, "(skeleton)": saved["(skeleton)"]})
     assert str(found) == str({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
-    with pytest.raises(CheckpointError, match=r"'h\.0' was saved, and has no place here"):
-        attached_states.opened({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
+    with pytest.raises(CheckpointError, match=r"'h\.0' was saved, but the current state has no"):
+        attached_states.unpack({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
 
 
 @pytest.mark.parametrize("now", SMALL[1:], ids=str)
-def test_a_state_that_refuses_is_as_it_was(tmp_path: Path, now: dict[str, Any]) -> None:
-    told = Told({"best": 2})
-    with saved_with(tmp_path, told) as job:
-        told.state = {**copy.deepcopy(now), "refuse": True}
-        with pytest.raises(CheckpointError, match="'told' could not be loaded: no more"):
+def test_an_attached_state_that_refuses_to_load_is_rolled_back(
+    tmp_path: Path, now: dict[str, Any]
+) -> None:
+    attached = Settable({"best": 2})
+    with saved_with(tmp_path, attached) as job:
+        attached.state = {**copy.deepcopy(now), "refuse": True}
+        with pytest.raises(CheckpointError, match="'attached' could not be loaded: no more"):
             job.restore()
-        assert str(told.state) == str({**now, "refuse": True})
+        assert str(attached.state) == str({**now, "refuse": True})
 
 
-def test_a_scheduler_of_torch(tmp_path: Path) -> None:
+def test_a_torch_scheduler(tmp_path: Path) -> None:
     def scheduled() -> tuple[Job, torch.optim.lr_scheduler.MultiStepLR]:
         module = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

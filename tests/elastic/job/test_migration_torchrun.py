@@ -1,4 +1,4 @@
-"""The programs of the page for people who come from torchrun: run, as they are in its text."""
+"""Runs the programs of the page on migration from torchrun, from its text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All programs of the page, in the working directory."""
+    """Writes all programs of the page into the working directory."""
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
 
 
 def run(tmp_path: Path, *command: str) -> str:
-    """What a program has printed, once it has ended well."""
+    """Runs a program that must succeed; returns its output."""
     with Job(tmp_path, "-m", nprocs=1, args=command) as job:
         job.start_all()
         assert job.wait_all() == {0: 0}, job.output(0) + job.errors(0)
@@ -48,7 +48,7 @@ def saved_by_hand() -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested states hold the same bits."""
+    """Whether two nested states are bit-identical."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -58,12 +58,12 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_the_new_program_goes_on_from_the_old_ones_checkpoint(tmp_path: Path) -> None:
+def test_the_new_program_continues_from_the_old_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, *TORCHRUN, "before.py", "2")
     assert saved_by_hand()["step"] == 20
 
-    # Nothing is left to train: what it has taken over is what it saves. The ends of lines are not
-    # looked at: the workers of torchrun write into one pipe, each line in two pieces.
+    # There is nothing left to train: it saves what it has adopted. Ends of lines are not checked:
+    # the workers of torchrun share one pipe, and write each line in two pieces.
     said = run(tmp_path, *TORCHRUN, "after.py", "2")
     for rank in range(2):
         assert f"rank {rank} goes on after step 20, in epoch 2" in said
@@ -78,14 +78,14 @@ def test_the_new_program_goes_on_from_the_old_ones_checkpoint(tmp_path: Path) ->
     assert same(model.state_dict(), saved_by_hand()["model"])
     assert same(optimizer.state_dict(), saved_by_hand()["optimizer"])
 
-    # A fault in the third step, when what was taken over is the only checkpoint.
+    # A fault in the third step, when the adopted state is the only checkpoint.
     Path("plan.json").write_text('{"faults": [{"rank": 1, "kind": "exception", "step": 3}]}')
     said = run(tmp_path, *OUTLAST, "--chaos", "plan.json", "after.py", "4")
     for rank in range(2):
         assert said.count(f"[{rank}] rank {rank} goes on after step 20, in epoch 2\n") == 2
         assert f"[{rank}] rank {rank} has done 40 steps, 4 epochs" in said
 
-    # `last.pt` is still there, and its own checkpoint is newer.
+    # `last.pt` still exists, but the newer checkpoint wins.
     said = run(tmp_path, *TORCHRUN, "after.py", "6")
     for rank in range(2):
         assert f"rank {rank} goes on after step 40, in epoch 4" in said
@@ -98,7 +98,7 @@ def test_without_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
     assert "rank 0 has done 10 steps, 1 epochs" in said
 
 
-def test_torchrun_told_to_stop_ends_with_1_and_all_is_saved(tmp_path: Path) -> None:
+def test_torchrun_exits_with_1_on_a_signal_and_the_state_is_saved(tmp_path: Path) -> None:
     with Job(tmp_path, "-m", nprocs=1, args=(*TORCHRUN, "after.py", "100000")) as job:
         stop_in_training(job)
         assert job.wait(0) == 1, job.errors(0)
@@ -121,7 +121,7 @@ def test_the_job_script_requeues(tmp_path: Path) -> None:
 
 
 def stop_in_training(job: Job) -> None:
-    """Sends SIGTERM once both ranks listen to it."""
+    """Sends SIGTERM once both ranks handle it."""
     job.start_all()
     deadline = time.monotonic() + NET_S
     while job.output(0).count("goes on after step") < 2:

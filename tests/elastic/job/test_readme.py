@@ -15,7 +15,7 @@ STEPS = 40  # ten epochs of 300 samples, 96 a step
 
 
 def run(results: Path, fault: str, every: int = 100) -> str:
-    """What it has printed."""
+    """Runs the example; returns its output."""
     results.mkdir()
     command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -30,7 +30,7 @@ def run(results: Path, fault: str, every: int = 100) -> str:
 
 
 def trained_on(results: Path) -> dict[int, list[list[int]]]:
-    """What each rank took in each step, the last time that it was made."""
+    """The samples of each rank in each step, the last time the step ran."""
     found: dict[int, list[list[int]]] = {}
     for rank in range(2):
         steps: dict[int, list[int]] = {}
@@ -49,9 +49,9 @@ def weights(results: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run without a fault."""
-    results = tmp_path_factory.mktemp("whole") / "results"
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a run without a fault."""
+    results = tmp_path_factory.mktemp("reference") / "results"
     run(results, "none")
     return results
 
@@ -60,8 +60,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fault", "every"),
     [("exception", 6), ("SIGKILL", 100)],
 )
-def test_a_fault_in_the_middle_of_an_epoch_changes_nothing(
-    tmp_path: Path, whole: Path, fault: str, every: int
+def test_a_fault_within_an_epoch_does_not_change_the_result(
+    tmp_path: Path, reference: Path, fault: str, every: int
 ) -> None:
     results = tmp_path / "results"
     printed = run(results, fault, every)
@@ -73,5 +73,5 @@ def test_a_fault_in_the_middle_of_an_epoch_changes_nothing(
     for epoch in range(10):
         seen = [i for step in range(4) for taken in steps[4 * epoch + step + 1] for i in taken]
         assert sorted(seen) == list(range(300))
-    assert steps == trained_on(whole)
-    assert weights(results) == weights(whole)
+    assert steps == trained_on(reference)
+    assert weights(results) == weights(reference)

@@ -1,5 +1,5 @@
-"""torchdata's `StatefulDataLoader` with workers, as it is: what was trained on counts, and not what
-the workers have fetched ahead.
+"""torchdata's `StatefulDataLoader` with workers: samples count when they were trained on, not when
+the workers have prefetched them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 from procs import Job
 
-SAMPLES, EPOCHS = 40, 2  # as the script has them
+SAMPLES, EPOCHS = 40, 2  # as in the script
 STOPPED = 143
 
 
 @pytest.fixture
 def train(ranks: Callable[..., Job], tmp_path: Path) -> Callable[..., Any]:
-    """One job of `stateful_loader.py`: for each rank, what it said."""
+    """Runs `stateful_loader.py`; returns the events of each rank."""
 
     def train(folder: str, size: int, code: int, **plan: Any) -> list[list[dict[str, Any]]]:
         path = str(tmp_path / folder)
@@ -37,10 +37,10 @@ def trained(lines: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     return [(line["epoch"], line["numbers"]) for line in lines if line["event"] == "trained"]
 
 
-def stopped_and_gone_on_with(
+def stop_and_resume(
     train: Callable[..., Any], size: int, stop: int, **plan: Any
 ) -> list[list[tuple[int, list[int]]]]:
-    """What each rank has trained on, before the stop and after: each sample of an epoch once."""
+    """The samples of each rank, before the stop and after: each sample once per epoch."""
     before = train("stopped", size, STOPPED, seed=1, stop=stop, **plan)
     after = train("stopped", size, 0, seed=2, **plan)
     assert all(trained(lines) for lines in (*before, *after)), "both have trained"
@@ -62,17 +62,19 @@ def stopped_and_gone_on_with(
         ("stream", "states", 1, 14),  # after the last step of an epoch
     ],
 )
-def test_stopped_in_the_middle_of_an_epoch_it_goes_on_with_what_is_left(
+def test_a_job_stopped_within_an_epoch_continues_with_the_remaining_samples(
     train: Callable[..., Any], kind: str, given: str, size: int, stop: int
 ) -> None:
-    """`loader` and `state`: it is given to a `Job` as its loader, or by name. `states`: it is a
-    `StateDictState`.
+    """The loader is given to a `Job` as `loader`, or by name (`state`), or as a `StateDictState`
+    (`states`).
     """
-    stopped_and_gone_on_with(train, size, stop, kind=kind, given=given)
+    stop_and_resume(train, size, stop, kind=kind, given=given)
 
 
 @pytest.mark.slow
-def test_in_the_random_order_of_a_training_that_was_not_stopped(train: Callable[..., Any]) -> None:
-    whole = train("whole", 1, 0, seed=1)
-    together = stopped_and_gone_on_with(train, 1, 4)
-    assert together == [trained(lines) for lines in whole]
+def test_the_random_order_is_that_of_a_training_that_was_not_stopped(
+    train: Callable[..., Any],
+) -> None:
+    reference = train("reference", 1, 0, seed=1)
+    together = stop_and_resume(train, 1, 4)
+    assert together == [trained(lines) for lines in reference]

@@ -1,7 +1,7 @@
-"""The README's example, and what it leaves out: `readme.py RESULTS FAULT EVERY`.
+"""Runs the README's example with a small model and data set: `readme.py RESULTS FAULT EVERY`.
 
-The model and the data are small, and a fault comes once: in step 15, on rank 1, in the middle of a
-pass through the model, in the middle of an epoch. Each rank says what it trained on in each step.
+The fault happens once: in step 15, on rank 1, in a forward pass within an epoch. Each rank records
+the samples of each step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Data(Dataset[Any]):
 
 
 def once() -> bool:
-    """Whether this is the first time, over all processes."""
+    """Whether this is the first call in any process."""
     try:
         (RESULTS / "fault").touch(exist_ok=False)
     except FileExistsError:
@@ -48,7 +48,7 @@ def once() -> bool:
 
 def loss_fn(output: torch.Tensor, labels: Any) -> torch.Tensor:
     while FAULT == "SIGKILL" and dist.get_world_size() == 1:
-        time.sleep(0.05)  # the survivor would make all steps alone, before the other is back
+        time.sleep(0.05)  # else the survivor completes all steps before the other is replaced
     step = sys._getframe(1).f_locals["job"].steps + 1
     rank = int(os.environ["RANK"])
     if FAULT != "none" and step == 15 and rank == 1 and once():

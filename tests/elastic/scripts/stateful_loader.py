@@ -1,6 +1,6 @@
 """A training with torchdata's loader and its workers: `python stateful_loader.py PLAN`.
 
-It says which samples it has trained on in each step, and is told to stop after one of them.
+It prints the samples of each step, and stops after a given step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAMPLES, BATCH, EPOCHS = 40, 3, 2
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line, in one write."""
+    """Prints an event as one line, in one write."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
@@ -46,8 +46,8 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Numbers, each from one worker of one rank, which knows where it is. It reads ahead, as one
-    does that shuffles, and its state has what it has read: more in the middle than at the ends.
+    """Numbers, each from one worker of one rank. It reads ahead, as shuffling does, and its
+    state includes what it has read ahead.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Stream(IterableDataset[int]):
             number = self.ahead.pop(len(self.ahead) // 2)
             self.last = {"number": number}
             yield number
-        # It stays at the end: torchdata asks again, after a restore, a worker that had no more. In
-        # the next epoch new workers have a copy of what the main process has, at the beginning.
+        # The position stays at the end: after a restore, torchdata iterates an exhausted worker
+        # again. In the next epoch, new workers get a copy of the main process's initial state.
 
     def state_dict(self) -> dict[str, Any]:
         return {"rank": RANK, "at": self.at, "ahead": list(self.ahead), "last": self.last}
@@ -76,11 +76,11 @@ class Stream(IterableDataset[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["rank"] == RANK, "the state of another rank"
         self.at, self.ahead, self.last = state["at"], list(state["ahead"]), state["last"]
-        assert not self.at or self.last is not None, "a part of the state is lost"
+        assert not self.at or self.last is not None, "the state is incomplete"
 
 
 class Epochs:
-    """How many there were: torchdata's loader does not count them."""
+    """Counts epochs, which torchdata's loader does not."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -92,7 +92,7 @@ class Epochs:
         self.done = state["done"]
 
 
-def made() -> Any:
+def make_loader() -> Any:
     options: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2, "prefetch_factor": 4}
     if PLAN["kind"] == "stream":
         return StatefulDataLoader(Stream(), **options)
@@ -130,7 +130,7 @@ def with_job(loader: Any, epochs: Epochs) -> None:
             if PLAN["stop"] is not None:
                 if job.steps + 1 == PLAN["stop"] and RANK == 0:
                     job.stop("enough")
-                time.sleep(0.02)  # the word takes a moment, and is to come within the training
+                time.sleep(0.02)  # the request must arrive before the training is over
             job.step()
 
         train(loader, epochs, step)
@@ -156,6 +156,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(int(PLAN["seed"]))
     dist.init_process_group("gloo")
-    (with_states if PLAN["given"] == "states" else with_job)(made(), Epochs())
+    (with_states if PLAN["given"] == "states" else with_job)(make_loader(), Epochs())
     dist.barrier()
     dist.destroy_process_group()

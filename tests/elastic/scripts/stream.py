@@ -1,7 +1,7 @@
 """A rank that trains on a `ShardedStream`: `python stream.py PATH STEPS`.
 
-It goes on from the state in the file at PATH, if there is one; after STEPS steps it leaves, with
-its state in that file. With 0 it goes to the end of the second epoch.
+It resumes from the state in the file PATH, if it exists. After STEPS steps it writes its state to
+PATH and exits; with STEPS 0, at the end of the second epoch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 from outlast.elastic import ShardedStream
 
-LENGTHS = [7, 0, 11, 3, 5, 9, 1]  # of the shards, unequal, and one with nothing in it
+LENGTHS = [7, 0, 11, 3, 5, 9, 1]  # of the shards: unequal, and one is empty
 EPOCHS = 2
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line, in one write."""
+    """Prints an event as one line, in one write."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
 def read(shard: str, offset: int) -> Iterator[int]:
-    """A number for each item, over all shards."""
+    """The items of a shard: consecutive numbers over all shards."""
     number = int(shard)
     begin = sum(LENGTHS[:number])
     return iter(range(begin + offset, begin + LENGTHS[number]))
@@ -44,7 +44,7 @@ def main(path: Path, steps: int) -> None:
     while stream.epoch < EPOCHS and (not steps or done < steps):
         epoch = stream.epoch
         for batch in stream:
-            # What DDP's mean over the ranks makes of the means of the batches.
+            # As DDP averages the means of the batches over the ranks.
             mean = batch.double().mean() * stream.weight
             dist.all_reduce(mean)
             items = batch.tolist() if stream.weight > 0 else []
@@ -54,7 +54,7 @@ def main(path: Path, steps: int) -> None:
                 break
     state = stream.state_dict()
     say("left", state=state)
-    dist.barrier()  # all have read the file
+    dist.barrier()  # all ranks have read the file
     if dist.get_rank() == 0:
         path.write_text(json.dumps(state))
     dist.barrier()

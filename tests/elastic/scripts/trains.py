@@ -1,6 +1,6 @@
-"""A training of one rank, as a plan in JSON has it: `python trains.py PLAN`.
+"""One rank of a training, configured by a JSON plan: `python trains.py PLAN`.
 
-It says which samples it has trained on in each step, and what the loss was, bit by bit.
+It prints the samples of each step, and the exact loss.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line, in one write."""
+    """Prints an event as one line, in one write."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
 class Data(Dataset[Any]):
-    """Random samples, with their numbers."""
+    """Random samples, with their indices."""
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ class Data(Dataset[Any]):
 
 
 class Named:
-    """A state that only keeps a value; one that is called `bad` does not take it back."""
+    """A state with one value; the one named `bad` may refuse to load."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.value = name, value
@@ -85,22 +85,22 @@ class Named:
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    """Of the bits."""
+    """A hash of the exact values."""
     content = hashlib.sha256()
     for tensor in tensors:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        content.update(whole.detach().contiguous().numpy().tobytes())
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        content.update(full.detach().contiguous().numpy().tobytes())
     return content.hexdigest()[:16]
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """In the order of the parameters; none where there is none yet."""
+    """The moments, in the order of the parameters; empty before the first step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for p in parameters if p in optimizer.state]
     return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def made() -> nn.Module:
+def make_module() -> nn.Module:
     torch.manual_seed(0)
     if PLAN["virtual"]:
         middle: nn.Module = nn.BatchNorm1d(16) if PLAN["drop_last"] else nn.LayerNorm(16)
@@ -109,7 +109,7 @@ def made() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), middle, nn.Dropout(PLAN["dropout"]), nn.Linear(16, 3))
 
 
-def wrapped(module: nn.Module) -> nn.Module:
+def wrap(module: nn.Module) -> nn.Module:
     if PLAN["virtual"]:
         return ConsistentDDP(module, PLAN["virtual"])
     if PLAN["sharded"]:
@@ -120,15 +120,15 @@ def wrapped(module: nn.Module) -> nn.Module:
         return module
     if WORLD_SIZE == 1:
         return module
-    # Otherwise DDP puts the gradients into other buckets after its first pass, and so adds those of
-    # three or more ranks in another order.
+    # Otherwise DDP rebuilds its buckets after the first pass, and then adds the gradients of three
+    # or more ranks in another order.
     return DistributedDataParallel(module, find_unused_parameters=PLAN["unused"])
 
 
-def faults(job: Job, when: str) -> None:
-    """Those of this rank that come now: `before` or `after` a call of `job.step`."""
+def fire_faults(job: Job, when: str) -> None:
+    """Fires the faults planned for this rank, `before` or `after` a call of `job.step`."""
     if PLAN["faults"]:
-        time.sleep(0.02)  # a word takes a moment, and the training must not be over before it comes
+        time.sleep(0.02)  # a request must arrive before the training is over
     for fault in list(PLAN["faults"]):
         if (fault["rank"], fault["when"]) != (RANK, when) or job.steps < fault["step"]:
             continue
@@ -174,15 +174,15 @@ def train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     optimizer.zero_grad()
                 say("trained", step=job.steps + 1, indices=indices, losses=losses)
                 indices, losses = [], []
-                faults(job, "before")
+                fire_faults(job, "before")
                 job.step()
-                faults(job, "after")
+                fire_faults(job, "after")
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    module = made()
-    model = wrapped(module)
+    module = make_module()
+    model = wrap(module)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     loader = ElasticLoader(
         Data(PLAN["samples"]),

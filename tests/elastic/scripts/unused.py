@@ -1,6 +1,6 @@
-"""Steps of `ConsistentDDP` on a module of which some parts use some of it: `python unused.py`.
+"""Steps of `ConsistentDDP` on a module whose branches are used by some parts: `python unused.py`.
 
-Each rank says of each step, for each branch, what became of its gradients and weights, bit by bit.
+Each rank prints, for each step and branch, a hash of the gradients and weights.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import nn
 from outlast.elastic import ConsistentDDP
 
 PARTS = 6
-# In each step, the parts that use the branch `rare`: of one replica alone, of several, of none.
+# The parts of each step that use the branch `rare`: parts of one replica, of several, or none.
 RARE = ((5,), (0,), (), (1, 4), (2,), ())
-# In each step, the parts that count nothing; they go through all branches.
+# The parts of each step with weight 0; they use all branches.
 EMPTY = ((), (), (3, 4), (), (5,), (0, 5))
 
 
 @dataclasses.dataclass
 class Part:
-    """In the place of a loader."""
+    """Stands in for a loader."""
 
     part: int
     weight: float
@@ -33,7 +33,7 @@ class Part:
 
 
 class Branches(nn.Module):
-    """Of several dtypes, so that the gradients come in several pieces."""
+    """Has several dtypes, so that the gradients need several buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Branches(nn.Module):
 
 
 def say(event: str, **fields: object) -> None:
-    """One line, in one write."""
+    """Prints an event as one line, in one write."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
@@ -61,8 +61,8 @@ def bits(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(torch.cat(content).numpy().tobytes()).hexdigest()[:16]
 
 
-def passed(model: nn.Module, step: int, part: int) -> None:
-    """Forward and backward of one part, which is the same wherever it is computed."""
+def run_part(model: nn.Module, step: int, part: int) -> None:
+    """Forward and backward pass of one part, the same on any rank."""
     data = torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * step + part))
     if part in EMPTY[step]:
         branches = ["rare", "rare_half", "never", "never_double"]
@@ -76,12 +76,12 @@ def weight(step: int, part: int) -> float:
 
 
 def expected(module: nn.Module, step: int) -> list[torch.Tensor | None]:
-    """Added up here alone, part by part, from zero on."""
+    """The gradients, summed in this process, part by part, starting from zero."""
     parameters = list(module.parameters())
     sums: list[torch.Tensor | None] = [None] * len(parameters)
     for part in range(PARTS):
         module.zero_grad()
-        passed(module, step, part)
+        run_part(module, step, part)
         for i, parameter in enumerate(parameters):
             if parameter.grad is not None and weight(step, part) > 0:
                 before = sums[i]
@@ -98,7 +98,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())  # rank 0's weights are given to all
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are broadcast
     module = Branches()
     model = ConsistentDDP(module, PARTS)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
@@ -106,7 +106,7 @@ def main() -> None:
         sums = expected(module, step)
         for part in model.parts:
             with model.part(Part(part, weight(step, part), part == model.parts[-1])):
-                passed(model, step, part)
+                run_part(model, step, part)
         gradients = [parameter.grad for parameter in module.parameters()]
         right = all(map(same, gradients, sums))
         optimizer.step()

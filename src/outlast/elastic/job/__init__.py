@@ -1,1 +1,1 @@
-"""`Job`: the contents of a training job, saved and restored as one."""
+"""`Job`: the state of a training, saved and restored as one."""

@@ -1,10 +1,9 @@
-"""What stands in `states=` of a `Job`, saved so that it comes back as it was, and no mixture.
+"""How a `Job` saves an object of `states=`: it is loaded exactly as saved, never merged.
 
-Taken apart, key by key, a state that holds other keys when it is loaded than when it was saved
-would be a mixture of both: a history that has grown since would keep what is to be forgotten. So
-with each state goes its *skeleton*, one value: the containers and the small values as they were,
-and a mark at the place of all else, tensors above all, which are saved by themselves under their
-names.
+A checkpoint loads a nested state key by key. A state whose keys have changed since the save would
+then be a mixture of the saved and the current one: a history that has grown would keep its new
+entries. So each state is saved with its *skeleton*, as one value: its containers and small values,
+with a mark in place of everything else, tensors above all, which are saved under their own names.
 """
 
 from __future__ import annotations
@@ -17,49 +16,74 @@ import torch
 
 from outlast.errors import CheckpointError
 
-__all__ = ["opened", "packed", "room"]
+__all__ = ["AttachedState", "is_plain_tensor", "load_target", "pack", "unpack"]
 
 _KEY = "(skeleton)"
-_MARK = "\0saved by itself"
-# What is loaded again without running any code (`weights_only`).
+_MARK = "\0saved by itself"  # part of the checkpoint's format
+# What `weights_only` loads: nothing here runs code when it is loaded.
 _CONTAINERS = (dict, list, tuple, set, OrderedDict, Counter)
 _VALUES = (str, bytes, int, float, complex, bool, type(None))
 
 
-def packed(state: Any) -> Any:
-    """What is saved of a state."""
-    if not isinstance(state, Mapping):
-        return state
-    skeleton = (_skeleton(state),)  # a tuple, which no checkpoint takes apart
-    return {_KEY: skeleton} if _is_simple(state) else {**state, _KEY: skeleton}
-
-
-def room(state: Any) -> Any:
-    """What a state is loaded into.
+class AttachedState:
+    """Saves and loads one object of `states=`.
 
     Args:
-        state: as `packed` gave it, of now.
+        source: the object, with `state_dict` and `load_state_dict`.
     """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def save(self) -> Any:
+        """What a checkpoint stores of it."""
+        return pack(self._source.state_dict())
+
+    def load_target(self, packed: Any) -> Any:
+        """The nested state that a checkpoint is loaded into, made of what `save` returns now."""
+        return load_target(packed)
+
+    def load(self, loaded: Any, *, started: bool) -> None:
+        """Loads what the target was filled with; does nothing if the checkpoint has none of it."""
+        if (state := unpack(loaded)) is not None:
+            self._source.load_state_dict(state)
+
+
+def pack(state: Any) -> Any:
+    """A state with its skeleton."""
     if not isinstance(state, Mapping):
         return state
-    if all(map(_is_plain, _tensors(state))):
-        return {}  # filled with what was saved, whatever that is
-    # In place: a shard is known by the tensor it is loaded into, and a GPU need not hold both.
-    return {**state, _KEY: None}
+    skeleton = (_skeleton(state),)  # checkpoints store a tuple as one value
+    return {_KEY: skeleton} if _is_small(state) else {**state, _KEY: skeleton}
 
 
-def opened(loaded: Any) -> Any:
-    """The state that was loaded; `None` if there is none of it in the checkpoint.
+def load_target(packed: Any) -> Any:
+    """What a checkpoint's state is loaded into, given the packed current state."""
+    if not isinstance(packed, Mapping):
+        return packed
+    if all(map(is_plain_tensor, _tensors(packed))):
+        return {}  # filled with the saved keys, whatever they are
+    # In place: a DTensor is resharded into the current one, and a GPU need not hold both copies.
+    return {**packed, _KEY: None}
+
+
+def unpack(loaded: Any) -> Any:
+    """The state as it was saved; `None` if the checkpoint has none of it.
 
     Raises:
-        CheckpointError: if a part of it had no place here.
+        CheckpointError: if a saved tensor has no counterpart in the target.
     """
     if not isinstance(loaded, Mapping):
         return loaded
     skeleton = loaded.get(_KEY)
     if isinstance(skeleton, tuple):
-        return _filled(skeleton[0], loaded, "")
+        return _fill(skeleton[0], loaded, "")
     return {key: value for key, value in loaded.items() if key != _KEY} or None
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Whether it is a tensor in the CPU's memory, of no subclass."""
+    return type(value) is torch.Tensor and value.device.type == "cpu"
 
 
 def _skeleton(value: Any) -> Any:
@@ -68,32 +92,30 @@ def _skeleton(value: Any) -> Any:
         return kind({key: _skeleton(inner) for key, inner in value.items()})
     if isinstance(value, list):
         return [_skeleton(inner) for inner in value]
-    return value if _is_simple(value) else _MARK
+    return value if _is_small(value) else _MARK
 
 
-def _filled(skeleton: Any, loaded: Any, path: str) -> Any:
+def _fill(skeleton: Any, loaded: Any, path: str) -> Any:
     if type(skeleton) is str and skeleton == _MARK:
         if loaded is None:
-            raise CheckpointError(
-                f"{path[1:]!r} was saved, and has no place here to be loaded into"
-            )
+            raise CheckpointError(f"{path[1:]!r} was saved, but the current state has no such key")
         return loaded
     if isinstance(skeleton, dict):
         inner = loaded if isinstance(loaded, Mapping) else {}
         return type(skeleton)(
-            {key: _filled(each, inner.get(key), f"{path}.{key}") for key, each in skeleton.items()}
+            {key: _fill(each, inner.get(key), f"{path}.{key}") for key, each in skeleton.items()}
         )
     if isinstance(skeleton, list):
-        there = loaded if isinstance(loaded, list) else []
-        padded = [*there, *[None] * (len(skeleton) - len(there))]
-        return [_filled(each, padded[i], f"{path}.{i}") for i, each in enumerate(skeleton)]
+        values = loaded if isinstance(loaded, list) else []
+        values = [*values, *[None] * (len(skeleton) - len(values))]
+        return [_fill(each, values[i], f"{path}.{i}") for i, each in enumerate(skeleton)]
     return skeleton
 
 
-def _is_simple(value: Any) -> bool:
+def _is_small(value: Any) -> bool:
     if type(value) in _CONTAINERS:
         inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        return all(map(_is_simple, inner))
+        return all(map(_is_small, inner))
     return type(value) in _VALUES and value != _MARK
 
 
@@ -103,7 +125,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [found for each in value for found in _tensors(each)] if isinstance(value, list) else []
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""What a state was before something was loaded into it, to put it back where that fails."""
+"""A copy of a nested state, made before a load, to roll back to if the load fails."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["Backup"]
 
 
 class Backup:
-    """Of a nested state. What its tensors hold is copied, into the CPU's memory.
+    """Copies a nested state; the contents of its tensors go into the CPU's memory.
 
     Args:
         state: dicts, lists and tuples of tensors and values.
-        unchanged: a part of it that nothing is loaded into: it is kept, and not copied.
+        not_copied: a part of it that the load does not write to.
     """
 
-    def __init__(self, state: Any, unchanged: Any = None) -> None:
-        self._unchanged = unchanged
+    def __init__(self, state: Any, not_copied: Any = None) -> None:
+        self._not_copied = not_copied
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._state = self._noted(state)
+        self._state = self._copy(state)
 
-    def put_back(self) -> Any:
-        """Gives the tensors their content again; returns the state as it was."""
+    def roll_back(self) -> Any:
+        """Writes the copied contents back into the tensors; returns the state as it was."""
         with torch.no_grad():
-            for tensor, content in self._tensors:
-                tensor.copy_(content)
+            for tensor, contents in self._tensors:
+                tensor.copy_(contents)
         return self._state
 
-    def _noted(self, value: Any) -> Any:
-        if value is self._unchanged:
+    def _copy(self, value: Any) -> Any:
+        if value is self._not_copied:
             return value
         if isinstance(value, torch.Tensor):
             local = value.detach()
@@ -41,12 +41,12 @@ class Backup:
             self._tensors.append((local, local.to("cpu", copy=True)))
             return value
         if isinstance(value, dict):
-            noted = copy.copy(value)  # of its own kind
+            copied = copy.copy(value)  # keeps the dict's own class
             for key, each in value.items():
-                noted[key] = self._noted(each)
-            return noted
+                copied[key] = self._copy(each)
+            return copied
         if isinstance(value, list):
-            return [self._noted(each) for each in value]
+            return [self._copy(each) for each in value]
         if type(value) is tuple:
-            return tuple(self._noted(each) for each in value)
+            return tuple(self._copy(each) for each in value)
         return copy.deepcopy(value)

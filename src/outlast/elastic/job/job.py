@@ -1,4 +1,4 @@
-"""`Job`: what a training job consists of, saved together and restored at any size.
+"""`Job`: saves the state of a training as one checkpoint, and restores it at any world size.
 
     with outlast.Job("checkpoints", model=model, optimizer=optimizer, loader=loader) as job:
         job.restore()
@@ -8,8 +8,8 @@
                 optimizer.step()
                 job.step()
 
-Every rank makes one. It saves when a save is due, and on a signal: then all ranks save after the
-same step, and leave with an exit code that a scheduler takes for "start me again".
+Every rank creates one. It saves on schedule, and on a signal: then all ranks save after the same
+step, and exit with a code that tells a scheduler to start the job again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
-from outlast.elastic.job import save_schedule
-from outlast.elastic.job.contents import Training
-from outlast.elastic.job.preemption import Signals, StopAgreement
-from outlast.elastic.job.save_schedule import Due
+from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
+from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
+from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
 
@@ -40,33 +39,35 @@ __all__ = ["Job"]
 
 log = logging.getLogger("outlast.elastic")
 
-TOLD_TO_STOP = 143  # 128 + SIGTERM: schedulers take it for "ended because it was told to"
-_told: list[str] = []  # why this process is to end, once that is decided
+PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect of a job that they told to stop
+# Whether this process has decided to stop. It must outlive the `Job`: a restart in place may run
+# the training function again while the process exits.
+_stopping = False
 
 
 class Job:
-    """Binds what makes up the state of a training, and saves it as one.
+    """Saves and restores the state of a training as one.
 
-    What it saves: the model's parameters and buffers (of the module inside DDP or
-    `ConsistentDDP`), the optimizer, the position in the data, whatever else is given, the random
-    generators of each replica, and counters. It is found again by a job of any size; sharded
-    tensors (FSDP2, DTensor) are resharded.
+    A checkpoint contains the model's parameters and buffers (of the module inside DDP or
+    `ConsistentDDP`), the optimizer, the position in the data, the objects of `states`, the random
+    generators of each rank, and counters. A job of any world size can load it; sharded tensors
+    (FSDP2, DTensor) are resharded.
 
     Args:
-        path: of the checkpoints, as for `Checkpointer`.
+        path: the folder of the checkpoints, as for `Checkpointer`.
         model: the module.
         optimizer: its optimizer.
-        loader: an `ElasticLoader`, or anything with `state_dict` and `load_state_dict`.
-        states: more of what has these two methods, by name: a scheduler, a scaler, an EMA.
-        every: steps between two saves, or time; `None` for none but the last, at the end of the
-            `with` block or when the job is told to stop.
-        keep: which checkpoints stay.
+        loader: an `ElasticLoader`, or any object with `state_dict` and `load_state_dict`.
+        states: further objects with these two methods, by name: a scheduler, a scaler, an EMA.
+        every: steps between two saves, or time; `None` saves only at the end of the `with` block
+            and when the job is told to stop.
+        keep: which checkpoints to keep.
         overlap: whether to copy beside the next forward and backward pass.
-        random: whether to save the random generators (Python, NumPy, torch) of each replica. A
-            replica that was not there before keeps its own.
-        signals: on which to save and end. The second of a kind does what it always does.
+        random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
+            that did not exist before keeps its own.
+        signals: the signals on which to save and exit. The second of a kind has its usual effect.
         grace: how long the last save may take.
-        exit_code: with which the process ends then.
+        exit_code: the exit code of a job that was told to stop.
         options: for `Checkpointer`.
     """
 
@@ -84,15 +85,15 @@ class Job:
         random: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         grace: datetime.timedelta = datetime.timedelta(seconds=30),
-        exit_code: int = TOLD_TO_STOP,
+        exit_code: int = PREEMPTED,
         **options: Any,
     ) -> None:
-        save_schedule.check(every)
-        self._training = Training(model, optimizer, loader, states or {})
+        check_interval(every)
+        check_stateful(loader, states or {})
         self.steps = 0
         self.samples = 0
         self.seconds = 0.0
-        self._numbers = tuple(signals)
+        self._signals = tuple(signals)
         self._grace = grace
         self._exit_code = exit_code
         self._group = options.get("group")
@@ -102,133 +103,137 @@ class Job:
             overlap=optimizer if overlap else (),
             **options,
         )
-        self._training.rank = self.checkpointer.rank
-        self._training.world_size = self.checkpointer.world_size
-        self._training.random = random
+        self._training = TrainingState(
+            model,
+            optimizer,
+            loader,
+            states or {},
+            rank=self.checkpointer.rank,
+            world_size=self.checkpointer.world_size,
+            random=random,
+        )
         self._ledger = connect_ledger("job", self._group)
+        self._schedule = SaveSchedule(every, self._ledger)
         self._stop: StopAgreement | None = None
-        self._signals: Signals | None = None
-        self._due = Due(every, self._ledger)
-        self._began = time.monotonic()
+        self._signal_handlers: SignalHandlers | None = None
+        self._seconds_since = time.monotonic()
         self._last_saved = -1
 
     @property
     def rank(self) -> int:
-        """Of this replica."""
+        """The rank of this process."""
         return self.checkpointer.rank
 
     @property
     def model(self) -> nn.Module:
-        """As it was given."""
+        """The model, as given."""
         return self._training.model
 
     @property
     def module(self) -> nn.Module:
-        """What is saved of it: that inside DDP."""
+        """The module that is saved: the one inside DDP or `ConsistentDDP`, if there is one."""
         return self._training.module
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its optimizer."""
+        """The optimizer."""
         return self._training.optimizer
 
     @property
     def loader(self) -> Any:
-        """The data."""
+        """The data loader."""
         return self._training.loader
 
     @property
     def states(self) -> dict[str, Any]:
-        """What else is saved, by name."""
+        """The further objects that are saved, by name."""
         return self._training.states
 
     def restore(self, step: int | None = None) -> int:
-        """Loads the newest valid checkpoint, or that of `step`. Called on all ranks, before the
+        """Loads the newest valid checkpoint, or that of `step`. Call it on all ranks, before the
         first step.
 
-        Where there is none, it saves what there is, and waits for that: a process that survives a
-        fault has trained on since, and must find back to the beginning as any other.
+        Without a checkpoint, it saves the initial state, and waits for that save: after a fault
+        before the first scheduled save, surviving processes, which have trained on, go back to it.
 
         Returns:
-            How many steps it had done; 0 if there is no checkpoint.
+            The number of steps before the checkpoint; 0 without one.
 
         Raises:
-            CheckpointError: as `Checkpointer.restore`; or a state, here or on another rank, could
-                not be loaded: names it. Everything is then as it was before.
-            ValueError: if the data would come in another order; likewise.
+            CheckpointError: as `Checkpointer.restore`; or a state could not be loaded, here or on
+                another rank: names it. Everything is then as it was before.
+            ValueError: if the samples would come in another order; likewise.
         """
-        before, counters = self._training.backup(), self._counters()
+        backup, counters = self._training.backup(), self._counters()
         try:
-            state, optional = self._training.room()
+            state, optional = self._training.load_target()
             state["counters"] = dict(counters)
             found = self.checkpointer.restore(state, step=step, optional=optional)
             if found is not None:
-                self._apply_together(state)
+                self._load_on_all_ranks(state)
         except Exception:
-            self._training.put_back(before)
+            self._training.roll_back(backup)
             self._set_counters(counters)
             raise
         if found is None:
-            self._training.put_back(before)
+            self._training.roll_back(backup)
             self.save().wait()
-        self.module.zero_grad()  # a pass that a fault has ended may have left some
+        self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         self._last_saved = self.steps
-        self._due.begin(self.steps)
-        self._listen()
-        if _told:  # decided before a restart in place: the other ranks have left
+        self._schedule.start(self.steps)
+        self._start_listening()
+        if _stopping:  # decided before a restart in place: the other ranks have left
             raise SystemExit(self._exit_code)
         return self.steps
 
     def step(self, samples: int | None = None) -> None:
-        """A step of the optimizer is complete. Saves when it is time; ends the process, saved, when
-        a rank was told to stop.
+        """Call it after each step of the optimizer. Saves on schedule; saves and ends the process
+        if any rank was told to stop.
 
         Args:
-            samples: trained on in this step, over all replicas; for the counter. An
-                `ElasticLoader` knows by itself.
+            samples: the number of samples of this step, over all ranks, for the counter. By
+                default the loader's `done()`, as of an `ElasticLoader`, says so.
 
         Raises:
-            SystemExit: when the job was told to stop, after the save.
-            CheckpointError: an earlier save that failed.
+            SystemExit: after the last save, if the job was told to stop.
+            CheckpointError: if an earlier save failed.
         """
-        if self._stop is None:
-            self._listen()
+        stop = self._start_listening()
         self.steps += 1
         trained = self.loader.done() if hasattr(self.loader, "done") else None
         self.samples += samples if samples is not None else trained or 0
-        assert self._stop is not None
-        if self._stop.ends_after(self.steps, self._grace.total_seconds()):
-            self._end()
-        elif self._due.comes(self.steps):
+        if stop.is_last(self.steps, self._grace.total_seconds()):
+            self._exit(stop.reason)
+        elif self._schedule.is_due(self.steps):
             self.save()
 
     def save(self, metric: float | None = None) -> SaveHandle:
-        """Saves now, in the background. Called on all ranks."""
+        """Saves now, in the background. Call it on all ranks."""
         if self._last_saved == self.steps:
-            self.checkpointer.wait()  # `step` has just done so: this one replaces it
+            self.checkpointer.wait()  # `step` has just saved: this save replaces that one
         if isinstance(self.model, ConsistentDDP):
             self.model.average_statistics()
-        state = {**self._training.state(), "counters": self._counters()}
+        state = {**self._training.state_dict(), "counters": self._counters()}
         handle = self.checkpointer.save(self.steps, state, metric=metric)
         self._last_saved = self.steps
         return handle
 
     def stop(self, why: str = "stop() was called") -> None:
-        """Has all ranks save after the same step, and end. For whoever hears that the machine will
-        be taken away; any thread of any rank may call it.
+        """Makes all ranks save after the same step, and exit. Any thread of any rank may call it,
+        for example when the cloud provider announces that it reclaims the machine.
         """
         if self._stop is None:
-            raise ValueError("restore() or step() comes first")
+            raise ValueError("call restore() or step() first")
         self._stop.request(why)
 
     def close(self) -> None:
-        """Waits for the saves that are under way, and gives everything back.
+        """Waits for background saves, and releases threads and signal handlers.
 
         Raises:
-            CheckpointError: a save that failed.
+            CheckpointError: if a save failed.
         """
-        self._unlisten()
-        _told.clear()
+        self._stop_listening()
+        _set_stopping(False)
         self.checkpointer.close()
 
     def __enter__(self) -> Job:
@@ -240,61 +245,68 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._unlisten()
+        self._stop_listening()
         if kind is None and self.steps and self._last_saved != self.steps:
             self.save()
         self.checkpointer.__exit__(kind, error, trace)
         if kind is None or issubclass(kind, SystemExit):
-            _told.clear()
+            _set_stopping(False)
 
-    # ------------------------------------------------------------------------------ within
+    # ------------------------------------------------------------------------------ private
 
-    def _end(self) -> None:
-        """The last save, and the end of the process."""
-        assert self._stop is not None
-        _told.append(self._stop.reason)
-        log.warning("stopping after step %d: %s", self.steps, self._stop.reason)
+    def _exit(self, reason: str) -> None:
+        """Saves for the last time, and ends the process."""
+        _set_stopping(True)
+        log.warning("stopping after step %d: %s", self.steps, reason)
         if self._last_saved != self.steps:
             self.save()
         self.checkpointer.wait(self._grace)
         raise SystemExit(self._exit_code)
 
-    def _listen(self) -> None:
+    def _start_listening(self) -> StopAgreement:
         if self._stop is None:
             self._stop = StopAgreement(self._ledger, self.steps + 1)
-            self._signals = Signals(self._numbers, self._stop)
+            self._signal_handlers = SignalHandlers(self._signals, self._stop)
+        return self._stop
 
-    def _unlisten(self) -> None:
-        if self._signals is not None:
-            self._signals.close()
-            self._signals = None
+    def _stop_listening(self) -> None:
+        if self._signal_handlers is not None:
+            self._signal_handlers.close()
+            self._signal_handlers = None
         if self._stop is not None:
             self._stop.close()
             self._stop = None
 
-    def _apply_together(self, state: dict[str, Any]) -> None:
-        """Raises on all ranks, if one cannot: the others would wait for it in a collective."""
-        nobody = 1 << 62
+    def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
+        """Loads the restored state; raises on all ranks if one rank cannot load it: the others
+        would wait for it in their next collective.
+        """
+        no_rank = 1 << 62
         error: Exception | None = None
         try:
-            self._training.apply(state, begun=int(state["counters"]["steps"]) > 0)
+            self._training.load_state_dict(state, started=int(state["counters"]["steps"]) > 0)
             self._set_counters(state["counters"])
-        except Exception as e:  # noqa: BLE001 - raised below, when the others know
+        except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
             error = e
-        first = least(nobody if error is None else self.rank, self._group)
+        first = least(no_rank if error is None else self.rank, self._group)
         if error is not None:
             raise error
-        if first != nobody:
-            raise CheckpointError(f"rank {first} could not load its state: its own error says why")
+        if first != no_rank:
+            raise CheckpointError(f"rank {first} could not load its state: see its own error")
 
     def _counters(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "samples": self.samples,
-            "seconds": self.seconds + time.monotonic() - self._began,
+            "seconds": self.seconds + time.monotonic() - self._seconds_since,
         }
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
         self.steps, self.samples = int(counters["steps"]), int(counters["samples"])
         self.seconds = float(counters["seconds"])
-        self._began = time.monotonic()
+        self._seconds_since = time.monotonic()
+
+
+def _set_stopping(stopping: bool) -> None:
+    global _stopping
+    _stopping = stopping

@@ -1,29 +1,28 @@
-"""Told to stop: all ranks stop after the same step, whichever of them was told.
+"""Preemption: on a request to stop, all ranks stop after the same step.
 
-A scheduler that wants its machines back sends a signal, often to one rank alone. Every rank must
-then save at the same step, and none may begin a step that others do not take part in: it would
-wait in a collective for ever.
+A scheduler that needs its machines back sends a signal, often to a single rank. All ranks must
+then save after the same step, and no rank may begin a step that others do not join: it would block
+in a collective.
 
-No rank asks at every step whether to stop. A thread of each rank waits for the word, as an event;
-then the ranks agree:
+No rank polls for a request. A thread of each rank waits for one on the store; then the ranks agree:
 
-    1. The rank that was told tells all.
-    2. The thread of each rank says how many steps its rank has *begun*. From that moment its rank
-       begins no further one: at its next boundary it waits for the decision.
-    3. Rank 0 decides: all stop after the greatest of these numbers. A rank that has closed its
-       part says so instead of a number, since its training is over: then nobody stops, and that of
-       the others ends too.
+    1. The rank that received the request forwards it to all ranks.
+    2. The thread of each rank reports how many steps its rank has *begun*. From then on every rank
+       stops at a step boundary until the decision arrives.
+    3. Rank 0 decides: all ranks stop after the greatest number D that was reported. A rank that
+       has closed its agreement reports that instead of a number. Its training is over, and so is
+       that of the others soon: no rank is stopped.
 
-Why every rank gets there: the rank that said the greatest number D has begun step D, which it can
-only end if all others take part; none has promised less than to wait at a boundary for a decision,
-and the decision is D. Why none goes beyond: no rank begins a step after it has said its number,
-until it knows the decision, and no number is above D.
+Why every rank reaches D: a rank that reported D has begun step D, and completes it only if all
+others take part in it. A rank that reported less waits at a boundary only until the decision
+arrives, and the decision is D: it goes on. Why no rank passes D: no rank begins a step between its
+report and the decision, and no report is greater than D.
 
-Who waits in a thread waits on a key of its own rank, so that `close` can end the wait. What rank 0
-decides is a claim: it may be closed in the same moment, and all must hear the same.
+A lock makes "begin a step" and "report" mutually exclusive: either the rank begins the step first,
+and the report counts it, or the rank sees that it must wait.
 
-The lock makes "begun" and "said" exclude each other: either the rank begins the step before it
-says its number, which then counts it, or it sees that it must wait.
+Each thread waits on a key of its own rank, so that `close` can end that wait. Rank 0's decision is
+a claim, because rank 0 may close at the same time: all ranks must get the same answer.
 """
 
 from __future__ import annotations
@@ -43,178 +42,182 @@ from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
 from outlast.system.exit_text import signal_name
 
-__all__ = ["Signals", "StopAgreement"]
+__all__ = ["SignalHandlers", "StopAgreement"]
 
 log = logging.getLogger("outlast.elastic")
 
-_NUMBERS = 0  # the call in which the ranks say what they have begun
+_REPORTS = 0  # the ledger's call in which the ranks report the steps that they have begun
 _CLOSED = "closed"
 _NEVER = float("inf")
 
 
 class StopAgreement:
-    """One rank's part in it.
+    """One rank's part in the agreement.
 
     Args:
-        ledger: of its own.
-        begun: how many steps this rank has begun: those before, and the first.
+        ledger: a ledger for this agreement only.
+        begun: how many steps this rank has begun, the next one included.
     """
 
     def __init__(self, ledger: CallLedger, begun: int) -> None:
         self._ledger = ledger
         self._begun = begun
-        self._told: dict[str, Any] | None = None
-        self._decided: float | None = None
-        self._said = False
-        self._lost: StoreError | None = None
+        self._reason: str | None = None
+        self._last_step: float | None = None
+        self._reported = False
+        self._store_error: StoreError | None = None
         self._changed = threading.Condition()
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._tell, name="outlast-stop-tell", daemon=True),
-            threading.Thread(target=self._hear, name="outlast-stop-hear", daemon=True),
+            threading.Thread(target=self._forward_requests, name="outlast-stop-tx", daemon=True),
+            threading.Thread(target=self._receive_request, name="outlast-stop-rx", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def reason(self) -> str:
-        """Who was told, and by what."""
-        return "" if self._told is None else str(self._told["why"])
+        """Which rank received the request, and why; empty if there is none."""
+        return self._reason or ""
 
-    def request(self, why: str) -> None:
-        """This rank was told to stop. Any thread may say so, and a signal handler."""
-        self._requests.put(why)
+    def request(self, reason: str) -> None:
+        """Requests a stop. Safe to call from any thread and from a signal handler."""
+        self._requests.put(reason)
 
-    def ends_after(self, step: int, timeout: float) -> bool:
-        """At the boundary after `step`, before the next one begins: whether this was the last.
+    def is_last(self, step: int, timeout: float) -> bool:
+        """Whether `step` was the last one. Call it after each step, before the next one begins.
 
         Args:
             step: how many steps are complete.
-            timeout: how long to wait for the other ranks, in seconds, once one was told.
+            timeout: how long to wait for the other ranks after a request, in seconds.
 
         Raises:
             CheckpointError: if they do not answer in time.
         """
         with self._changed:
-            if self._told is None:
-                self._begun = step + 1
-                return False
-            known = self._changed.wait_for(
-                lambda: self._decided is not None or self._lost is not None, timeout
-            )
-            if self._decided is None:
-                why = self._lost if known else f"not all ranks answered within {timeout:g} s"
-                raise CheckpointError(f"told to stop ({self.reason}), but {why}")
-            if step >= self._decided:
-                return True
+            if self._reason is not None:
+                answered = self._changed.wait_for(
+                    lambda: self._last_step is not None or self._store_error is not None, timeout
+                )
+                if self._last_step is None:
+                    no_answer = f"not all ranks answered within {timeout:g} s"
+                    cause = self._store_error if answered else no_answer
+                    raise CheckpointError(f"told to stop ({self._reason}), but {cause}")
+                if step >= self._last_step:
+                    return True
             self._begun = step + 1
             return False
 
     def close(self) -> None:
-        """Ends the threads. No step comes any more."""
+        """Ends the threads. Call it when this rank begins no further step."""
         self._requests.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _tell(self) -> None:
-        """The word goes to each rank by a key of its own, so that each can end its own wait."""
+    def _forward_requests(self) -> None:
+        """Forwards requests to each rank's own key, until `close`."""
         ledger = self._ledger
-        while (why := self._requests.get()) is not None:
-            said = {"why": f"rank {ledger.rank} on {socket.gethostname()}: {why}"}
+        while (reason := self._requests.get()) is not None:
+            reason = f"rank {ledger.rank} on {socket.gethostname()}: {reason}"
             try:
                 for rank in range(ledger.world_size):
-                    ledger.conclude(_told(rank), json.dumps(said).encode())
-            except StoreError as e:  # nobody hears it, but this rank must not go on as if nothing
+                    ledger.conclude(_request_key(rank), json.dumps({"why": reason}).encode())
+            except StoreError as e:  # the others may not get it, but this rank must not ignore it
                 with self._changed:
-                    self._told = self._told or said
-                self._lose(e)
-        with contextlib.suppress(StoreError):  # `_hear` has met it too
+                    self._reason = self._reason or reason
+                self._fail(e)
+        with contextlib.suppress(StoreError):  # the other thread has met it too
             self._leave()
 
     def _leave(self) -> None:
+        """Reports that this rank is closed, and ends the waits of its receiving thread."""
         ledger = self._ledger
         with self._changed:
-            silent, self._said = not self._said, True
-        if silent:
-            ledger.finish(_NUMBERS, json.dumps(None).encode())
+            unreported, self._reported = not self._reported, True
+        if unreported:
+            ledger.finish(_REPORTS, json.dumps(None).encode())
         if ledger.rank == 0:
-            ledger.fail(_NUMBERS, CallFailure.here(_NUMBERS, _CLOSED, 0, _CLOSED))
+            ledger.fail(_REPORTS, CallFailure.here(_REPORTS, _CLOSED, 0, _CLOSED))
             self._decide(None)
-        for index in (_told(ledger.rank), self._decision(ledger.rank)):
-            ledger.conclude(index, json.dumps({"why": _CLOSED}).encode())
+        for key in (_request_key(ledger.rank), self._decision_key(ledger.rank)):
+            ledger.conclude(key, json.dumps({"why": _CLOSED}).encode())
 
-    def _hear(self) -> None:
+    def _receive_request(self) -> None:
         try:
             self._agree()
         except StoreError as e:
-            self._lose(e)
+            self._fail(e)
 
     def _agree(self) -> None:
+        """Waits for a request, reports this rank's steps, and waits for the decision."""
         ledger = self._ledger
-        told = json.loads(ledger.await_conclusion(_told(ledger.rank), None))
+        reason = json.loads(ledger.await_conclusion(_request_key(ledger.rank), None))["why"]
         with self._changed:
-            if told["why"] == _CLOSED or self._said:
+            if reason == _CLOSED or self._reported:
                 return
-            self._told, self._said = told, True
+            self._reason, self._reported = reason, True
             begun = self._begun
-        ledger.finish(_NUMBERS, json.dumps(begun).encode())
+        ledger.finish(_REPORTS, json.dumps(begun).encode())
         if ledger.rank == 0:
-            if ledger.await_verdict(_NUMBERS, None).failure is not None:
+            if ledger.await_verdict(_REPORTS, None).failure is not None:
                 return  # closed
-            numbers = [json.loads(part) for part in ledger.parts(_NUMBERS)]
-            self._decide(None if None in numbers else max(numbers))
-        said = json.loads(ledger.await_conclusion(self._decision(ledger.rank), None))
+            reports = [json.loads(part) for part in ledger.parts(_REPORTS)]
+            self._decide(None if None in reports else max(reports))
+        decision = json.loads(ledger.await_conclusion(self._decision_key(ledger.rank), None))
         with self._changed:
-            self._decided = _NEVER if said.get("after") is None else said["after"]
+            self._last_step = _NEVER if decision.get("after") is None else decision["after"]
             self._changed.notify_all()
 
-    def _decide(self, after: int | None) -> None:
-        """On rank 0."""
-        said = self._ledger.agree("decision", json.dumps({"after": after}))
+    def _decide(self, last_step: int | None) -> None:
+        """Publishes the decision, on rank 0; `None`: no rank stops."""
+        decision = self._ledger.agree("decision", json.dumps({"after": last_step}))
         for rank in range(self._ledger.world_size):
-            self._ledger.conclude(self._decision(rank), said.encode())
+            self._ledger.conclude(self._decision_key(rank), decision.encode())
 
-    def _decision(self, rank: int) -> int:
+    def _decision_key(self, rank: int) -> int:
         return 1 + self._ledger.world_size + rank
 
-    def _lose(self, error: StoreError) -> None:
+    def _fail(self, error: StoreError) -> None:
         with self._changed:
-            self._lost = error
+            self._store_error = error
             self._changed.notify_all()
 
 
-def _told(rank: int) -> int:
+def _request_key(rank: int) -> int:
     return 1 + rank
 
 
-class Signals:
-    """Turns signals into requests to stop, and gives the handlers back.
+class SignalHandlers:
+    """Turns signals into requests to stop, until `close`.
 
-    The second signal of a kind does what it would have done without: whoever sends it twice does
-    not want to wait.
+    The second signal of a kind has the effect that it would have had without these handlers: a
+    user who sends it twice does not want to wait.
 
     Args:
-        numbers: of the signals.
-        agreement: that is told.
+        numbers: the signals.
+        agreement: receives the requests.
     """
 
     def __init__(self, numbers: Iterable[int], agreement: StopAgreement) -> None:
         self._agreement = agreement
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
-            log.info("signals are not looked at: only the main thread can take them")
+            log.info("signals are ignored: only the main thread can install handlers")
             return
         for number in numbers:
-            self._before[number] = signal.signal(number, self._take)
+            self._previous[number] = signal.signal(number, self._handle)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.pop(number, signal.SIG_DFL)
-        signal.signal(number, before if before is not None else signal.SIG_DFL)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._restore(number, self._previous.pop(number, signal.SIG_DFL))
         self._agreement.request(f"signal {signal_name(number)}")
 
     def close(self) -> None:
-        """Gives the handlers back, unless somebody has put others in their place."""
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._take:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before = {}
+        """Restores the previous handlers, except where other code has since installed its own."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                self._restore(number, previous)
+        self._previous = {}
+
+    def _restore(self, number: int, previous: Any) -> None:
+        # `None`: the handler was not installed from Python, and cannot be installed again.
+        signal.signal(number, previous if previous is not None else signal.SIG_DFL)

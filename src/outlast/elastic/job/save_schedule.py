@@ -1,4 +1,4 @@
-"""When a save is due: every so many steps, or every so often, after the same step on all ranks."""
+"""When a save is due: every so many steps or every so often, after the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -7,60 +7,62 @@ import time
 
 from outlast.coordination.call_ledger import CallLedger
 
-__all__ = ["Due", "check"]
+__all__ = ["SaveSchedule", "check_interval"]
 
 
-class Due:
-    """One rank's view of it.
+class SaveSchedule:
+    """Decides, step by step, whether to save.
 
     Args:
-        every: steps between two saves, or time; `None` for never. See `check`.
-        ledger: in which the ranks agree on a step.
+        every: steps between two saves, or time; `None` for never. See `check_interval`.
+        ledger: through which the ranks agree on a step.
     """
 
     def __init__(self, every: int | datetime.timedelta | None, ledger: CallLedger) -> None:
         self._every = every
         self._ledger = ledger
-        self._at: int | None = None
-        self._from = 0
-        self._since = time.monotonic()
+        self._next: int | None = None
+        self._start_step = 0
+        self._start_time = time.monotonic()
 
-    def begin(self, steps: int) -> None:
-        """The time runs from here, where `steps` are done."""
-        self._at, self._from, self._since = None, steps, time.monotonic()
+    def start(self, steps: int) -> None:
+        """Starts to measure time, after `steps` steps."""
+        self._next, self._start_step, self._start_time = None, steps, time.monotonic()
 
-    def comes(self, steps: int) -> bool:
-        """Whether it is due now that `steps` are done. Asked after every step, on all ranks."""
+    def is_due(self, steps: int) -> bool:
+        """Whether to save after `steps` steps. Call it after every step, on all ranks."""
         if self._every is None:
             return False
         if isinstance(self._every, int):
             return steps % self._every == 0
-        if self._at is None or steps >= self._at:
-            self._at = self._agreed(steps, self._every)
-        if steps < self._at:
+        if self._next is None or steps >= self._next:
+            self._next = self._agree_on_step(steps, self._every)
+        if steps < self._next:
             return False
-        self.begin(steps)
+        self.start(steps)
         return True
 
-    def _agreed(self, steps: int, every: datetime.timedelta) -> int:
-        """This step, if the time is over; else that at which it will be, as far as one can tell
-        from the steps so far, or to look again: a few slow steps say little about many. The first
-        rank that gets here says it, and all go by that.
+    def _agree_on_step(self, steps: int, every: datetime.timedelta) -> int:
+        """The current step if the time has passed; otherwise a later one, to save or to estimate
+        again: the step at which the time will have passed, at the average duration so far, but at
+        most four times the steps so far, since a few slow steps predict little. The estimate of
+        the first rank that gets here holds for all.
         """
-        done = steps - self._from
-        spent = max(time.monotonic() - self._since, 1e-6)
-        left = max(every.total_seconds() - spent, 0.0)
-        ahead = min(round(left * done / spent), 3 * done)
-        return int(self._ledger.agree(f"due/{self._from}/{steps}", str(steps + ahead)))
+        done = steps - self._start_step
+        elapsed = max(time.monotonic() - self._start_time, 1e-6)
+        left = max(every.total_seconds() - elapsed, 0.0)
+        ahead = min(round(left * done / elapsed), 3 * done)
+        key = f"save-due/{self._start_step}/{steps}"
+        return int(self._ledger.agree(key, str(steps + ahead)))
 
 
-def check(every: int | datetime.timedelta | None) -> None:
-    """Looks at what `Due` is to be given.
+def check_interval(every: int | datetime.timedelta | None) -> None:
+    """Checks the interval of a `SaveSchedule`.
 
     Raises:
-        ValueError: if it is not at least a step, or no longer than nothing.
+        ValueError: if it is less than one step, or not a positive time.
     """
     if isinstance(every, int) and every < 1:
         raise ValueError(f"every={every} must be at least 1")
     if isinstance(every, datetime.timedelta) and every <= datetime.timedelta():
-        raise ValueError(f"every={every} must be longer than nothing")
+        raise ValueError(f"every={every} must be a positive duration")

@@ -1,10 +1,10 @@
-"""Loaders that are not ours (torchdata's `StatefulDataLoader`), as a `Job` saves and loads them.
+"""How a `Job` saves a third-party data loader, such as torchdata's `StatefulDataLoader`.
 
-Their states are theirs: they may hold other keys in the middle of an epoch than at its beginning,
-and differ from rank to rank. So each rank's is saved whole, as one value, and every rank gets its
-own back. At another size nobody but the loader could say what they mean (torchdata's count what
-their own rank has had), so they are refused: samples would be repeated and left out. A loader whose
-state is a place in the whole says so, by an attribute `resizable` that is true.
+The structure of its state is its own: keys may differ between ranks, and between the middle of an
+epoch and its start. So each rank's state is saved as one value, and each rank gets its own back.
+At another world size only the loader itself can interpret the states (torchdata's count what their
+own rank has consumed), so they are refused: samples would be repeated and skipped. A loader whose
+state is a global position declares so with a true attribute `resizable`.
 """
 
 from __future__ import annotations
@@ -18,50 +18,67 @@ from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
 from outlast.errors import CheckpointError
 
-__all__ = ["is_foreign", "load", "saved"]
+__all__ = ["ThirdPartyLoader", "is_third_party"]
 
 
-def is_foreign(source: Any, *, loads_data: bool = False) -> bool:
-    """Whether the state of `source` is to be saved so.
-
-    Args:
-        source: what has `state_dict` and `load_state_dict`.
-        loads_data: whether it is known to be a loader.
-    """
-    ours = isinstance(source, ElasticLoader | ShardedStream)
-    return isinstance(source, DataLoader) or (loads_data and source is not None and not ours)
-
-
-def saved(source: Any, rank: int) -> dict[str, Any]:
-    """What is saved of it on this rank: in a tuple, which no checkpoint takes apart."""
-    return {str(rank): (source.state_dict(),)}
-
-
-def load(
-    source: Any, states: Mapping[str, Any], rank: int, world_size: int, *, begun: bool
-) -> None:
-    """Loads this rank's state.
+def is_third_party(source: Any, *, is_loader: bool = False) -> bool:
+    """Whether the state of `source` is saved rank by rank.
 
     Args:
-        source: whose state it is.
-        states: what `saved` gave, of all ranks that there were.
-        rank, world_size: of this one, as they are now.
-        begun: whether anything had been trained on; if not, no place in the data is lost.
-
-    Raises:
-        ValueError: if there is none.
-        CheckpointError: if it is of another size, and only means something there.
+        source: an object with `state_dict` and `load_state_dict`.
+        is_loader: whether it is known to be a data loader, whatever its class.
     """
-    kind = type(source).__name__
-    mine = states.get(str(rank), states.get("0"))
-    if not isinstance(mine, tuple):
-        raise ValueError(f"the checkpoint has no state of a {kind}")
-    resized = len(states) != world_size
-    if resized and begun and not getattr(source, "resizable", False):
-        raise CheckpointError(
-            f"the {kind} was saved by {len(states)} ranks, each with a place of its own, and there "
-            f"are {world_size} now: it would repeat some samples and leave out others. Go on with "
-            f"{len(states)} ranks, or use outlast.elastic.ElasticLoader or ShardedStream, which "
-            f"take any number (or set {kind}.resizable, if it does)"
-        )
-    source.load_state_dict(mine[0])
+    own = isinstance(source, ElasticLoader | ShardedStream)
+    return isinstance(source, DataLoader) or (is_loader and source is not None and not own)
+
+
+class ThirdPartyLoader:
+    """Saves and loads the state of one loader.
+
+    Args:
+        source: the loader.
+        rank, world_size: of this process.
+        required: whether it is an error if the checkpoint has no state of it.
+    """
+
+    def __init__(self, source: Any, rank: int, world_size: int, *, required: bool) -> None:
+        self._source = source
+        self._rank = rank
+        self._world_size = world_size
+        self._required = required
+
+    def save(self) -> dict[str, Any]:
+        """What a checkpoint stores of it, for this rank; it stores a tuple as one value."""
+        return {str(self._rank): (self._source.state_dict(),)}
+
+    def load_target(self, saved: Any) -> dict[str, Any]:
+        """What a checkpoint is loaded into: filled with the states of all ranks."""
+        return {}
+
+    def load(self, states: Mapping[str, Any], *, started: bool) -> None:
+        """Loads this rank's state.
+
+        Args:
+            states: what `save` returned, of all ranks.
+            started: whether the checkpoint was made after the first step; before it, no position
+                in the data can be lost.
+
+        Raises:
+            ValueError: if a required state is not there.
+            CheckpointError: if it was saved at another world size, and the loader is not resizable.
+        """
+        if not states and not self._required:
+            return
+        kind = type(self._source).__name__
+        own = states.get(str(self._rank), states.get("0"))
+        if not isinstance(own, tuple):
+            raise ValueError(f"the checkpoint has no state of a {kind}")
+        resized = len(states) != self._world_size
+        if resized and started and not getattr(self._source, "resizable", False):
+            raise CheckpointError(
+                f"the {kind} was saved by {len(states)} ranks, each with its own position, and "
+                f"there are {self._world_size} now: some samples would be repeated and others "
+                f"skipped. Continue with {len(states)} ranks, or use outlast.elastic.ElasticLoader "
+                f"or ShardedStream, which support any number (or set {kind}.resizable if it does)"
+            )
+        self._source.load_state_dict(own[0])

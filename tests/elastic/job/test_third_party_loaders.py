@@ -1,4 +1,4 @@
-"""Loaders that are not ours, in a `Job` of one process."""
+"""Third-party data loaders in a `Job`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import outlast
 from outlast.elastic import ElasticLoader, ShardedStream
-from outlast.elastic.job import third_party_loaders
+from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
 from outlast.errors import CheckpointError
 from procs import Job
 
 
 class Buffering:
-    """A loader whose state has other keys and lengths at each place."""
+    """A loader whose state has different keys and lengths at each position."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"at": None, "ahead": [], "inner": {}}
@@ -34,112 +34,115 @@ class Buffering:
 
 
 class Loader(Buffering, DataLoader[Any]):
-    """One that can be told by its class."""
+    """A loader that is recognized by its class."""
 
     def __init__(self) -> None:
         Buffering.__init__(self)
 
 
-SOMEWHERE = {"at": {"shard": 3}, "ahead": [5, torch.ones(2), (1, 2)], "inner": {"empty": []}}
-OTHER_WAY = {"at": None, "ahead": [1], "more": {"x": 1}}
+IN_AN_EPOCH = {"at": {"shard": 3}, "ahead": [5, torch.ones(2), (1, 2)], "inner": {"empty": []}}
+ELSEWHERE = {"at": None, "ahead": [1], "more": {"x": 1}}
 
 
-def job(path: Path, **given: Any) -> outlast.Job:
+def job(path: Path, **options: Any) -> outlast.Job:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return outlast.Job(path, model=model, optimizer=optimizer, every=None, **given)
+    return outlast.Job(path, model=model, optimizer=optimizer, every=None, **options)
 
 
-@pytest.mark.parametrize("given", ["loader", "states"])
-def test_a_state_of_any_structure_comes_back_whole(tmp_path: Path, given: str) -> None:
-    def part(source: Any) -> dict[str, Any]:
-        return {"loader": source} if given == "loader" else {"states": {"data": source}}
+@pytest.mark.parametrize("given_as", ["loader", "states"])
+def test_a_state_of_any_structure_is_restored_exactly(tmp_path: Path, given_as: str) -> None:
+    def options(source: Any) -> dict[str, Any]:
+        return {"loader": source} if given_as == "loader" else {"states": {"data": source}}
 
     one = Loader()
-    with job(tmp_path, **part(one)) as first:
+    with job(tmp_path, **options(one)) as first:
         first.restore()
-        one.state = SOMEWHERE
+        one.state = IN_AN_EPOCH
         first.step()
     other = Loader()
-    other.state = OTHER_WAY
-    with job(tmp_path, **part(other)) as second:
+    other.state = ELSEWHERE
+    with job(tmp_path, **options(other)) as second:
         assert second.restore() == 1
-    assert str(other.state) == str(SOMEWHERE)
+    assert str(other.state) == str(IN_AN_EPOCH)
 
 
-def test_one_that_has_no_state_in_the_checkpoint(tmp_path: Path) -> None:
+def test_a_loader_without_a_state_in_the_checkpoint(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         first.restore()
         first.step()
     added = Loader()
     with job(tmp_path, states={"data": added}) as second:
         assert second.restore() == 1
-    assert added.state["at"] is None, "it stays as it is"
+    assert added.state["at"] is None, "unchanged"
     with job(tmp_path, loader=Buffering()) as third:
         with pytest.raises((CheckpointError, ValueError), match="no state of a Buffering"):
             third.restore()
         assert third.steps == 0
 
 
-def states_of(*places: Any) -> dict[str, Any]:
+def states_of(*positions: Any) -> dict[str, Any]:
     states: dict[str, Any] = {}
-    for rank, place in enumerate(places):
+    for rank, position in enumerate(positions):
         source = Buffering()
-        source.state = {"at": place}
-        states |= third_party_loaders.saved(source, rank)
+        source.state = {"at": position}
+        states |= ThirdPartyLoader(source, rank, len(positions), required=True).save()
     return states
 
 
-def loaded(states: dict[str, Any], rank: int, world_size: int, begun: bool = True) -> Any:
+def loaded(states: dict[str, Any], rank: int, world_size: int, started: bool = True) -> Any:
     source = Buffering()
-    third_party_loaders.load(source, states, rank, world_size, begun=begun)
+    loader = ThirdPartyLoader(source, rank, world_size, required=True)
+    loader.load(states, started=started)
     return source.state["at"]
 
 
-def test_every_rank_gets_its_own() -> None:
+def test_each_rank_gets_its_own_state() -> None:
     assert [loaded(states_of(5, 6), rank, 2) for rank in range(2)] == [5, 6]
 
 
-def test_at_another_size_places_of_ranks_are_refused() -> None:
+def test_another_world_size_is_refused() -> None:
     for size in (1, 3):
         with pytest.raises(CheckpointError, match=rf"saved by 2 ranks, .* {size} now: .*ElasticL"):
             loaded(states_of(5, 6), 0, size)
 
 
-def test_at_another_size_equal_counts_are_no_place_in_the_whole() -> None:
-    """So it is with torchdata and a sampler for each rank: all have had as many."""
+def test_equal_states_are_not_taken_for_a_global_position() -> None:
+    """torchdata with one sampler per rank: all ranks have consumed equally many samples."""
     with pytest.raises(CheckpointError, match="saved by 2 ranks"):
         loaded(states_of(3, 3), 0, 4)
 
 
-def test_a_loader_that_takes_any_size_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resizable_loader_is_restored_at_another_world_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Buffering, "resizable", True, raising=False)
     assert [loaded(states_of(7, 7), rank, 3) for rank in range(3)] == [7, 7, 7]
 
 
-def test_before_the_first_step_no_place_is_lost() -> None:
-    assert [loaded(states_of(5, 6), rank, 3, begun=False) for rank in range(3)] == [5, 6, 5]
+def test_before_the_first_step_any_world_size_is_accepted() -> None:
+    assert [loaded(states_of(5, 6), rank, 3, started=False) for rank in range(3)] == [5, 6, 5]
 
 
-def test_which_ones_they_are() -> None:
+def test_is_third_party() -> None:
     data = TensorDataset(torch.zeros(4))
-    ours = (
+    own = (
         ElasticLoader(data, global_batch_size=2),
         ShardedStream(["a"], lambda shard, offset: [], batch_size=1),
     )
-    for each in ours:
-        assert not third_party_loaders.is_foreign(each, loads_data=True)
-    assert third_party_loaders.is_foreign(Buffering(), loads_data=True)
-    assert not third_party_loaders.is_foreign(Buffering()), "a scheduler, for all that is known"
-    assert third_party_loaders.is_foreign(Loader())
-    assert not third_party_loaders.is_foreign(None, loads_data=True)
+    for each in own:
+        assert not is_third_party(each, is_loader=True)
+    assert is_third_party(Buffering(), is_loader=True)
+    assert not is_third_party(Buffering()), "it could be a scheduler"
+    assert is_third_party(Loader())
+    assert not is_third_party(None, is_loader=True)
 
 
-def test_from_memory_and_from_storage_every_rank_gets_its_own(
+def test_each_rank_gets_its_own_state_from_memory_and_from_storage(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:
     def restored(size: int) -> list[Any]:
-        with ranks("foreign", str(tmp_path / "saved"), nprocs=size) as job:
+        with ranks("third_party_loader", str(tmp_path / "saved"), nprocs=size) as job:
             job.start_all()
             assert set(job.wait_all().values()) == {0}, "\n".join(map(job.errors, range(size)))
             return [[(line["step"], line["state"]) for line in job.lines(r)] for r in range(size)]
@@ -149,7 +152,7 @@ def test_from_memory_and_from_storage_every_rank_gets_its_own(
         assert first == (0, {"at": None})
         assert memory == (1, own[rank])
         assert storage == (1, own[rank])
-    with ranks("foreign", str(tmp_path / "saved"), nprocs=3) as job:
+    with ranks("third_party_loader", str(tmp_path / "saved"), nprocs=3) as job:
         job.start_all()
         assert 0 not in job.wait_all().values()
         for rank in range(3):

@@ -1,6 +1,6 @@
-"""A job whose loaders have another state on each rank, and each time: `python foreign.py PATH`.
+"""A `Job` whose third-party loaders have a different state on each rank: `SCRIPT PATH`.
 
-It saves, and restores twice: from memory in the same job, and from the storage in the next.
+It saves once and restores twice: from memory in the same job, and from storage in a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loader:
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line, in one write."""
+    """Prints an event as one line, in one write."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 

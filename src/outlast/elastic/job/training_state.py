@@ -1,0 +1,242 @@
+"""The state of a training, as one nested state that is saved and loaded together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
+from outlast.elastic.job.backup import Backup
+from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
+from outlast.elastic.numerics import generators
+from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+from outlast.errors import CheckpointError
+
+__all__ = ["TrainingState", "check_stateful"]
+
+log = logging.getLogger("outlast.elastic")
+
+_OPTIONAL = ("random.", "states.", "parts.")
+
+
+class TrainingState:
+    """Reads and writes the state of a model, its optimizer, its data loader and more.
+
+    Args:
+        model: the module, as the training calls it.
+        optimizer: its optimizer.
+        loader: the data loader, or `None`.
+        states: further objects with `state_dict` and `load_state_dict`, by name.
+        rank, world_size: of this process.
+        random: whether the process's random generators are part of the state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Any,
+        states: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        random: bool,
+    ) -> None:
+        self.model = model
+        self.module: nn.Module = (
+            model.module if isinstance(model, DistributedDataParallel | ConsistentDDP) else model
+        )
+        self.optimizer = optimizer
+        self.loader = loader
+        self.states = dict(states)
+        self._rank = rank
+        self._world_size = world_size
+        self._random = random
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved: the tensors themselves, not copies."""
+        state: dict[str, Any] = {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        if self.loader is not None:
+            state["loader"] = self._loader().save()
+        if self.states:
+            state["states"] = {name: self._attached(name).save() for name in self.states}
+        if self._random:
+            state["random"] = {str(self._rank): generators.capture()}
+        if isinstance(self.model, ConsistentDDP):
+            state["parts"] = self.model.parts_state_dict()
+        return state
+
+    # ----------------------------------------------------------------------------- loading
+
+    def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The nested state that a checkpoint is loaded into, and the prefixes of the names that may
+        be missing in the checkpoint or in the target.
+
+        The optimizer's moments, two thirds of the state, are loaded into new memory, which
+        `load_state_dict` hands to the optimizer: the current moments then need no backup.
+        """
+        self._create_sharded_moments()
+        state = self.state_dict()
+        if self.loader is not None:
+            state["loader"] = self._loader().load_target(state["loader"])
+        for name in self.states:
+            state["states"][name] = self._attached(name).load_target(state["states"][name])
+        if self._replaces_moments():
+            state["optimizer"] = {**state["optimizer"], "state": {}}  # filled with the saved ones
+            return state, _OPTIONAL
+        # A checkpoint made before the first step has no moments; this process may have some.
+        return state, (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
+
+    def load_state_dict(self, state: Mapping[str, Any], *, started: bool) -> None:
+        """Loads the target, filled from a checkpoint.
+
+        Args:
+            state: what `load_target` returned.
+            started: whether the checkpoint was made after the first step.
+
+        Raises:
+            CheckpointError: naming the state that could not be loaded.
+        """
+        if self.loader is not None:
+            self._loader().load(state["loader"], started=started)
+        for name in self.states:
+            try:
+                self._attached(name).load(state["states"][name], started=started)
+            except Exception as e:
+                raise CheckpointError(f"the state {name!r} could not be loaded: {e}") from e
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if started:
+            self._match_strides()
+        else:
+            self.optimizer.state.clear()
+        self._load_generators_and_parts(state)
+
+    def backup(self) -> Backup:
+        """A copy of all that loading may change, for `roll_back`."""
+        state = self.state_dict()
+        return Backup(state, state["optimizer"]["state"] if self._replaces_moments() else None)
+
+    def roll_back(self, backup: Backup) -> None:
+        """Undoes a load, however far it got."""
+        state = backup.roll_back()
+        loads: dict[str, Callable[[], object]] = {
+            "model": partial(self.module.load_state_dict, state["model"]),
+            "optimizer": partial(self.optimizer.load_state_dict, state["optimizer"]),
+        }
+        if self.loader is not None:
+            loads["loader"] = partial(self._loader().load, state["loader"], started=False)
+        for name in self.states:
+            saved = state["states"][name]
+            loads[f"states.{name}"] = partial(self._attached(name).load, saved, started=False)
+        for name, load in loads.items():
+            try:
+                load()
+            except Exception:
+                log.exception("the state %r could not be rolled back", name)
+        self._load_generators_and_parts(state)
+
+    # ------------------------------------------------------------------------------ private
+
+    def _loader(self) -> _Adapter:
+        if is_third_party(self.loader, is_loader=True):
+            return ThirdPartyLoader(self.loader, self._rank, self._world_size, required=True)
+        return _OwnLoader(self.loader)
+
+    def _attached(self, name: str) -> _Adapter:
+        source = self.states[name]
+        if is_third_party(source):
+            return ThirdPartyLoader(source, self._rank, self._world_size, required=False)
+        return AttachedState(source)
+
+    def _load_generators_and_parts(self, state: Mapping[str, Any]) -> None:
+        if self._random:
+            states = state["random"][str(self._rank)]
+            # All setters first: each checks its value before any generator is changed.
+            for set_generator in [generators.setter(*item) for item in states.items()]:
+                set_generator()
+        if isinstance(self.model, ConsistentDDP):
+            self.model.load_parts_state_dict(state["parts"])
+
+    def _create_sharded_moments(self) -> None:
+        """A DTensor can only be loaded into an existing one. torch creates the moments by a step
+        with a learning rate of 0, which is counted as one.
+        """
+        if not self.optimizer.state and any(
+            isinstance(p, DTensor) for p in self.module.parameters()
+        ):
+            get_optimizer_state_dict(self.module, self.optimizer)
+
+    def _replaces_moments(self) -> bool:
+        """Whether the optimizer adopts other tensors when it loads them, and may hold the old and
+        the new ones at once: not on a GPU, and a DTensor is resharded into the current one.
+        """
+        return type(self.optimizer).load_state_dict is Optimizer.load_state_dict and all(
+            is_plain_tensor(value) or not isinstance(value, torch.Tensor | dict | list | tuple)
+            for moments in self.optimizer.state.values()
+            for value in moments.values()
+        )
+
+    def _match_strides(self) -> None:
+        """Gives the moments the memory format of their parameters (`torch.channels_last`): a fused
+        optimizer walks both by address, without checking that they match.
+        """
+        for parameter, moments in self.optimizer.state.items():
+            if isinstance(parameter, DTensor) or parameter.is_contiguous():
+                continue
+            for name, value in moments.items():
+                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                    continue
+                if value.stride() != parameter.stride():
+                    strided = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                    moments[name] = strided.copy_(value)
+
+
+class _Adapter(Protocol):
+    """How one object's state is saved and loaded."""
+
+    def save(self) -> Any: ...
+
+    def load_target(self, saved: Any) -> Any: ...
+
+    def load(self, state: Any, *, started: bool) -> None: ...
+
+
+class _OwnLoader:
+    """A loader of this library: its state is the same on all ranks, and fits any world size."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def save(self) -> Any:
+        return self._source.state_dict()
+
+    def load_target(self, saved: Any) -> Any:
+        return saved
+
+    def load(self, state: Any, *, started: bool) -> None:
+        self._source.load_state_dict(state)
+
+
+def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
+    """Checks that each object has the methods that saving and loading it need.
+
+    Raises:
+        ValueError: naming the first object that lacks one, and the methods.
+    """
+    for name, each in {"loader": loader, **states}.items():
+        lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(each, m)]
+        if each is not None and lacks:
+            raise ValueError(f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}")
