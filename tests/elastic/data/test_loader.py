@@ -1,4 +1,4 @@
-"""The loader: what was trained on counts, and not what was fetched."""
+"""`ElasticLoader`: samples count when they were trained on, not when they were fetched."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from outlast.elastic import ElasticLoader, ElasticSampler
-from outlast.elastic.data.loader import place_of
+from outlast.elastic.data.loader import rank_and_replicas
 
 
 class Numbers(Dataset[int]):
-    """Each sample is its own number."""
+    """Each sample is its own index."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -35,7 +35,7 @@ def loader(length: int = 20, **options: Any) -> ElasticLoader:
 
 
 def order(length: int = 20, epoch: int = 0, **options: Any) -> list[int]:
-    """The samples of an epoch, in the order in which they come."""
+    """The samples of an epoch, in order."""
     sampler = ElasticSampler(length, **{"global_batch_size": 6, "seed": 1, **options})
     sampler.epoch = epoch
     return [i for share in sampler.shares(0, 1) for part in share.indices for i in part]
@@ -49,7 +49,7 @@ def order(length: int = 20, epoch: int = 0, **options: Any) -> list[int]:
         st.tuples(st.integers(1, 6), st.integers(0, 6), st.booleans()), min_size=1, max_size=4
     ),
 )
-def test_left_and_come_back_to_with_other_sizes(
+def test_resuming_at_other_numbers_of_replicas(
     length: int, batch: int, max_batch: int | None, stages: list[tuple[int, int, bool]]
 ) -> None:
     state: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ def test_left_and_come_back_to_with_other_sizes(
 
 
 def steps_of(loader: ElasticLoader, steps: int, says_done: bool) -> list[list[int]]:
-    """What counts of each of so many global batches. Then the loop is left."""
+    """The samples of the first global batches that count; then breaks out of the loop."""
     found: list[list[int]] = []
     share: list[int] = []
     while len(found) < steps:
@@ -104,7 +104,7 @@ def steps_of(loader: ElasticLoader, steps: int, says_done: bool) -> list[list[in
 
 @pytest.fixture
 def _child_handler() -> Iterator[None]:
-    """torch's loader takes the signal of a child's end, for life."""
+    """torch's loader installs a SIGCHLD handler and never removes it."""
     before = signal.getsignal(signal.SIGCHLD)
     yield
     signal.signal(signal.SIGCHLD, before)
@@ -112,7 +112,7 @@ def _child_handler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_child_handler")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_workers_have_fetched_ahead_does_not_count(workers: int) -> None:
+def test_prefetched_samples_do_not_count(workers: int) -> None:
     options: dict[str, Any] = {"num_workers": workers}
     if workers:
         options.update(prefetch_factor=4, multiprocessing_context="fork")
@@ -131,7 +131,7 @@ def test_what_workers_have_fetched_ahead_does_not_count(workers: int) -> None:
     assert (again.epoch, again.sampler.position) == (1, 0)
 
 
-def test_a_batch_counts_when_the_loop_asks_for_more_or_says_so() -> None:
+def test_a_batch_counts_at_the_next_one_or_after_done() -> None:
     each = loader()
     batches = iter(each)
     next(batches)
@@ -146,7 +146,7 @@ def test_a_batch_counts_when_the_loop_asks_for_more_or_says_so() -> None:
     assert each.state_dict()["position"] == 18, "saved after the optimizer's step"
 
 
-def test_a_loop_that_is_left_goes_on_at_the_next_batch() -> None:
+def test_iterating_again_continues_at_the_next_batch() -> None:
     each = loader()
     seen: list[int] = []
     for _ in range(4):
@@ -158,7 +158,7 @@ def test_a_loop_that_is_left_goes_on_at_the_next_batch() -> None:
     assert each.epoch == 1
 
 
-def test_a_batch_of_which_only_some_parts_came_does_not_count() -> None:
+def test_an_incomplete_batch_does_not_count() -> None:
     each = loader(max_batch_size=2)
     first = []
     for data in each:
@@ -169,7 +169,7 @@ def test_a_batch_of_which_only_some_parts_came_does_not_count() -> None:
     assert [data.tolist() for data in each][:2] == first
 
 
-def test_len_is_of_what_is_left() -> None:
+def test_len_is_the_number_of_remaining_batches() -> None:
     each = loader()
     assert len(each) == 4
     for left, _ in zip((4, 3, 2, 1), each, strict=True):
@@ -177,12 +177,12 @@ def test_len_is_of_what_is_left() -> None:
     assert len(each) == 4
 
 
-def test_an_iteration_from_another_position_ends() -> None:
+def test_an_iteration_ends_when_the_position_changes() -> None:
     each = loader()
     batches = iter(each)
     next(batches)
     each.load_state_dict({**each.state_dict(), "position": 12})
-    with pytest.raises(RuntimeError, match="given another position"):
+    with pytest.raises(RuntimeError, match="its state was loaded"):
         next(batches)
     assert each.sampler.position == 12
     first, second = iter(each), iter(each)
@@ -190,18 +190,18 @@ def test_an_iteration_from_another_position_ends() -> None:
     next(second)
     with pytest.raises(RuntimeError, match="iterated again"):
         next(first)
-    assert each.done() == 2, "the batch of the second: the first has no say in it"
+    assert each.done() == 2, "the batch of the second iteration"
 
 
-def test_the_generators_of_the_training_are_left_alone() -> None:
-    """A training that was stopped in an epoch makes one loader more than one that was not."""
+def test_the_global_generators_are_not_used() -> None:
+    """A training that was stopped within an epoch creates one more torch loader."""
     before = torch.get_rng_state()
     for _ in loader():
         pass
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_worker_seeds_are_those_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_seeds_depend_on_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     for seed, position, rank in ((1, 0, 0), (1, 0, 0), (2, 0, 0), (1, 6, 0), (1, 0, 1)):
         each = loader(seed=seed, rank=rank, replicas=2)
@@ -218,7 +218,7 @@ def test_the_users_own_generator() -> None:
     assert not torch.equal(generator.get_state(), before)
 
 
-def test_a_data_set_that_changed_its_length() -> None:
+def test_a_data_set_whose_length_has_changed() -> None:
     each = loader(20)
     state = loader(21).state_dict()
     with pytest.raises(ValueError, match="length is 20, 21 was saved"):
@@ -226,24 +226,24 @@ def test_a_data_set_that_changed_its_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_size", "sampler", "batch_sampler"])
-def test_options_that_follow_from_others(name: str) -> None:
+def test_options_that_are_set_by_others(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         loader(**{name: 3})
 
 
-def test_batches_in_no_order() -> None:
+def test_in_order_is_required() -> None:
     with pytest.raises(ValueError, match="in_order=False"):
         loader(num_workers=2, in_order=False)
 
 
-def test_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_of(None, None) == (0, 1)
+def test_rank_and_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_and_replicas(None, None) == (0, 1)
     monkeypatch.setitem(os.environ, "RANK", "2")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "5")
-    assert place_of(None, None) == (2, 5)
-    assert place_of(1, 3) == (1, 3)
+    assert rank_and_replicas(None, None) == (2, 5)
+    assert rank_and_replicas(1, 3) == (1, 3)
     for rank, replicas in ((None, 3), (1, None)):
-        with pytest.raises(ValueError, match="together"):
-            place_of(rank, replicas)
+        with pytest.raises(ValueError, match="both rank and replicas"):
+            rank_and_replicas(rank, replicas)
     with pytest.raises(ValueError, match="below replicas=2"):
-        place_of(2, 2)
+        rank_and_replicas(2, 2)

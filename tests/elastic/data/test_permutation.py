@@ -1,4 +1,4 @@
-"""The order of samples: each once, any one by itself, and for all time the same."""
+"""`Permutation`: a bijection, computed element by element, and stable across versions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.elastic.data.permutation import Permutation, mixed
+from outlast.elastic.data.permutation import Permutation, mix64
 
 KEYS = st.integers(-(2**70), 2**70)
 
 
 @given(size=st.integers(1, 3000), key=KEYS)
-def test_each_once(size: int, key: int) -> None:
+def test_bijection(size: int, key: int) -> None:
     order = Permutation(size, key)(torch.arange(size))
     assert order.dtype == torch.int64
     assert sorted(order.tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 10**12), key=KEYS, data=st.data())
-def test_any_place_by_itself(size: int, key: int, data: st.DataObject) -> None:
+def test_each_element_is_computed_alone(size: int, key: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
     permutation = Permutation(size, key)
     together = permutation(torch.tensor(places)).tolist()
@@ -29,7 +29,7 @@ def test_any_place_by_itself(size: int, key: int, data: st.DataObject) -> None:
     assert all(0 <= value < size for value in together)
 
 
-def test_any_shape() -> None:
+def test_shapes() -> None:
     permutation = Permutation(24, 1)
     square = permutation(torch.arange(24).view(2, 3, 4))
     assert square.shape == (2, 3, 4)
@@ -38,7 +38,7 @@ def test_any_shape() -> None:
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    """A job goes on in the middle of an epoch with the order with which it began."""
+    """A job resumes within an epoch with the order with which it started."""
     found = Permutation(10, 7)(torch.arange(10)).tolist()
     assert found == [2, 7, 6, 9, 8, 4, 3, 1, 0, 5]
     assert Permutation(10**8, 3)(torch.tensor([0, 1, 10**8 - 1])).tolist() == [
@@ -46,17 +46,17 @@ def test_the_order_is_the_same_in_every_version() -> None:
         3435824,
         25555182,
     ]
-    assert mixed(0) == 0xE220A8397B1DCDAF, "the first number of splitmix64 from 0"
+    assert mix64(0) == 0xE220A8397B1DCDAF, "the first output of splitmix64 with seed 0"
 
 
-def test_another_key_is_another_order() -> None:
+def test_each_key_gives_another_order() -> None:
     orders = {tuple(Permutation(20, key)(torch.arange(20)).tolist()) for key in range(200)}
     assert len(orders) == 200
 
 
 @pytest.mark.parametrize("size", [2, 7, 33])
-def test_every_place_is_as_likely(size: int) -> None:
-    """Where a sample comes, over many keys: chi-squared, far out in its tail."""
+def test_uniformity(size: int) -> None:
+    """The position of a sample over many keys: a chi-squared test with a far tail."""
     count = 60 * size
     seen = torch.zeros(size)
     neighbours = 0
@@ -67,12 +67,12 @@ def test_every_place_is_as_likely(size: int) -> None:
     chi_squared = float(((seen - 60) ** 2 / 60).sum())
     degrees = size - 1
     assert chi_squared < degrees + 6 * (2 * degrees) ** 0.5 + 10
-    # The next one follows it no more often than it would by chance.
+    # The next sample follows it no more often than by chance.
     expected = count / size
     assert abs(neighbours - expected) < 6 * expected**0.5 + 10
 
 
-def test_a_size_that_is_none() -> None:
+def test_empty_and_negative_sizes() -> None:
     with pytest.raises(ValueError, match="size=-1 is negative"):
         Permutation(-1, 0)
     assert Permutation(0, 0)(torch.empty(0)).tolist() == []

@@ -1,4 +1,4 @@
-"""The samples of every epoch: each exactly once, in one order, for any number of replicas."""
+"""`ElasticSampler`: each sample once per epoch, in one order, at any number of replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outlast.elastic.data.sampler import Share
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A training that changes its size: for each stage, the replicas and the steps they make."""
+    """A training whose size changes: for each stage, the number of replicas and of steps."""
 
     length: int
     batch: int
@@ -66,13 +66,13 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def trained_on(share: Share) -> list[int]:
-    """The samples that count."""
+    """The samples with a weight above 0."""
     counting = zip(share.indices, share.weights, strict=True)
     return [index for part, weight in counting if weight > 0 for index in part]
 
 
 def batches(plan: Plan) -> Iterator[tuple[int, list[Share]]]:
-    """The epoch and the shares of all replicas, step after step, over all stages."""
+    """The epoch and the shares of all replicas, step by step, over all stages."""
     saved = plan.sampler().state_dict()
     for replicas, steps in plan.stages:
         samplers = [plan.sampler() for _ in range(replicas)]
@@ -94,7 +94,7 @@ def batches(plan: Plan) -> Iterator[tuple[int, list[Share]]]:
 
 
 @given(plans())
-def test_each_sample_of_each_epoch_once_in_an_order_that_no_size_changes(plan: Plan) -> None:
+def test_each_sample_once_per_epoch_in_the_same_order_at_any_size(plan: Plan) -> None:
     found = [(epoch, [i for s in shares for i in trained_on(s)]) for epoch, shares in batches(plan)]
     alone = dataclasses.replace(plan, stages=[(1, len(found))])
     assert found == [(epoch, trained_on(shares[0])) for epoch, shares in batches(alone)]
@@ -110,13 +110,13 @@ def test_each_sample_of_each_epoch_once_in_an_order_that_no_size_changes(plan: P
 
 
 @given(plans())
-def test_the_weights_make_the_mean_over_the_global_batch(plan: Plan) -> None:
+def test_weights_give_the_mean_over_the_global_batch(plan: Plan) -> None:
     for _, shares in batches(plan):
         (samples,) = {share.samples for share in shares}
         total = 0
         for share in shares:
             for indices, weight in zip(share.indices, share.weights, strict=True):
-                # DDP averages over the replicas; the parts of `ConsistentDDP` are summed.
+                # DDP averages over the replicas; `ConsistentDDP` sums the parts.
                 averaged = weight if plan.virtual is not None else weight / len(shares)
                 if weight > 0:
                     total += len(indices)
@@ -125,11 +125,11 @@ def test_the_weights_make_the_mean_over_the_global_batch(plan: Plan) -> None:
 
 
 @given(plans())
-def test_no_replica_misses_a_collective(plan: Plan) -> None:
+def test_all_replicas_have_the_same_number_of_parts(plan: Plan) -> None:
     for _, shares in batches(plan):
         for share in shares:
             assert len(share.indices) == len(share.weights)
-            assert all(share.indices), "a part without a sample cannot go through a model"
+            assert all(share.indices), "each part needs a sample"
             if plan.max_batch is not None:
                 assert max(map(len, share.indices)) <= plan.max_batch
         if plan.virtual is None:
@@ -141,7 +141,7 @@ def test_no_replica_misses_a_collective(plan: Plan) -> None:
 
 
 @given(plans(), st.integers(1, 8))
-def test_the_parts_of_virtual_replicas_are_the_same_for_any_size(plan: Plan, virtual: int) -> None:
+def test_the_parts_of_virtual_replicas_are_the_same_at_any_size(plan: Plan, virtual: int) -> None:
     plan = dataclasses.replace(plan, virtual=virtual, max_batch=None)
     sampler = plan.sampler()
     for replicas in range(1, min(virtual, 6) + 1):
@@ -162,7 +162,7 @@ def test_a_batch_smaller_than_the_number_of_replicas() -> None:
     assert [share.weights for share in steps[0]] == [[0.0], [2.0], [0.0], [2.0]]
 
 
-def test_a_position_in_a_hundred_million_samples_takes_no_memory() -> None:
+def test_resuming_within_a_hundred_million_samples_needs_no_memory() -> None:
     sampler = ElasticSampler(10**8, global_batch_size=4096)
     state = {**sampler.state_dict(), "position": 4096 * 20_000, "epoch": 3}
     tracemalloc.start()
@@ -177,7 +177,7 @@ def test_a_position_in_a_hundred_million_samples_takes_no_memory() -> None:
     assert len(sampler) == math.ceil(10**8 / 4096) - 20_000
 
 
-def test_another_global_batch_size_from_the_same_place() -> None:
+def test_resuming_with_another_global_batch_size() -> None:
     before = ElasticSampler(50, global_batch_size=8, seed=3)
     for share in itertools.islice(before.shares(0, 1), 2):
         before.advance(share.samples)
@@ -189,7 +189,7 @@ def test_another_global_batch_size_from_the_same_place() -> None:
     ]
 
 
-def test_a_position_in_what_is_dropped_now_is_the_end_of_the_epoch() -> None:
+def test_a_position_in_the_dropped_batch_is_the_end_of_the_epoch() -> None:
     before = ElasticSampler(50, global_batch_size=4)
     before.advance(48)
     after = ElasticSampler(50, global_batch_size=20, drop_last=True)
@@ -198,24 +198,24 @@ def test_a_position_in_what_is_dropped_now_is_the_end_of_the_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         ({"length": 51}, "length is 50, 51 was saved"),
         ({"seed": 4}, "seed is 3, 4 was saved"),
         ({"shuffle": False}, "shuffle is True, False was saved"),
     ],
 )
-def test_a_state_of_another_order_is_refused(other: dict[str, object], says: str) -> None:
+def test_a_state_of_another_order_is_refused(other: dict[str, object], message: str) -> None:
     sampler = ElasticSampler(50, global_batch_size=8, seed=3)
     sampler.advance(8)
     before = sampler.state_dict()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         sampler.load_state_dict({**before, "position": 40, "epoch": 2, **other})
     assert sampler.state_dict() == before
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"global_batch_size": 0}, "global_batch_size=0 must be at least 1"),
         ({"global_batch_size": 4, "max_batch_size": 0}, "max_batch_size=0"),
@@ -223,16 +223,16 @@ def test_a_state_of_another_order_is_refused(other: dict[str, object], says: str
         ({"global_batch_size": 11, "drop_last": True}, "no batch is full: 10 samples"),
         (
             {"global_batch_size": 4, "virtual_replicas": 2, "max_batch_size": 2},
-            "leave max_batch_size out",
+            "max_batch_size is not allowed",
         ),
     ],
 )
-def test_what_cannot_be(options: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_options(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ElasticSampler(10, **options)
 
 
-def test_no_data_and_more_replicas_than_virtual_ones() -> None:
+def test_empty_data_and_too_many_replicas() -> None:
     with pytest.raises(ValueError, match="empty"):
         ElasticSampler(0, global_batch_size=1)
     sampler = ElasticSampler(range(10), global_batch_size=4, virtual_replicas=2)

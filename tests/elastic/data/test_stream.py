@@ -1,4 +1,4 @@
-"""Iterable data in shards: each item of an epoch once, whoever reads them."""
+"""`ShardedStream`: each item once per epoch, at any number of replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Items = dict[str, list[int]]
 
 
 class Replicas:
-    """Streams of several replicas in one process: each in a thread, with collectives that meet."""
+    """Streams of several replicas in one process: threads with simulated collectives."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -47,7 +47,7 @@ class Replicas:
 
 
 class Together(ShardedStream):
-    """A stream whose collectives are those of threads."""
+    """A stream whose collectives connect threads."""
 
     def __init__(self, replicas: Replicas, rank: int, items: Items, batch_size: int) -> None:
         super().__init__(
@@ -78,7 +78,7 @@ def made(lengths: list[int]) -> Items:
     batch_size=st.integers(1, 4),
     stages=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5),
 )
-def test_each_item_of_an_epoch_once(
+def test_each_item_once_per_epoch(
     lengths: list[int], batch_size: int, stages: list[tuple[int, int]]
 ) -> None:
     items = made(lengths)
@@ -108,7 +108,7 @@ def test_each_item_of_an_epoch_once(
         for round_of_all in zip(*(found for found, _ in results), strict=True):
             counted = [len(batch) for _, weight, batch in round_of_all if weight > 0]
             for epoch, weight, batch in round_of_all:
-                assert batch, "nothing goes through a model"
+                assert batch, "an empty batch"
                 if weight > 0:
                     epochs.setdefault(epoch, []).extend(batch)
                     assert weight / count / len(batch) == pytest.approx(1 / sum(counted))
@@ -127,14 +127,14 @@ def stream(**options: Any) -> ShardedStream:
     )
 
 
-def test_alone() -> None:
+def test_one_replica() -> None:
     each = stream()
     assert [batch.tolist() for batch in each] == [[0, 1], [2, 3], [4]]
     assert each.epoch == 1
     assert each.state_dict()["offsets"] == [0, 0]
 
 
-def test_only_what_was_trained_on_counts() -> None:
+def test_items_count_when_trained_on() -> None:
     each = stream()
     batches = iter(each)
     next(batches)
@@ -148,7 +148,7 @@ def test_only_what_was_trained_on_counts() -> None:
     assert [batch.tolist() for batch in again] == [[4]]
 
 
-def test_a_loop_that_is_left_goes_on_at_the_next_item() -> None:
+def test_iterating_again_continues_at_the_next_item() -> None:
     each = stream()
     seen = []
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_loop_that_is_left_goes_on_at_the_next_item() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_shards_are_read_from_their_offset_and_not_before() -> None:
+def test_shards_are_read_from_their_offset() -> None:
     asked = []
 
     def read(shard: str, offset: int) -> Iterator[int]:
@@ -172,19 +172,19 @@ def test_shards_are_read_from_their_offset_and_not_before() -> None:
     assert each.epoch == 5
 
 
-def test_other_shards_are_refused_and_nothing_is_changed() -> None:
+def test_a_state_of_other_shards_is_refused_and_nothing_is_changed() -> None:
     each = stream()
     before = each.state_dict()
     for shards in (["shard 0"], ["shard 1", "shard 0"], ["shard 0", "other"]):
-        with pytest.raises(ValueError, match="the shards are others: 2 here"):
+        with pytest.raises(ValueError, match="the shards differ: 2 here"):
             each.load_state_dict({"epoch": 3, "shards": shards, "offsets": [1] * len(shards)})
     assert each.state_dict() == before
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_options() -> None:
     with pytest.raises(ValueError, match="at least one"):
         ShardedStream([], mock.Mock(), batch_size=1)
-    with pytest.raises(ValueError, match="a name of its own"):
+    with pytest.raises(ValueError, match="unique names"):
         ShardedStream(["a", "a"], mock.Mock(), batch_size=1)
     with pytest.raises(ValueError, match="batch_size=0"):
         ShardedStream(["a"], mock.Mock(), batch_size=0)

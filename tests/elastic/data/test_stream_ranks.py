@@ -1,4 +1,4 @@
-"""`ShardedStream` on real ranks: saved by some, loaded by more or fewer, every record once."""
+"""`ShardedStream` on real ranks: each record once, after resuming with more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from procs import Job
 
-RECORDS, EPOCHS = 36, 2  # as the script has them
+RECORDS, EPOCHS = 36, 2  # as in the script
 Lines = list[dict[str, Any]]
 
 
 @pytest.fixture
 def train(ranks: Callable[..., Job], tmp_path: Path) -> Callable[[int, int], list[Lines]]:
-    """A job of a size for some steps, or to the end: for each rank, what it said."""
+    """Runs a job for some steps, or to the end; returns the events of each rank."""
 
     def train(size: int, steps: int) -> list[Lines]:
         with ranks("stream", str(tmp_path / "state.json"), str(steps), nprocs=size) as job:
@@ -28,7 +28,7 @@ def train(ranks: Callable[..., Job], tmp_path: Path) -> Callable[[int, int], lis
 
 
 def of_all(ranks: list[Lines], event: str) -> Any:
-    """The state that they said: the same on all."""
+    """The state in this event, the same on all ranks."""
     states = [line["state"] for lines in ranks for line in lines if line["event"] == event]
     assert all(state == states[0] for state in states)
     assert len(states) == len(ranks)
@@ -36,13 +36,13 @@ def of_all(ranks: list[Lines], event: str) -> Any:
 
 
 def rounds(ranks: list[Lines]) -> list[tuple[dict[str, Any], ...]]:
-    """What all ranks did at a time."""
+    """The events of all ranks, step by step."""
     said = [[line for line in lines if line["event"] == "trained"] for lines in ranks]
     return list(zip(*said, strict=True))
 
 
 @pytest.mark.parametrize(("sizes", "steps"), [((3, 2), 3), ((3, 4), 3), ((3, 4, 2), 2)])
-def test_every_record_once_an_epoch_at_another_size(
+def test_each_record_once_per_epoch_at_another_size(
     train: Callable[[int, int], list[Lines]], sizes: tuple[int, ...], steps: int
 ) -> None:
     epochs: dict[int, list[int]] = {}
@@ -51,7 +51,7 @@ def test_every_record_once_an_epoch_at_another_size(
         ranks = train(size, 0 if size == sizes[-1] else steps)
         if left is not None:
             assert left["epoch"] == 0
-            assert any(left["offsets"]), "saved in the middle of an epoch"
+            assert any(left["offsets"]), "saved within an epoch"
             assert of_all(ranks, "loaded") == left
         for together in rounds(ranks):
             items = [item for line in together for item in line["items"]]

@@ -1,4 +1,4 @@
-"""`ConsistentDDP` in one process: what a part has of its own, and how the gradients add up."""
+"""`ConsistentDDP` in one process: the state of a part, and the sum of the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.elastic import ConsistentDDP, ElasticLoader
 
 @dataclasses.dataclass
 class Part:
-    """In the place of a loader."""
+    """Stands in for a loader."""
 
     part: int
     weight: float
@@ -23,7 +23,7 @@ class Part:
 
 
 def passed(model: ConsistentDDP, parts: list[tuple[torch.Tensor, float]]) -> None:
-    """One global batch of these parts."""
+    """Runs one global batch of these parts."""
     for number, (data, weight) in enumerate(parts):
         with model.part(Part(number, weight, number == len(parts) - 1)):
             model(data).square().mean().backward()
@@ -37,7 +37,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def test_the_gradient_is_that_of_the_whole_batch() -> None:
+def test_the_gradient_is_that_of_the_global_batch() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
     data = torch.randn(11, 5)
@@ -56,7 +56,7 @@ def test_the_gradient_is_that_of_the_whole_batch() -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_added_in_the_order_of_the_parts_from_zero_on() -> None:
+def test_gradients_are_summed_in_the_order_of_the_parts() -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
     model = ConsistentDDP(module, 3)
@@ -71,7 +71,7 @@ def test_added_in_the_order_of_the_parts_from_zero_on() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, total, strict=True))
 
 
-def test_a_part_that_counts_nothing_leaves_no_trace() -> None:
+def test_a_part_of_weight_0_has_no_effect() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model = ConsistentDDP(module, 2)
     model.train()
@@ -87,7 +87,7 @@ def test_a_part_that_counts_nothing_leaves_no_trace() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_each_part_has_random_numbers_and_statistics_of_its_own() -> None:
+def test_each_part_has_its_own_random_numbers_and_statistics() -> None:
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     model = ConsistentDDP(module, 2, seed=9)
@@ -110,7 +110,7 @@ def test_each_part_has_random_numbers_and_statistics_of_its_own() -> None:
 
 
 class Buffers(nn.Module):
-    """Buffers of every kind, of which a pass changes one."""
+    """Has buffers of every kind; a forward pass changes one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Buffers(nn.Module):
         self.register_buffer("seen", torch.zeros(1), persistent=False)
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + data.sum()  # another tensor in its place
+        self.seen = self.seen + data.sum()  # a new tensor
         found: torch.Tensor = self.linear(data)
         return found
 
@@ -139,7 +139,7 @@ def test_buffers_of_every_kind() -> None:
         assert torch.equal(after[name], before[name]), name
 
 
-def test_what_a_part_has_is_saved_and_taken_back() -> None:
+def test_the_state_of_the_parts_is_saved_and_loaded() -> None:
     def trained(model: ConsistentDDP, count: int) -> None:
         model.train()
         for _ in range(count):
@@ -172,7 +172,7 @@ def test_what_a_part_has_is_saved_and_taken_back() -> None:
         assert all(map(torch.equal, one._buffers_of[part], other._buffers_of[part]))
 
 
-def test_a_batch_that_was_given_up_in_the_middle_leaves_nothing_behind() -> None:
+def test_an_abandoned_batch_has_no_effect() -> None:
     module = nn.Linear(3, 2)
     model = ConsistentDDP(module, 2)
     data = torch.randn(4, 3)
@@ -193,7 +193,7 @@ def test_a_batch_that_was_given_up_in_the_middle_leaves_nothing_behind() -> None
         torch.testing.assert_close(one, other)
 
 
-def test_parameters_that_are_not_trained_or_not_used() -> None:
+def test_frozen_and_unused_parameters() -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
     module[1].requires_grad_(False)
     model = ConsistentDDP(module, 2)
@@ -209,7 +209,7 @@ def test_parameters_that_are_not_trained_or_not_used() -> None:
     assert module[1].weight.grad is not None
 
 
-def test_an_optimizer_does_not_move_what_is_not_used_any_more() -> None:
+def test_an_optimizer_does_not_change_unused_parameters() -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model = ConsistentDDP(module, 3)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
@@ -231,17 +231,17 @@ def test_an_optimizer_does_not_move_what_is_not_used_any_more() -> None:
     assert not torch.equal(module[1].weight, before[2])
 
 
-def test_a_gradient_of_zero_is_one() -> None:
+def test_a_zero_gradient_is_a_gradient() -> None:
     module = nn.Linear(2, 1)
     passed(ConsistentDDP(module, 2), [(torch.zeros(1, 2), 0.5), (torch.zeros(1, 2), 0.5)])
     assert module.weight.grad is not None
     assert not module.weight.grad.any()
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_use() -> None:
     model = ConsistentDDP(nn.Linear(1, 1), 2)
     part: Any = Part(2, 0.5, False)
-    with pytest.raises(ValueError, match=r"part 2 is not of rank 0, which has \[0, 1\]"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"rank 0 has parts \[0, 1\], not part 2"):  # noqa: SIM117
         with model.part(part):
             pass
     with pytest.raises(ValueError, match="virtual_replicas=0 is less than the 1 replicas"):

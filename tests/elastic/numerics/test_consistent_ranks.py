@@ -1,4 +1,4 @@
-"""`ConsistentDDP` on real ranks: what only some parts use, and what none uses."""
+"""`ConsistentDDP` on real ranks: parameters that only some parts use, or none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import pytest
 
 from procs import Job
 
-RARE_STEPS = (0, 1, 3, 4)  # of the script: those in which a part that counts uses the branch
+RARE_STEPS = (
+    0,
+    1,
+    3,
+    4,
+)  # the steps of the script in which a part with a weight above 0 uses the branch
 
 
 @pytest.fixture
 def steps_of(ranks: Callable[..., Job]) -> Callable[[int], list[Any]]:
-    """What the ranks of a job of a size have said of each step: all of them the same."""
+    """The events of each step, the same on all ranks of a job."""
 
     def steps_of(size: int) -> list[Any]:
         with ranks("unused", nprocs=size) as job:
@@ -27,7 +32,7 @@ def steps_of(ranks: Callable[..., Job]) -> Callable[[int], list[Any]]:
     return steps_of
 
 
-def test_what_no_part_uses_has_no_gradient_at_any_size(
+def test_unused_parameters_have_no_gradient_at_any_size(
     steps_of: Callable[[int], list[Any]],
 ) -> None:
     alone = steps_of(1)
@@ -39,6 +44,6 @@ def test_what_no_part_uses_has_no_gradient_at_any_size(
         if step > 0:
             before = alone[step - 1]["branches"]
             moved = {n for n in before if before[n]["weights"] != said["branches"][n]["weights"]}
-            assert moved == used, "AdamW moves what has a gradient, and nothing else"
+            assert moved == used, "AdamW changes exactly the parameters with a gradient"
     for size in (2, 3):
         assert steps_of(size) == alone, f"{size} ranks"

@@ -1,1 +1,1 @@
-"""Data at any number of replicas: loader, sampler, stream."""
+"""Data loading that continues at any number of replicas: loader, sampler, stream."""

@@ -1,4 +1,4 @@
-"""A data loader that knows what was trained on, and goes on there with any number of replicas.
+"""A data loader that tracks which samples were trained on, and resumes at any number of replicas.
 
     loader = ElasticLoader(dataset, global_batch_size=96, num_workers=4)
     for epoch in range(loader.epoch, 10):
@@ -8,8 +8,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-The samples are fetched by torch's own `DataLoader`. Its worker processes fetch ahead; what they
-have fetched and nobody has trained on does not count.
+torch's own `DataLoader` fetches the samples. What its worker processes have prefetched does not
+count until it was trained on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.elastic import environment
-from outlast.elastic.data.permutation import mixed
+from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
 
-__all__ = ["ElasticLoader", "place_of"]
+__all__ = ["ElasticLoader", "rank_and_replicas"]
 
 
-def place_of(rank: int | None, replicas: int | None) -> tuple[int, int]:
-    """This replica's rank and the number of replicas: as given, or of the process group, or as the
-    environment says.
+def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
+    """This replica's rank and the number of replicas: as given, or those of the default process
+    group, or of the environment.
 
     Raises:
-        ValueError: if only one is given, or they do not fit together.
+        ValueError: if only one is given, or the rank is out of range.
     """
     if (rank is None) != (replicas is None):
-        raise ValueError("rank and replicas are given together, or neither")
+        raise ValueError("give both rank and replicas, or neither")
     if rank is None or replicas is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
@@ -50,12 +50,12 @@ def place_of(rank: int | None, replicas: int | None) -> tuple[int, int]:
 class ElasticLoader:
     """This replica's share of every global batch of a map-style data set.
 
-    Iterating goes through what is left of the present epoch; the next iteration begins the next
-    one. A share comes in several parts where `max_batch_size` or `virtual_replicas` say so:
-    `boundary` tells when a global batch is complete, and the optimizer is to step.
+    Iterating yields the rest of the current epoch; the next iteration starts the next epoch. With
+    `max_batch_size` or `virtual_replicas` a share is split into parts: step the optimizer when
+    `boundary` is true, after the last part of a global batch.
 
-    A global batch counts as trained on when its last part was handed out and the loop has asked
-    for more, or `done` was called (`Job.step` does), or a state is saved: so save after the
+    A global batch counts as trained on once its last part was yielded and the loop asks for the
+    next, or `done` is called (`Job.step` does so), or the state is saved: so save after the
     optimizer's step.
 
     Args:
@@ -66,15 +66,15 @@ class ElasticLoader:
         drop_last: see `ElasticSampler`.
         max_batch_size: see `ElasticSampler`.
         virtual_replicas: see `ElasticSampler`.
-        rank: this replica's rank; of the default process group by default.
-        replicas: the number of replicas; of the default process group by default.
+        rank: this replica's rank; by default that in the default process group.
+        replicas: the number of replicas; by default the size of the default process group.
         options: for torch's `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, ...
 
     Attributes:
         sampler: the position in the data.
-        weight: of the present part: what to multiply its mean loss by.
-        boundary: whether the present part is the last of a global batch.
-        part: the number of the present part, among the `virtual_replicas` if there are any.
+        weight: the factor of the mean loss of the current part.
+        boundary: whether the current part is the last of a global batch.
+        part: the number of the current part, among the `virtual_replicas` if there are any.
     """
 
     def __init__(
@@ -93,11 +93,15 @@ class ElasticLoader:
     ) -> None:
         refused = {"batch_size", "sampler", "batch_sampler"} & set(options)
         if refused:
-            raise ValueError(f"{sorted(refused)} follow from global_batch_size and the replicas")
+            raise ValueError(
+                f"{sorted(refused)} are set by global_batch_size and the number of replicas"
+            )
         if options.get("in_order") is False:
-            raise ValueError("in_order=False: batches would be taken for others")
+            raise ValueError(
+                "in_order=False is not supported: positions would be recorded for the wrong batches"
+            )
         self.sampler = ElasticSampler(
-            dataset,  # type: ignore[arg-type]  # a data set of torch has a length, or says so
+            dataset,  # type: ignore[arg-type]  # a torch data set with a length
             global_batch_size=global_batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -105,55 +109,57 @@ class ElasticLoader:
             max_batch_size=max_batch_size,
             virtual_replicas=virtual_replicas,
         )
-        self.rank, self.replicas = place_of(rank, replicas)
+        self.rank, self.replicas = rank_and_replicas(rank, replicas)
         self.weight = 1.0
         self.boundary = False
         self.part = 0
         self._dataset = dataset
         self._options = options
         self._handed_out = 0
-        self._run = 0
+        self._iteration = 0
 
     @property
     def epoch(self) -> int:
-        """The present epoch, from 0 on."""
+        """The current epoch, starting at 0."""
         return self.sampler.epoch
 
     def __len__(self) -> int:
-        """Global batches that are left of the present epoch."""
+        """The number of global batches left in the current epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         self.done()
-        self._run += 1
-        run = self._run
+        self._iteration += 1
+        iteration = self._iteration
         fetched: deque[tuple[Share, int]] = deque()
         options = {"generator": self._generator(), **self._options}
-        batches = DataLoader(self._dataset, batch_sampler=_Parts(self, fetched), **options)
+        batches = DataLoader(self._dataset, batch_sampler=_PartSampler(self, fetched), **options)
         for data in batches:
-            if run != self._run:
-                raise RuntimeError("the loader was iterated again, or given another position")
+            if iteration != self._iteration:
+                raise RuntimeError(
+                    "the loader was iterated again, or its state was loaded, during this iteration"
+                )
             share, part = fetched.popleft()
             self.weight = share.weights[part]
             self.part = share.first + part
             self.boundary = part == len(share.weights) - 1
             self._handed_out = share.samples if self.boundary else 0
             yield data
-            if run == self._run:
+            if iteration == self._iteration:
                 self.done()
 
     def _generator(self) -> torch.Generator:
-        """What torch's loader takes the seed of its worker processes from. By default it takes a
-        number from the generator of the training, which would then give others to a training that
-        was stopped in the middle of an epoch than to one that was not.
+        """Seeds the worker processes of torch's loader. By default each iteration draws a seed from
+        the global generator, so a training that was stopped within an epoch would draw one more
+        than one that was not.
         """
         sampler = self.sampler
-        place = mixed(mixed(sampler.seed * 0x1_0000_0001 + sampler.epoch) + sampler.position)
-        return torch.Generator().manual_seed(mixed(place + self.rank) >> 1)
+        position = mix64(mix64(sampler.seed * 0x1_0000_0001 + sampler.epoch) + sampler.position)
+        return torch.Generator().manual_seed(mix64(position + self.rank) >> 1)
 
     def done(self) -> int:
-        """Says that the global batch that was handed out last has been trained on; returns how
-        many samples that are, over all replicas: none, if it was said before.
+        """Records that the last complete global batch was trained on. Returns its number of samples
+        over all replicas, or 0 if it was recorded before.
         """
         samples, self._handed_out = self._handed_out, 0
         if samples:
@@ -161,19 +167,19 @@ class ElasticLoader:
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is. The same on all replicas."""
+        """The position in the data, the same on all replicas."""
         self.done()
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there; see `ElasticSampler.load_state_dict`."""
+        """Continues from a saved position; see `ElasticSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
         self._handed_out = 0
-        self._run += 1  # an iteration that is under way has fetched from another place
+        self._iteration += 1  # an iteration in progress has fetched from another position
 
 
-class _Parts:
-    """What torch's loader takes its batches from: the indices of one part after another."""
+class _PartSampler:
+    """The batch sampler of torch's loader: yields the indices of one part after another."""
 
     def __init__(self, loader: ElasticLoader, fetched: deque[tuple[Share, int]]) -> None:
         self._loader = loader

@@ -1,9 +1,9 @@
-"""The order of samples, the same for any number of replicas, and where the training is in it.
+"""The order of samples, the same for any number of replicas, and the position in it.
 
-The global order of an epoch follows from the seed and the epoch alone. A global batch is the next
-`global_batch_size` samples of it; each replica takes a stretch of every global batch. So a job
-that comes back with another number of replicas goes on at the very next sample, and no sample of
-an epoch is trained on twice or left out.
+The global order of an epoch depends on the seed and the epoch alone. A global batch is the next
+`global_batch_size` samples of it; each replica takes a contiguous share of every global batch. So a
+job that resumes with another number of replicas continues at the next sample, and each sample of an
+epoch is trained on exactly once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from outlast.elastic.data.permutation import Permutation
 
 __all__ = ["ElasticSampler", "Share"]
 
-_AT_ONCE = 4096  # places of a replica for which the order is computed together
+_LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one replica takes of one global batch.
+    """One replica's share of one global batch.
 
     Attributes:
-        indices: of the samples, in parts: those that go through the model together.
-        weights: for each part, what its *mean* loss is multiplied by, so that the gradients that
-            DDP averages over the replicas, summed over the parts, are those of the mean over the
+        indices: of the samples, in parts; the samples of a part go through the model together.
+        weights: for each part, the factor of its *mean* loss. With it, the gradients that DDP
+            averages over the replicas, summed over the parts, are those of the mean loss over the
             global batch.
-        samples: of the global batch.
+        samples: the number of samples of the global batch.
         first: the number of the first part, among the `virtual_replicas` if there are any.
     """
 
@@ -43,17 +43,17 @@ class Share:
 
 
 class ElasticSampler:
-    """The global batches of one epoch after another, and this replica's share of each.
+    """Divides each epoch into global batches, and each global batch among the replicas.
 
     Args:
         data: the data set (only its length is used), or its length.
-        global_batch_size: samples that make one step of the optimizer, over all replicas.
-        shuffle: whether the order is random; else it is that of the data set.
+        global_batch_size: the number of samples per optimizer step, over all replicas.
+        shuffle: whether the order is random; otherwise it is that of the data set.
         seed: of the order.
-        drop_last: whether the last batch of an epoch is left out where it is not full.
-        max_batch_size: how many samples go through the model at once on a replica. A larger share
-            comes in several parts, the gradients of which are accumulated.
-        virtual_replicas: cut every global batch into this many parts, whatever the number of
+        drop_last: whether to drop the last batch of an epoch if it is not full.
+        max_batch_size: the maximum number of samples that go through the model together on a
+            replica. A larger share is split into parts, for gradient accumulation.
+        virtual_replicas: split every global batch into this many parts, whatever the number of
             replicas (see `ConsistentDDP`).
     """
 
@@ -83,7 +83,9 @@ class ElasticSampler:
                 f"no batch is full: {self.length} samples, global_batch_size={global_batch_size}"
             )
         if virtual_replicas is not None and max_batch_size is not None:
-            raise ValueError("virtual_replicas cut the batch already: leave max_batch_size out")
+            raise ValueError(
+                "virtual_replicas already split the batch: max_batch_size is not allowed"
+            )
         self.global_batch_size = global_batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -95,53 +97,51 @@ class ElasticSampler:
 
     @property
     def epoch_length(self) -> int:
-        """Samples of an epoch."""
+        """The number of samples of an epoch."""
         if not self.drop_last:
             return self.length
         return self.length - self.length % self.global_batch_size
 
     def __len__(self) -> int:
-        """Global batches that are left of the epoch."""
+        """The number of global batches left in the epoch."""
         return math.ceil((self.epoch_length - self.position) / self.global_batch_size)
 
     def shares(self, rank: int, replicas: int) -> Iterator[Share]:
-        """This replica's shares of the global batches that are left of the epoch.
+        """This replica's shares of the global batches left in the epoch.
 
-        Going through them does not move `position`: whoever trains on them does (`advance`).
+        Iterating does not change `position`: call `advance` after training on a batch.
 
         Raises:
             ValueError: if there are more replicas than `virtual_replicas`.
         """
         if self.virtual_replicas is not None and replicas > self.virtual_replicas:
             raise ValueError(
-                f"{replicas} replicas, but virtual_replicas={self.virtual_replicas}: there is "
-                "nothing to do for some"
+                f"{replicas} replicas, but virtual_replicas={self.virtual_replicas}: some "
+                "replicas would have no part"
             )
         order = Permutation(self.length, self.seed * 0x1_0000_0001 + self.epoch)
         end, batch = self.epoch_length, self.global_batch_size
-        at_once = max(1, _AT_ONCE * replicas // batch)
-        for first in range(self.position, end, at_once * batch):
-            begins = range(first, min(first + at_once * batch, end), batch)
+        lookahead = max(1, _LOOKAHEAD * replicas // batch)
+        for first in range(self.position, end, lookahead * batch):
+            begins = range(first, min(first + lookahead * batch, end), batch)
             plans = [
                 _Plan(self, begin, min(batch, end - begin), rank, replicas) for begin in begins
             ]
-            places = torch.cat([plan.places() for plan in plans])
-            indices = (order(places) if self.shuffle else places).tolist()
+            positions = torch.cat([plan.positions() for plan in plans])
+            indices = (order(positions) if self.shuffle else positions).tolist()
             at = 0
             for plan in plans:
                 yield plan.share(indices[at : at + plan.count])
                 at += plan.count
 
     def advance(self, samples: int) -> None:
-        """Says that `samples` more of the epoch have been trained on. At its end, the next epoch
-        begins.
-        """
+        """Records that `samples` more were trained on. At the end of an epoch, the next begins."""
         self.position += samples
         if self.position >= self.epoch_length:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is."""
+        """The position in the data, and what the order depends on."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -152,11 +152,11 @@ class ElasticSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there. The global batch size may be another one than before.
+        """Continues from a saved position. The global batch size may differ.
 
         Raises:
-            ValueError: if the order would be another one: the length of the data set, the seed or
-                `shuffle` differ; names them. Nothing is changed then.
+            ValueError: if the length of the data set, the seed or `shuffle` differ, and with them
+                the order; names them. Nothing is changed then.
         """
         own = self.state_dict()
         different = [
@@ -166,16 +166,16 @@ class ElasticSampler:
         ]
         if different:
             raise ValueError(
-                "the samples would come in another order, so that some would be trained on twice "
-                "and others not at all: " + "; ".join(different)
+                "the order of samples differs from the saved one, so some would be repeated and "
+                "others skipped: " + "; ".join(different)
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        if self.position >= self.epoch_length:  # drop_last or the batch size has changed
+        if self.position >= self.epoch_length:  # drop_last or the batch size differs
             self.epoch, self.position = self.epoch + 1, 0
 
 
 class _Plan:
-    """Which places of a global batch are a replica's, in which parts."""
+    """The positions of one replica in one global batch, and their parts."""
 
     def __init__(
         self, sampler: ElasticSampler, begin: int, size: int, rank: int, replicas: int
@@ -184,39 +184,40 @@ class _Plan:
         self._first = 0
         if sampler.virtual_replicas is not None:
             cuts = _cuts(size, sampler.virtual_replicas)
-            self._first, last = _stretch(sampler.virtual_replicas, rank, replicas)
+            self._first, last = _bounds(sampler.virtual_replicas, rank, replicas)
             self._cuts = cuts[self._first : last + 1]
-            share = 1  # summed, not averaged, over the replicas
+            factor = 1  # gradients are summed, not averaged, over the replicas
         else:
-            low, high = _stretch(size, rank, replicas)
+            low, high = _bounds(size, rank, replicas)
             count = 1
             if sampler.max_batch_size is not None:
-                # As many parts on every replica: each has a collective of its own.
+                # The same number of parts on every replica: each part has a collective.
                 count = math.ceil(math.ceil(size / replicas) / sampler.max_batch_size)
             self._cuts = [low + cut for cut in _cuts(high - low, count)]
-            share = replicas
-        self._weights = [(end - start) * share / size for start, end in pairwise(self._cuts)]
+            factor = replicas
+        self._weights = [(end - start) * factor / size for start, end in pairwise(self._cuts)]
         self.count = 1 + self._cuts[-1] - self._cuts[0]
 
-    def places(self) -> torch.Tensor:
-        """In the order of the epoch; the first one is to spare."""
+    def positions(self) -> torch.Tensor:
+        """The positions in the order of the epoch, after a filler position."""
         low, high = self._begin + self._cuts[0], self._begin + self._cuts[-1]
         return torch.cat([torch.tensor([self._begin]), torch.arange(low, high)])
 
     def share(self, indices: list[int]) -> Share:
-        """With the samples that stand at these places."""
-        spare, *mine = indices
+        """The share, given the sample indices at `positions`."""
+        filler, *own = indices
         low = self._cuts[0]
-        # A replica that has nothing to train on in this batch, or in a part of it, must still take
-        # part in its collectives: with a sample that counts nothing.
-        parts = [mine[a - low : b - low] or [spare] for a, b in pairwise(self._cuts)]
+        # A replica without samples in this batch, or in a part of it, must still take part in the
+        # collectives: with a filler sample of weight 0.
+        parts = [own[a - low : b - low] or [filler] for a, b in pairwise(self._cuts)]
         return Share(parts, self._weights, self._size, self._first)
 
 
 def _cuts(size: int, parts: int) -> list[int]:
-    """Where `size` things are cut into `parts` of nearly equal size, the ends too."""
+    """The bounds of `parts` nearly equal parts of `size` elements, both ends included."""
     return [i * size // parts for i in range(parts + 1)]
 
 
-def _stretch(size: int, rank: int, replicas: int) -> tuple[int, int]:
+def _bounds(size: int, rank: int, replicas: int) -> tuple[int, int]:
+    """The bounds of one replica's part of `size` elements."""
     return rank * size // replicas, (rank + 1) * size // replicas

@@ -1,10 +1,10 @@
-"""Iterable data, exactly once: shards that are read from where the training has got to.
+"""Iterable data, exactly once: shards, each read from the offset that the training has reached.
 
-Data that can only be read in order comes in shards (files, say). Each shard belongs to one replica
-at a time, which remembers how many of its items were trained on. When the number of replicas
-changes, the shards are dealt out again, each with its offset: every item of an epoch is trained on
-once. Their order depends on the number of replicas; where that must not be, use a map-style data
-set and `ElasticLoader`.
+Data that can only be read in order is split into shards, such as files. Each shard belongs to one
+replica at a time, which records how many of its items were trained on. When the number of replicas
+changes, the shards are redistributed with their offsets: every item of an epoch is trained on once.
+The order depends on the number of replicas; for an order that does not, use a map-style data set
+and `ElasticLoader`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from outlast.elastic.data.loader import place_of
+from outlast.elastic.data.loader import rank_and_replicas
 
 __all__ = ["ShardedStream"]
 
@@ -24,20 +24,20 @@ __all__ = ["ShardedStream"]
 class ShardedStream:
     """Batches of the items of this replica's shards.
 
-    All replicas go through as many batches, since each has a collective: when a replica has no
-    items left and others have, it gets its last items again with `weight` 0.
+    All replicas yield the same number of batches, since each batch has a collective: a replica that
+    runs out of items before the others yields its last batch again, with `weight` 0.
 
     Args:
         shards: names of the shards; the same on all replicas and in every run.
-        read: gives the items of a shard, from an offset on: `read(shard, offset)`.
-        batch_size: items of a batch, of one replica.
-        collate: makes a batch of items; torch's own by default.
-        rank: this replica's rank; of the default process group by default.
-        replicas: the number of replicas; of the default process group by default.
-        group: in which the replicas tell one another where they are.
+        read: `read(shard, offset)` returns the items of a shard, starting at an offset.
+        batch_size: the number of items in a batch of one replica.
+        collate: makes a batch of a list of items; torch's `default_collate` by default.
+        rank: this replica's rank; by default that in the default process group.
+        replicas: the number of replicas; by default the size of the default process group.
+        group: the process group in which the replicas exchange their offsets.
 
     Attributes:
-        weight: what to multiply the mean loss of the present batch by.
+        weight: the factor of the mean loss of the current batch.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ShardedStream:
         group: Any = None,
     ) -> None:
         if not shards or len(set(shards)) != len(shards):
-            raise ValueError("shards are at least one, each with a name of its own")
+            raise ValueError("shards must be at least one, with unique names")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.shards = list(shards)
         self.batch_size = batch_size
-        self.rank, self.replicas = place_of(rank, replicas)
+        self.rank, self.replicas = rank_and_replicas(rank, replicas)
         self.epoch = 0
         self.weight = 1.0
         self._read = read
@@ -72,8 +72,8 @@ class ShardedStream:
         items = self._items(range(self.rank, len(self.shards), self.replicas))
         last: list[Any] = []
         while True:
-            batch, marks = self._next_batch(items)
-            counts = self._gathered(len(batch))
+            batch, offsets = self._next_batch(items)
+            counts = self._gather(len(batch))
             total = sum(counts)
             if total == 0:
                 break
@@ -81,35 +81,35 @@ class ShardedStream:
                 last = batch
             elif not last:
                 last = [self._any_item()]
-            # The mean over all items of this round, of DDP's mean over the replicas.
+            # Makes DDP's mean over the replicas the mean over all items of these batches.
             self.weight = len(batch) * self.replicas / total
-            self._handed_out = marks
+            self._handed_out = offsets
             yield self._collate(batch or last)
             self.done()
         self.epoch += 1
         self._offsets.zero_()
 
     def done(self) -> None:
-        """Says that the batch that was handed out last has been trained on."""
-        marks, self._handed_out = self._handed_out, []
-        for shard, offset in marks:
+        """Records that the last batch was trained on."""
+        offsets, self._handed_out = self._handed_out, []
+        for shard, offset in offsets:
             self._offsets[shard] = offset
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is, of all replicas. A collective, where there are several."""
+        """The position of all replicas. A collective, if there are several."""
         self.done()
         self._exchange()
         return {"epoch": self.epoch, "shards": list(self.shards), "offsets": self._offsets.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there.
+        """Continues from a saved position.
 
         Raises:
-            ValueError: if the shards are others.
+            ValueError: if the shards differ.
         """
         if list(state["shards"]) != self.shards:
             raise ValueError(
-                f"the shards are others: {len(self.shards)} here, {len(state['shards'])} saved, "
+                f"the shards differ: {len(self.shards)} here, {len(state['shards'])} saved, "
                 "or their names or order differ"
             )
         self.epoch = int(state["epoch"])
@@ -126,35 +126,35 @@ class ShardedStream:
     def _next_batch(
         self, items: Iterator[tuple[int, int, Any]]
     ) -> tuple[list[Any], list[tuple[int, int]]]:
-        batch, marks = [], []
+        batch, offsets = [], []
         for shard, offset, item in items:
             batch.append(item)
-            marks.append((shard, offset))
+            offsets.append((shard, offset))
             if len(batch) == self.batch_size:
                 break
-        return batch, marks
+        return batch, offsets
 
     def _any_item(self) -> Any:
-        """For a replica that never had an item, and must take part in the collectives."""
+        """An item for a replica that has none of its own, but must take part in the collectives."""
         for shard in self.shards:
             for item in self._read(shard, 0):
                 return item
         raise ValueError("no shard has an item")
 
-    def _several(self) -> bool:
+    def _is_distributed(self) -> bool:
         return self.replicas > 1 and dist.is_available() and dist.is_initialized()
 
-    def _gathered(self, count: int) -> list[int]:
-        if not self._several():
+    def _gather(self, count: int) -> list[int]:
+        if not self._is_distributed():
             return [count]
-        mine = torch.tensor([count], device=_device(self._group))
-        all_of_them = [torch.empty_like(mine) for _ in range(self.replicas)]
-        dist.all_gather(all_of_them, mine, group=self._group)
-        return [int(each.item()) for each in all_of_them]
+        own = torch.tensor([count], device=_device(self._group))
+        gathered = [torch.empty_like(own) for _ in range(self.replicas)]
+        dist.all_gather(gathered, own, group=self._group)
+        return [int(each.item()) for each in gathered]
 
     def _exchange(self) -> None:
-        """Each shard has moved on with the replica that reads it: the greatest offset is right."""
-        if self._several():
+        """Only the replica that reads a shard advances its offset: the greatest one is current."""
+        if self._is_distributed():
             offsets = self._offsets.to(_device(self._group))
             dist.all_reduce(offsets, op=dist.ReduceOp.MAX, group=self._group)
             self._offsets = offsets.cpu()

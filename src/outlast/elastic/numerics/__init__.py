@@ -1,1 +1,1 @@
-"""The same bits at any number of replicas: gradients and random generators."""
+"""Bit-identical training: ordered gradient sums and the state of random generators."""

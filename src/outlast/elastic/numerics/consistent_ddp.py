@@ -1,4 +1,4 @@
-"""The same bits from any number of replicas: accuracy that does not depend on the job's size.
+"""Bit-identical training at any number of replicas.
 
     model = ConsistentDDP(module, virtual_replicas=8)
     loader = ElasticLoader(dataset, global_batch_size=96, virtual_replicas=8)
@@ -9,20 +9,19 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Floating-point sums depend on their order, and so does all that follows. Here the global batch is
-always cut into `virtual_replicas` parts, each with random numbers and batch-norm statistics of its
-own, and the parts' gradients are added in the order of the parts: ((g0 + g1) + g2) + ..., whoever
-computed them. Replicas have consecutive parts. The sum goes from replica to replica: each adds its
-parts to what the one before sends, and the last tells all. A parameter that only some parts use has
-the sum of theirs, and one that no part of any replica uses has no gradient: `grad` is `None`. (The
-idea is known as accuracy-consistent elasticity: EasyScale, SC'23.)
+Floating-point sums depend on their order. Here the global batch is always split into
+`virtual_replicas` parts, each with its own random numbers and batch-norm statistics, and the
+gradients of the parts are summed in the order of the parts, ((g0 + g1) + g2) + ..., whichever
+replicas computed them. Each replica has consecutive parts. The sum passes from replica to replica:
+each adds its parts to the sum that it receives, and the last one broadcasts the result. A parameter
+that only some parts use gets the sum of their gradients; the `grad` of one that no part of any
+replica uses is `None`. (The idea is known as accuracy-consistent elasticity: EasyScale, SC'23.)
 
-What it costs: nothing of the communication runs beside the backward pass; the sum takes a hop a
-replica, in buckets that follow one another, and a broadcast; the gradients of all parts of a
-replica but the first are kept until the sum of the replicas before comes. A part is computed alone,
-so a replica with several parts has smaller matrices to multiply. What it asks for: the same kind of
-processor, the same number of torch threads, and operations that give the same result each time (on
-GPUs: `torch.use_deterministic_algorithms`).
+Costs: no communication overlaps with the backward pass. The sum takes one hop per replica, in
+pipelined buckets, and a broadcast. Replicas other than the first keep the gradients of all their
+parts until the sum of the replicas before them arrives. Parts are computed one by one, with smaller
+matrices. Requirements: the same kind of processor, the same number of torch threads, and
+deterministic operations (on GPUs: `torch.use_deterministic_algorithms`).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outlast.elastic.data.permutation import mixed
+from outlast.elastic.data.permutation import mix64
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
 
 __all__ = ["ConsistentDDP"]
 
 
-class Parts(Protocol):
-    """What says which part comes: an `ElasticLoader`."""
+class CurrentPart(Protocol):
+    """The attributes of an `ElasticLoader` that describe the current part."""
 
     part: int
     weight: float
@@ -50,15 +49,16 @@ class Parts(Protocol):
 
 
 class ConsistentDDP(nn.Module):
-    """Wraps a module so that its gradients are the same bits for any number of replicas.
+    """Wraps a module so that its gradients are bit-identical at any number of replicas.
 
-    The parameters and buffers of rank 0 are given to all at the start.
+    Rank 0 broadcasts its parameters and buffers at construction.
 
     Args:
-        module: what is trained.
-        virtual_replicas: parts of every global batch; at least as many as there are ever replicas.
-        group: the replicas; the default process group, or this process alone.
-        seed: of the parts' random numbers.
+        module: the module to train.
+        virtual_replicas: the number of parts of every global batch, and the maximum number of
+            replicas.
+        group: the process group of the replicas; the default one, or this process alone.
+        seed: the seed of the parts' random numbers.
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class ConsistentDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
-    def part(self, parts: Parts) -> Iterator[None]:
-        """Forward and backward pass of one part. After the last part of a global batch, the
-        gradients of the whole are in the parameters' `grad`.
+    def part(self, loader: CurrentPart) -> Iterator[None]:
+        """Context of the forward and backward pass of one part. After the last part of a global
+        batch, the parameters' `grad` is that of the global batch.
 
         Args:
-            parts: the loader that has just given the part.
+            loader: the loader that has just yielded the part.
 
         Raises:
-            ValueError: if the part is not this replica's.
+            ValueError: if the part belongs to another replica.
         """
-        part = parts.part
+        part = loader.part
         if part not in self.parts:
             raise ValueError(
-                f"part {part} is not of rank {self._rank}, which has {list(self.parts)}: does the "
+                f"rank {self._rank} has parts {list(self.parts)}, not part {part}: does the "
                 f"loader have virtual_replicas={self.virtual_replicas}?"
             )
         parameters = list(self.module.parameters())
@@ -121,21 +121,21 @@ class ConsistentDDP(nn.Module):
         finally:
             self._random_of[part] = _random_state()
             _set_random_state(outside)
-        if parts.weight > 0:
+        if loader.weight > 0:
             self._buffers_of[part] = self._copied_buffers()
-            self._sum.add(parts.weight)
+            self._sum.add(loader.weight)
         for parameter in parameters:
             parameter.grad = None
-        if parts.boundary:
+        if loader.boundary:
             self._sum.finish()
 
     def average_statistics(self) -> None:
-        """Gives the module the mean of the parts' buffers (batch-norm statistics), for evaluation
-        and for saving. The same bits on all replicas. A collective, where there are several.
-        Where the parts have the same, it stays as it is; what is no floating-point number is taken
-        from the first part.
+        """Sets the module's buffers (batch-norm statistics) to the mean over the parts, for
+        evaluation and saving; bit-identical on all replicas. A collective, if there are several.
+        Values that are equal on all parts are unchanged; buffers that are not floating-point are
+        those of the first part.
         """
-        own = self._own()
+        own = self._module_buffers()
         kinds = {(b.dtype, b.device) for b in own}
         for dtype, device in sorted(kinds, key=str):
             alike = [i for i, b in enumerate(own) if (b.dtype, b.device) == (dtype, device)]
@@ -153,8 +153,8 @@ class ConsistentDDP(nn.Module):
                     own[i].copy_(mean)
 
     def parts_state_dict(self) -> dict[str, Any]:
-        """What each of this replica's parts has of its own, by the number of the part. With a
-        `Checkpointer`, which saves what only one rank has, it is found again by any replica.
+        """The buffers and random state of this replica's parts, by the number of the part. A
+        `Checkpointer` saves keys that only one rank has; any replica can then load them.
         """
         return {
             str(part): {
@@ -165,31 +165,31 @@ class ConsistentDDP(nn.Module):
         }
 
     def load_parts_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `parts_state_dict` gave."""
+        """Loads what `parts_state_dict` returned."""
         for part in self.parts:
             saved = state[str(part)]
             self._random_of[part] = {k: v.cpu() for k, v in saved["random"].items()}
             for i, buffer in enumerate(self._buffers_of[part]):
                 buffer.copy_(saved["buffers"][str(i)])
 
-    # ------------------------------------------------------------------------------ within
+    # ------------------------------------------------------------------------------ private
 
-    def _own(self) -> list[torch.Tensor]:
+    def _module_buffers(self) -> list[torch.Tensor]:
         return list(self.module.buffers())
 
     def _copied_buffers(self) -> list[torch.Tensor]:
-        return [buffer.detach().clone() for buffer in self._own()]
+        return [buffer.detach().clone() for buffer in self._module_buffers()]
 
     def _set_buffers(self, saved: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for buffer, value in zip(self._own(), saved, strict=True):
+            for buffer, value in zip(self._module_buffers(), saved, strict=True):
                 buffer.copy_(value)
 
     def _flat_of(self, part: int, numbers: list[int]) -> torch.Tensor:
-        """Some buffers of a part, one behind the other, on every replica."""
+        """Some buffers of a part, concatenated; a broadcast from the part's owner."""
         buffers = self._buffers_of.get(part)
         if buffers is None:
-            own = self._own()
+            own = self._module_buffers()
             size = sum(own[i].numel() for i in numbers)
             flat = torch.empty(size, dtype=own[numbers[0]].dtype, device=own[numbers[0]].device)
         else:
@@ -204,7 +204,7 @@ class ConsistentDDP(nn.Module):
 
 
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
-    number = mixed(seed * 0x1_0000_0001 + part) >> 1
+    number = mix64(seed * 0x1_0000_0001 + part) >> 1
     states = {"cpu": torch.Generator().manual_seed(number).get_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.Generator("cuda").manual_seed(number).get_state()

@@ -1,7 +1,7 @@
-"""The global random generators of a process, as tensors: nothing of them is pickled.
+"""The state of a process's global random generators, as tensors; nothing is pickled.
 
-Those of Python, of NumPy (if it is imported), of torch on the CPU and on the GPUs that this process
-uses.
+These are the generators of Python, of NumPy (if it is imported), and of torch on the CPU and on the
+GPUs that this process uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Generators = dict[str, torch.Tensor]
 
 
 def capture() -> Generators:
-    """Where all of them stand, by name."""
+    """The state of each generator, by name."""
     version, numbers, gauss = random.getstate()
     states = {
         "python": _integers([version, *numbers, *_float(gauss)]),
@@ -42,14 +42,14 @@ def capture() -> Generators:
 
 
 def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
-    """What sets a generator.
+    """Checks a value for a generator; returns a function that sets the generator to it.
 
     Args:
-        name: of the generator.
-        value: where it is to stand, or a number to seed it with. It is checked here.
+        name: the generator.
+        value: a state, or an integer seed.
 
     Raises:
-        Exception: the generator's own, for a value that is none of its.
+        Exception: the generator's own, if the state is invalid.
     """
     if name == "python":
         if isinstance(value, int):
@@ -82,9 +82,9 @@ def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
 
 
 def _cuda_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
-    """`cuda` is the device that the process uses most; others go by their number."""
+    """`cuda` is the current device; other devices have their number in the name."""
     if not torch.cuda.is_available():
-        log.info("the generator %s is left out: there is no GPU here", name)
+        log.info("the state of generator %s is skipped: there is no GPU here", name)
         return lambda: None
 
     def apply() -> None:
@@ -105,7 +105,7 @@ def _integers(values: list[int]) -> torch.Tensor:
 
 
 def _float(value: float | None) -> list[int]:
-    """A number that may not be there, as two integers."""
+    """An optional number, as two integers."""
     if value is None:
         return [0, 0]
     return [1, int(torch.tensor(value, dtype=torch.float64).view(torch.int64))]

@@ -1,9 +1,9 @@
-"""The gradients of all parts of a global batch, added in the order of the parts, whoever has them.
+"""Sums the gradients of all parts of a global batch, in the order of the parts.
 
-Replicas have consecutive parts. The sum goes from replica to replica: each adds its parts to what
-the one before sends, and the last tells all. With the sum goes a mark for each parameter that some
-part has used: one that no part of any replica has used is left without a gradient, as autograd
-leaves it, and no optimizer moves it.
+Each replica has consecutive parts. The sum passes from replica to replica: each adds its parts to
+the sum that it receives, and the last one broadcasts the result. The sum carries a flag for each
+parameter that some part has used: a parameter that no part of any replica has used gets no
+gradient, as with autograd, and no optimizer changes it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _BUCKET_BYTES = 8 << 20
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """The rank in the job of a rank in a group."""
+    """The global rank of a rank in a group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def views_of(flat: torch.Tensor, shaped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What stands one behind the other in `flat`, each in its shape."""
+    """Views of the tensors concatenated in `flat`, with the shapes of `shaped`."""
     pieces = flat.split([each.numel() for each in shaped])
     return [piece.view(each.shape) for piece, each in zip(pieces, shaped, strict=True)]
 
 
 class OrderedSum:
-    """Adds up the gradients of one global batch after another.
+    """Sums the gradients of one global batch after another.
 
     Args:
-        rank: of this replica.
-        replicas: how many there are.
-        group: in which they are.
+        rank: this replica's rank.
+        replicas: the number of replicas.
+        group: their process group.
     """
 
     def __init__(self, rank: int, replicas: int, group: Any) -> None:
@@ -47,87 +47,87 @@ class OrderedSum:
         self._buckets: list[_Bucket] = []
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Begins a global batch, with no gradients yet; one that was given up is forgotten.
+        """Starts a global batch; the partial sum of an abandoned one is dropped.
 
         Args:
-            parameters: those that are trained, on all replicas the same.
+            parameters: the trained parameters, the same on all replicas.
         """
         if [id(p) for bucket in self._buckets for p in bucket.parameters] != [*map(id, parameters)]:
-            self._buckets = [_Bucket(each) for each in _alike(parameters)]
+            self._buckets = [_Bucket(each) for each in _group_into_buckets(parameters)]
         for bucket in self._buckets:
             bucket.clear(first=self._rank == 0)
 
     def add(self, weight: float) -> None:
-        """Adds what is in the parameters' `grad`: that of the next part of this replica.
+        """Adds the parameters' `grad`, as that of the next part of this replica.
 
         Args:
-            weight: what to multiply it by.
+            weight: the factor of the gradients.
         """
         for bucket in self._buckets:
-            gradients = bucket.taken(weight)
+            gradients = bucket.weighted_gradients(weight)
             if self._rank == 0:
                 bucket.add(gradients)
             else:
-                bucket.waiting.append(gradients)  # for the sum of the replicas before
+                bucket.pending.append(gradients)  # until the sum of the earlier replicas arrives
 
     def finish(self) -> None:
-        """Gives the parameters the sum over all parts of all replicas. A collective."""
-        coming: list[Any] = []
+        """Sets the parameters' `grad` to the sum over all parts of all replicas. A collective."""
+        received: list[Any] = []
         if self._rank > 0:
-            before = global_rank(self._group, self._rank - 1)
+            previous = global_rank(self._group, self._rank - 1)
             for bucket in self._buckets:
-                coming.append(dist.irecv(bucket.flat, before, group=self._group))
-        going: list[Any] = []
+                received.append(dist.irecv(bucket.flat, previous, group=self._group))
+        sent: list[Any] = []
         for i, bucket in enumerate(self._buckets):
-            # A bucket goes on to the next replica while this one adds up the one behind it.
+            # While a bucket is sent to the next replica, this replica sums the bucket after it.
             if self._rank > 0:
-                coming[i].wait()
-            bucket.close()
+                received[i].wait()
+            bucket.add_pending()
             if self._rank < self._last:
-                after = global_rank(self._group, self._rank + 1)
-                going.append(dist.isend(bucket.flat, after, group=self._group))
+                following = global_rank(self._group, self._rank + 1)
+                sent.append(dist.isend(bucket.flat, following, group=self._group))
             elif self._last > 0:
-                going.append(self._told(bucket))
+                sent.append(self._broadcast(bucket))
         if self._rank < self._last:
             for i, bucket in enumerate(self._buckets):
-                going[i].wait()
-                going[i] = self._told(bucket)
-        for work in going:
+                sent[i].wait()
+                sent[i] = self._broadcast(bucket)
+        for work in sent:
             work.wait()
         for bucket in self._buckets:
-            bucket.give()
+            bucket.set_gradients()
 
-    def _told(self, bucket: _Bucket) -> Any:
-        """The last replica, which has the sum, tells all."""
+    def _broadcast(self, bucket: _Bucket) -> Any:
+        """Broadcasts the sum from the last replica."""
         source = global_rank(self._group, self._last)
         return dist.broadcast(bucket.flat, source, group=self._group, async_op=True)
 
 
 class _Bucket:
-    """The sum of the gradients of some parameters and, behind it, their marks, in one piece: so
-    that the marks cost no message of their own.
+    """The sum of the gradients of some parameters, followed by their flags in the same tensor, so
+    that the flags need no message of their own.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.waiting: list[list[torch.Tensor | None]] = []
+        self.pending: list[list[torch.Tensor | None]] = []
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(
             size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
         self._views = views_of(self.flat[:size], parameters)
-        self._marks = self.flat[size:]
+        self._flags = self.flat[size:]
         self._used = [False] * len(parameters)
 
     def clear(self, *, first: bool) -> None:
-        """For the next global batch. The first replica begins the sum; others are sent it."""
-        self.waiting = []
+        """Prepares for a global batch. The first replica starts the sum; the others receive it."""
+        self.pending = []
         self._used = [False] * len(self.parameters)
         if first:
-            self.flat.zero_()  # and 0 + -0 is 0: it does not matter who adds the first
+            self.flat.zero_()  # 0 + -0 is 0, whichever replica adds the first gradient
 
-    def taken(self, weight: float) -> list[torch.Tensor | None]:
-        """The gradients that are in the parameters; none where the part has not used one."""
+    def weighted_gradients(self, weight: float) -> list[torch.Tensor | None]:
+        """The parameters' gradients, multiplied by `weight`; `None` for those without one."""
         gradients = [p.grad for p in self.parameters]
         for i, gradient in enumerate(gradients):
             if gradient is not None:
@@ -140,33 +140,33 @@ class _Bucket:
             if gradient is not None:
                 total.add_(gradient)
 
-    def close(self) -> None:
-        """Adds what waits for the sum of the replicas before, and marks what was used here."""
-        for gradients in self.waiting:
+    def add_pending(self) -> None:
+        """Adds the pending gradients to the received sum, and sets the flags of used parameters."""
+        for gradients in self.pending:
             self.add(gradients)
-        self.waiting = []
+        self.pending = []
         if all(self._used):
-            self._marks.fill_(1)
+            self._flags.fill_(1)
         else:
-            used = torch.tensor(self._used, device=self._marks.device)
-            self._marks.masked_fill_(used, 1)  # set and not counted: half precision counts not far
+            used = torch.tensor(self._used, device=self._flags.device)
+            self._flags.masked_fill_(used, 1)  # set, not counted: half precision cannot count far
 
-    def give(self) -> None:
-        """Gives the parameters their sums. What was used here was used: only else are the marks
-        looked at, for which a GPU has to be waited for.
+    def set_gradients(self) -> None:
+        """Sets the parameters' `grad` to views of the sum. The flags are read only if this replica
+        has not used all parameters: reading them synchronizes with the GPU.
         """
-        used = self._used if all(self._used) else (self._marks != 0).tolist()
+        used = self._used if all(self._used) else (self._flags != 0).tolist()
         for parameter, view, was_used in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if was_used else None
 
 
-def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype and device that go together."""
+def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Splits parameters into runs of one dtype and device, of limited size."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        alike = buckets and (buckets[-1][0].dtype, buckets[-1][0].device)
-        if alike != (parameter.dtype, parameter.device) or size >= _BUCKET_BYTES:
+        kind = buckets and (buckets[-1][0].dtype, buckets[-1][0].device)
+        if kind != (parameter.dtype, parameter.device) or size >= _BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
