@@ -1,4 +1,4 @@
-"""Every kind of fault, done to a real process: it dies, hangs or goes on just as promised."""
+"""Every kind of fault, fired in a real process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outlast.chaos.memory import HEADROOM_BYTES
 from outlast.errors import ChaosError
 from procs import NET_S, Job
 
-# SIGUSR1 shows all stacks without the GIL; the handler of SIGUSR2 needs it, in the main thread,
-# and so does the thread that listens at the pipe, once it has read.
+# SIGUSR1 dumps all stacks without the GIL. The handler of SIGUSR2 in the main thread needs the GIL,
+# and so does the thread that reads the pipe.
 VICTIM = """
 import faulthandler, json, os, resource, signal, subprocess, sys, threading
 from outlast import chaos
@@ -87,12 +87,12 @@ def events(job: Job, rank: int = 0) -> list[object]:
 
 
 def wait_for_stack(job: Job, rank: int, *functions: str) -> None:
-    """Until the main thread's stack holds these functions, the innermost first."""
+    """Waits until the main thread's stack contains these functions, innermost first."""
     deadline = time.monotonic() + NET_S
     while True:
         seen = len(job.errors(rank))
         job.send(rank, signal.SIGUSR1)
-        # What comes last in a dump is the main thread, its outermost call at the end.
+        # The main thread comes last in a dump, its outermost call at the end.
         while "in <module>" not in job.errors(rank)[seen:]:
             assert time.monotonic() < deadline, job.errors(rank)[-4000:]
             time.sleep(0.005)
@@ -131,7 +131,7 @@ def test_a_sigterm_may_be_handled(tmp_path: Path, victim: Path) -> None:
         assert events(job) == ["before", "terminated", "after"]
 
 
-def test_a_stopped_process_goes_on_when_told_to(tmp_path: Path, victim: Path) -> None:
+def test_a_stopped_process_continues_on_sigcont(tmp_path: Path, victim: Path) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["sigstop"]) as job:
         job.start_all()
         process = psutil.Process(job.pid(0))
@@ -145,12 +145,12 @@ def test_a_stopped_process_goes_on_when_told_to(tmp_path: Path, victim: Path) ->
         assert events(job) == ["before", "after"]
 
 
-def test_memory_runs_out_and_comes_back(tmp_path: Path, victim: Path) -> None:
+def test_memory_is_exhausted_and_freed(tmp_path: Path, victim: Path) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["out_of_memory"]) as job:
         job.start_all()
         assert job.wait(0) == 0, job.errors(0)
         line = job.wait_for_line(0, lambda line: line["event"] == "refused")
-        assert line["message"].startswith("a planned one: no more after ")
+        assert line["message"].startswith("a planned MemoryError after ")
         taken = int(line["message"].split()[-2])
         assert HEADROOM_BYTES // 2 < taken < 2 * HEADROOM_BYTES
         assert line["cause"] == "MemoryError"
@@ -158,7 +158,7 @@ def test_memory_runs_out_and_comes_back(tmp_path: Path, victim: Path) -> None:
         assert events(job) == ["before", "refused", "after"]
 
 
-def test_a_hang_with_the_gil_released_lets_all_else_run(
+def test_a_hang_without_the_gil_lets_other_code_run(
     tmp_path: Path, victim: Path, pipe: int
 ) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["hang"]) as job:
@@ -169,11 +169,13 @@ def test_a_hang_with_the_gil_released_lets_all_else_run(
         job.wait_for_line(0, lambda line: line["event"] == "handled")
         os.write(pipe, b"!")
         job.wait_for_line(0, lambda line: line["event"] == "heard")
-        wait_for_stack(job, 0, "_hang", "fire")  # and hangs on
+        wait_for_stack(job, 0, "_hang", "fire")  # still hangs
         job.kill(0)
 
 
-def test_a_hang_with_the_gil_held_lets_nothing_run(tmp_path: Path, victim: Path, pipe: int) -> None:
+def test_a_hang_with_the_gil_blocks_all_python_code(
+    tmp_path: Path, victim: Path, pipe: int
+) -> None:
     with Job(tmp_path, victim, nprocs=1, args=["hang_gil", "handle"]) as job:
         job.start_all()
         job.wait_for_line(0, lambda line: line["event"] == "before")
@@ -187,7 +189,7 @@ def test_a_hang_with_the_gil_held_lets_nothing_run(tmp_path: Path, victim: Path,
 
 
 @pytest.mark.parametrize("subgroup", ["", "yes"])
-def test_a_peer_that_hangs_inside_a_collective(tmp_path: Path, subgroup: str) -> None:
+def test_a_hang_in_a_collective_blocks_the_peer(tmp_path: Path, subgroup: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     with Job(tmp_path, script, nprocs=2, env={"SUBGROUP": subgroup}) as job:
@@ -208,7 +210,7 @@ def test_the_monitor_process_is_killed(tmp_path: Path, victim: Path) -> None:
         assert job.lines(0)[-1] == {"event": "after", "monitor": -signal.SIGKILL}
 
 
-def test_what_cannot_be_done_here_is_said() -> None:
+def test_impossible_faults_raise_with_the_reason() -> None:
     with pytest.raises(ChaosError, match="kill_monitor: this rank has no monitor"):
         fire(Kind.KILL_MONITOR)
     with pytest.raises(ChaosError, match="not initialized"):

@@ -1,4 +1,4 @@
-"""Scripts under a plan: the script notices nothing but its faults, and dies of each one once."""
+"""Scripts under a plan: nothing but the faults differs for them, and each fault fires once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(
     )
 
 
-def test_a_script_sees_what_it_would_without(tmp_path: Path) -> None:
+def test_a_script_runs_as_without_a_plan(tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     script = scripts / "echo.py"
@@ -97,7 +97,7 @@ def test_a_script_sees_what_it_would_without(tmp_path: Path) -> None:
     )
 
 
-def test_a_module_sees_what_it_would_without(tmp_path: Path) -> None:
+def test_a_module_runs_as_without_a_plan(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -118,7 +118,7 @@ def test_a_script_may_spawn_processes(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["script", "module"])
-def test_tracebacks_begin_in_the_script(tmp_path: Path, form: str) -> None:
+def test_tracebacks_start_in_the_script(tmp_path: Path, form: str) -> None:
     (tmp_path / "fails.py").write_text(FAIL)
     result = run(tmp_path, *(["fails.py"] if form == "script" else ["-m", "fails"]))
     assert result.returncode == 1
@@ -130,7 +130,7 @@ def test_tracebacks_begin_in_the_script(tmp_path: Path, form: str) -> None:
     assert "bootstrap" not in result.stderr
 
 
-def test_a_planned_exception_is_told_with_the_line_it_came_from(tmp_path: Path) -> None:
+def test_a_planned_exception_shows_its_line(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     faults = plan(tmp_path, {"rank": 0, "kind": "exception", "step": 3})
     result = run(tmp_path, "loop.py", faults=faults)
@@ -150,7 +150,7 @@ def test_a_replacement_is_not_killed_by_the_same_fault(tmp_path: Path, state: st
     if state == "given":
         env["OUTLAST_CHAOS_STATE"] = str(tmp_path / "state")
     arguments = ["outlast.chaos.bootstrap", str(script)]
-    for _ in range(2):  # a second job on the same machine has the fault again
+    for _ in range(2):  # a second job on the same machine gets the fault again
         with Job(tmp_path, "-m", nprocs=1, env=env, args=arguments) as job:
             job.start_all()
             assert job.wait(0) == -signal.SIGKILL
@@ -161,7 +161,7 @@ def test_a_replacement_is_not_killed_by_the_same_fault(tmp_path: Path, state: st
             break
 
 
-def test_time_comes_for_a_rank_that_is_blocked(tmp_path: Path) -> None:
+def test_the_timer_hits_a_blocked_rank(tmp_path: Path) -> None:
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     faults = plan(tmp_path, {"rank": 0, "kind": "sigkill", "after_seconds": 0.1})
@@ -179,14 +179,14 @@ def test_without_a_script_the_usage_is_shown(tmp_path: Path, arguments: tuple[st
     assert "usage:" in result.stderr
 
 
-def test_a_plan_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
+def test_an_invalid_plan_is_an_error_of_one_line(tmp_path: Path) -> None:
     result = run(tmp_path, "x.py", faults=plan(tmp_path, {"rank": 0, "kind": "flood"}))
     assert result.returncode == 2
     assert "faults[0]: field 'kind' is 'flood'" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_script_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
     result = run(tmp_path, "missing.py")
     assert result.returncode == 2
     assert "can't open file" in result.stderr

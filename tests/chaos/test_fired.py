@@ -1,4 +1,4 @@
-"""Claims: one process gets each fault, its death forgets nothing, and no stranger is trusted."""
+"""Claims on faults: one process gets each fault, across deaths, in a private directory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_fault_is_claimed_once(fired: FiredFaults) -> None:
     assert fired.records() == [{"time": 1.0}, {"time": 2.0}]
 
 
-def test_a_claim_is_given_back(fired: FiredFaults) -> None:
+def test_a_claim_is_released(fired: FiredFaults) -> None:
     assert fired.claim("planned-0", {})
     fired.release("planned-0")
     assert fired.records() == []
@@ -57,7 +57,7 @@ print(json.dumps({"won": won}))
 """
 
 
-def test_of_many_processes_one_gets_each_fault(tmp_path: Path) -> None:
+def test_one_of_many_processes_claims_each_fault(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLAIM_ALL, str(tmp_path / "state")]
     pipe = subprocess.PIPE
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_of_many_processes_one_gets_each_fault(tmp_path: Path) -> None:
         for process in processes:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline()) == {"ready": True}
-        for process in processes:  # all at once, as far as one can
+        for process in processes:  # nearly at once
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
@@ -76,14 +76,14 @@ def test_of_many_processes_one_gets_each_fault(tmp_path: Path) -> None:
     assert sorted(key for mine in won for key in mine) == list(range(200))
 
 
-def test_an_unfinished_marker_is_a_claim_all_the_same(tmp_path: Path) -> None:
+def test_an_unfinished_marker_is_a_claim(tmp_path: Path) -> None:
     fired = MarkerDirectory(tmp_path / "state")
     (fired.path / "planned-0").touch()
     assert not fired.claim("planned-0", {})
     assert fired.records() == []
 
 
-def test_only_a_directory_of_ones_own_is_trusted(
+def test_only_a_private_directory_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "state"
@@ -97,7 +97,7 @@ def test_only_a_directory_of_ones_own_is_trusted(
     with pytest.raises(ChaosError, match="File exists"):
         MarkerDirectory(tmp_path / "file")
     state.chmod(0o777)
-    with pytest.raises(ChaosError, match="others may write"):
+    with pytest.raises(ChaosError, match="others can write"):
         MarkerDirectory(state)
     state.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: state.stat().st_uid + 1)
@@ -118,7 +118,7 @@ def test_each_job_has_its_own_directory(environment: Environment, tmp_path: Path
     assert job_directory(other) != first
 
 
-def test_what_ended_launchers_left_is_removed(environment: Environment) -> None:
+def test_directories_of_ended_launchers_are_removed(environment: Environment) -> None:
     mine = MarkerDirectory(job_directory(environment)).path
     ended = subprocess.Popen(["true"])
     ended.wait()

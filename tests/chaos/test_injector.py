@@ -1,4 +1,4 @@
-"""The injector: what fires when, seen through an action that only notes it down."""
+"""`Injector`: when each fault fires, with an action that only records it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
 
 
 class Bench:
-    """An injector of some rank, with a clock of its own, and what it has done."""
+    """An injector of one rank with a fake clock, and the faults that it fired."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ def test_a_fault_fires_at_its_step_once() -> None:
     assert bench.more[0]["message"] == said
 
 
-def test_a_restarted_or_replaced_rank_is_not_hit_again() -> None:
+def test_a_restarted_or_replaced_rank_does_not_get_the_fault_again() -> None:
     fired = MemoryFired()
     plan = [fail_at(1, step=3, kind="sigkill")]
     first = Bench(plan, rank=1, fired=fired)
@@ -99,7 +99,7 @@ def test_pings_are_steps_of_their_iteration() -> None:
     assert bench.done == ["exception"]
 
 
-def test_pings_are_no_steps_once_the_script_counts_its_own() -> None:
+def test_pings_are_not_steps_once_the_script_reports_steps() -> None:
     bench = Bench([fail_at(0, step=60, kind="abort")])
     call = Call()
     bench.injector.entered(call)
@@ -115,7 +115,7 @@ def test_pings_are_no_steps_once_the_script_counts_its_own() -> None:
     assert bench.done == ["abort"]
 
 
-def test_a_fault_by_time_fires_at_the_next_sign_of_life() -> None:
+def test_a_timed_fault_fires_at_the_next_ping() -> None:
     bench = Bench([fail_at(0, after_seconds=3.0, kind="hang")])
     call = Call()
     bench.injector.entered(call)
@@ -127,29 +127,29 @@ def test_a_fault_by_time_fires_at_the_next_sign_of_life() -> None:
     assert bench.done == ["hang"]
 
 
-def test_the_monitor_of_the_call_is_meant() -> None:
+def test_the_monitor_of_the_call_is_killed() -> None:
     bench = Bench([fail_at(0, kind="kill_monitor")])
     bench.injector.entered(Call(monitor_pid=77))
     assert bench.more[0]["monitor_pid"] == 77
 
 
-def test_all_faults_of_a_moment_fire_in_the_order_of_the_plan() -> None:
+def test_faults_due_together_fire_in_the_order_of_the_plan() -> None:
     bench = Bench([fail_at(0, kind="sigstop"), fail_at(0, kind="sigterm")])
     bench.injector.entered(Call())
     assert bench.done == ["sigstop", "sigterm"]
 
 
-def test_a_real_exception_goes_up() -> None:
+def test_a_planned_exception_is_raised() -> None:
     injector = Injector([fail_at(0, step=1)], rank=0, fired=MemoryFired())
     with pytest.raises(ChaosError, match="a planned exception at iteration 0, step 1"):
         injector.step(1)
     injector.step(2)
 
 
-def test_without_a_rank_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     bench = Bench([fail_at(0)], rank=None)
-    with pytest.raises(ValueError, match="rank is not known"):
+    with pytest.raises(ValueError, match="the rank is unknown"):
         bench.injector.step(1)
     bench.injector.step(1, rank=0)
     monkeypatch.setenv("RANK", "3")
@@ -158,7 +158,7 @@ def test_without_a_rank_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) 
     assert bench.done == ["exception"]
 
 
-def test_chance_fires_no_more_than_it_may() -> None:
+def test_random_faults_are_limited() -> None:
     random = RandomFaults(seed=7, rate_per_step=0.5, kinds=(Kind.ABORT, Kind.HANG), max_faults=3)
     fired = MemoryFired()
     ranks = [Bench(Plan(random=random), rank=rank, fired=fired) for rank in range(4)]
@@ -176,7 +176,7 @@ def test_chance_fires_no_more_than_it_may() -> None:
     assert [bench.done for bench in ranks] == done
 
 
-def test_an_entry_is_no_step_for_chance() -> None:
+def test_no_random_fault_at_an_entry() -> None:
     random = RandomFaults(seed=7, rate_per_step=1.0, kinds=(Kind.ABORT,), max_faults=9)
     bench = Bench(Plan(random=random))
     bench.injector.entered(Call())
@@ -185,7 +185,7 @@ def test_an_entry_is_no_step_for_chance() -> None:
     assert bench.done == ["abort"]
 
 
-def test_pings_are_no_steps_for_chance_once_the_script_counts_its_own() -> None:
+def test_no_random_fault_at_a_ping_once_the_script_reports_steps() -> None:
     random = RandomFaults(seed=7, rate_per_step=1.0, kinds=(Kind.ABORT,), max_faults=9)
     bench = Bench(Plan(random=random))
     bench.injector.step(50)
@@ -196,7 +196,7 @@ def test_pings_are_no_steps_for_chance_once_the_script_counts_its_own() -> None:
     assert bench.done == ["abort"]
 
 
-def test_an_interrupt_before_the_act_gives_the_fault_back() -> None:
+def test_an_interrupt_before_the_action_releases_the_claim() -> None:
     class Interrupted(MemoryFired):
         def claim(self, key: str, record: dict[str, Any]) -> bool:
             taken = super().claim(key, record)
@@ -217,7 +217,7 @@ def test_an_interrupt_before_the_act_gives_the_fault_back() -> None:
     assert bench.done == ["exception"]
 
 
-def test_the_timer_fires_what_any_thread_may() -> None:
+def test_the_timer_fires_only_kinds_for_any_thread() -> None:
     acted = threading.Event()
     done: list[tuple[Kind, str]] = []
 
@@ -226,7 +226,7 @@ def test_the_timer_fires_what_any_thread_may() -> None:
         acted.set()
 
     plan = [
-        fail_at(0, after_seconds=0.0, kind="hang"),  # of the main thread, whenever it comes by
+        fail_at(0, after_seconds=0.0, kind="hang"),  # needs the main thread
         fail_at(0, after_seconds=0.0, step=5, kind="abort"),
         fail_at(0, after_seconds=0.01, kind="sigterm"),
     ]
@@ -237,14 +237,14 @@ def test_the_timer_fires_what_any_thread_may() -> None:
     assert done == [(Kind.SIGTERM, "outlast-chaos-timer")]
 
 
-def test_a_timer_that_waits_ends_with_its_injector() -> None:
+def test_close_ends_a_waiting_timer() -> None:
     injector = Injector([fail_at(0, after_seconds=1e5, kind="abort")], rank=0, fired=MemoryFired())
     injector.start_timer()
     injector.close()
     assert "outlast-chaos-timer" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_installed_injector_is_reached_by_the_module() -> None:
+def test_the_module_uses_the_installed_injector() -> None:
     chaos.step(1)  # nothing is installed
     bench = Bench([fail_at(0, step=5)])
     with chaos.installed(bench.injector) as injector:
@@ -255,4 +255,4 @@ def test_the_installed_injector_is_reached_by_the_module() -> None:
     assert bench.done == ["exception"]
     assert observers.observers() == ()
     chaos.step(6)
-    chaos.uninstall()  # no harm
+    chaos.uninstall()  # has no effect

@@ -1,4 +1,4 @@
-"""Plans: what is read, what is refused and how it is told, and what chance draws."""
+"""Fault plans: parsing, error messages, and random draws."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         ({"faults": [{"rank": 1}]}, "faults[0]: field 'kind' is missing"),
         (
             {"faults": [{"rank": 0, "kind": "hang"}, {"rank": -1, "kind": "hang"}]},
-            "faults[1]: field 'rank' is -1; allowed is a whole number from 0",
+            "faults[1]: field 'rank' is -1; allowed is an integer of at least 0",
         ),
         ({"faults": [{"rank": True, "kind": "hang"}]}, "'rank' is True; allowed"),
         (
@@ -68,19 +68,19 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         ({"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]}, "is nan"),
         ({"faults": [{"rank": 1, "kind": "hang", "setp": 1}]}, "unknown field 'setp'"),
         ({"random": {**RANDOM, "rate_per_step": 2}}, "allowed is a number from 0 to 1"),
-        ({"random": {**RANDOM, "kinds": []}}, "allowed is a list of at least one"),
+        ({"random": {**RANDOM, "kinds": []}}, "allowed is a list with at least one element"),
         ({"random": {**RANDOM, "kinds": ["x"]}}, "random: field 'kinds[0]' is 'x'"),
         ({"random": {**RANDOM, "ranks": [0, -1]}}, "random: field 'ranks[1]' is -1"),
         ({"random": {"seed": 1}}, "random: field 'rate_per_step' is missing"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(values: Any, message: str) -> None:
+def test_errors_name_entry_field_and_allowed_values(values: Any, message: str) -> None:
     with pytest.raises(ChaosError) as caught:
         Plan.parse(values)
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(ChaosError, match=r"plan\.json: cannot be read: No such file"):
         Plan.load(path)
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
 def test_all_conditions_must_hold() -> None:
     fault = fail_at(1, step=20, iteration=2, after_seconds=3.0)
     assert fault.due(at(1, 2, 20, 3.0))
-    assert fault.due(at(1, 2, 25, 9.0))  # a step or a time that is past counts
+    assert fault.due(at(1, 2, 25, 9.0))  # a later step and time count too
     assert not fault.due(at(0, 2, 20, 3.0))
     assert not fault.due(at(1, 3, 20, 3.0))
     assert not fault.due(at(1, 2, 19, 3.0))
@@ -124,9 +124,7 @@ randoms = st.builds(
 
 
 @given(st.lists(faults, min_size=1).map(tuple), st.none() | randoms)
-def test_a_plan_goes_to_json_and_back(
-    faults: tuple[PlannedFault, ...], random: RandomFaults | None
-) -> None:
+def test_json_round_trip(faults: tuple[PlannedFault, ...], random: RandomFaults | None) -> None:
     plan = Plan(faults=faults, random=random)
     assert Plan.parse(json.loads(plan.to_json())) == plan
 
@@ -147,9 +145,7 @@ def test_any_json_is_a_plan_or_a_clear_error(values: Any) -> None:
 
 
 @given(randoms, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_the_same_seed_draws_the_same(
-    random: RandomFaults, rank: int, iteration: int, step: int
-) -> None:
+def test_draws_are_reproducible(random: RandomFaults, rank: int, iteration: int, step: int) -> None:
     moment = at(rank, iteration, step)
     kind = random.draw(moment)
     assert kind == random.draw(moment)
@@ -158,7 +154,7 @@ def test_the_same_seed_draws_the_same(
         assert kind is None
 
 
-def test_chance_keeps_its_rate_and_uses_every_kind() -> None:
+def test_draws_have_the_rate_and_use_every_kind() -> None:
     random = RandomFaults(seed=1, rate_per_step=0.1, kinds=(Kind.HANG, Kind.ABORT), max_faults=1)
     drawn = [random.draw(at(rank, 0, step)) for rank in range(4) for step in range(2500)]
     hits = [kind for kind in drawn if kind is not None]

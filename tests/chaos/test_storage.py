@@ -1,4 +1,4 @@
-"""Faulty storage: what is written really is short, wrong, late or refused."""
+"""`FaultyStorage`: writes that are slow, refused, cut off or corrupted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outlast.chaos.storage import (
 )
 
 
-def test_without_faults_files_are_files(tmp_path: Path) -> None:
+def test_without_faults(tmp_path: Path) -> None:
     storage = FaultyStorage(tmp_path)
     with storage.open("a", "wb") as file:
         assert file.write(b"123") == 3
@@ -41,7 +41,7 @@ def test_without_faults_files_are_files(tmp_path: Path) -> None:
         storage.open("a", "w")
 
 
-def test_a_full_disk_takes_what_fits(tmp_path: Path) -> None:
+def test_a_full_disk_stores_what_fits(tmp_path: Path) -> None:
     storage = FaultyStorage(tmp_path, Full(capacity_bytes=5))
     with storage.open("a", "wb") as file:
         file.write(b"123")
@@ -55,7 +55,7 @@ def test_a_full_disk_takes_what_fits(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_bytes() == b"45"
 
 
-def test_a_torn_write_fails_or_does_not_tell(tmp_path: Path) -> None:
+def test_a_torn_write_fails_or_is_silent(tmp_path: Path) -> None:
     loud = FaultyStorage(tmp_path, Torn(at_byte=4, files="*.bin"))
     with loud.open("a.bin", "wb") as file:
         file.write(b"123")
@@ -69,7 +69,7 @@ def test_a_torn_write_fails_or_does_not_tell(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == kept
 
 
-def test_a_byte_is_written_wrong(tmp_path: Path) -> None:
+def test_a_byte_is_flipped(tmp_path: Path) -> None:
     storage = FaultyStorage(tmp_path, Flipped(offset=4))
     with storage.open("a", "wb") as file:
         file.write(b"\x00" * 3)
@@ -77,7 +77,7 @@ def test_a_byte_is_written_wrong(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"\x00\x00\x00\x00\xff\x00"
 
 
-def test_a_slow_disk_takes_its_time(tmp_path: Path) -> None:
+def test_a_slow_disk(tmp_path: Path) -> None:
     slept: list[float] = []
     slow = Slow(seconds_per_write=0.5, files="a*", sleep=slept.append)
     storage = FaultyStorage(tmp_path, slow)
@@ -88,7 +88,7 @@ def test_a_slow_disk_takes_its_time(tmp_path: Path) -> None:
     assert slept == [0.5, 0.5]
 
 
-def test_faults_are_met_in_order(tmp_path: Path) -> None:
+def test_faults_apply_in_order(tmp_path: Path) -> None:
     full = Full(capacity_bytes=100)
     storage = FaultyStorage(tmp_path, Torn(at_byte=2), full)
     with storage.open("a", "wb") as file, pytest.raises(OSError, match="Input/output"):
@@ -107,7 +107,7 @@ faults = st.one_of(
 
 
 @given(writes, faults)
-def test_a_fault_shortens_or_changes_and_never_adds(write: Write, fault: StorageFault) -> None:
+def test_a_fault_never_adds_data(write: Write, fault: StorageFault) -> None:
     after = fault(write)
     assert (after.name, after.offset) == (write.name, write.offset)
     assert len(after.data) <= len(write.data)
@@ -116,7 +116,7 @@ def test_a_fault_shortens_or_changes_and_never_adds(write: Write, fault: Storage
     assert after.error is None or len(after.data) < len(write.data)
 
 
-def test_damage_to_a_file_that_is_there(tmp_path: Path) -> None:
+def test_damage_to_an_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"\x00\x01\x02")
     flip_byte(path, 1)
@@ -130,5 +130,5 @@ def test_damage_to_a_file_that_is_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"\x00"
     with pytest.raises(ValueError, match="no byte at offset 1"):
         flip_byte(path, 1)
-    with pytest.raises(ValueError, match="cannot be cut down to 2"):
+    with pytest.raises(ValueError, match="cannot be truncated to 2"):
         truncate(path, 2)

@@ -1,4 +1,4 @@
-"""A wrapped function under a plan: the bootstrap, the observer, and the real restart together."""
+"""A wrapped function under a plan: bootstrap, observer and restart in place together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps({"iteration": train()}), flush=True)
 """
 
 
-def test_every_fault_of_the_plan_is_survived(tmp_path: Path) -> None:
+def test_the_job_survives_every_fault_of_the_plan(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     plan = tmp_path / "plan.json"

@@ -1,4 +1,4 @@
-"""Faults by plan: which rank fails how, and when; for tests, demonstrations and drills.
+"""Fault injection by plan: which rank fails, how and when; for tests and demonstrations.
 
 From the command line, `outlast run --chaos plan.json ...` (the format is in `plan.py`). From
 Python::
@@ -7,9 +7,9 @@ Python::
 
     chaos.install([chaos.fail_at(rank=1, step=20), chaos.fail_at(rank=2, step=60, kind="sigkill")])
 
-A training script may tell its own count of steps by `chaos.step(n)`, which does nothing where no
-plan is installed. Each fault fires once in a job, whoever is restarted or replaced meanwhile.
-`chaos.fire(kind)` does one fault at once, and `chaos.storage` has files that cannot be relied on.
+A training script may report its own step numbers with `chaos.step(n)`, which does nothing without
+an installed plan. Each fault fires once per job, across restarts and replacements.
+`chaos.fire(kind)` injects one fault at once; `chaos.storage` simulates failing storage.
 """
 
 from outlast.chaos.actions import fire

@@ -1,7 +1,7 @@
-"""What each kind of fault does to the process that it is fired in: real ones, none is acted.
+"""Injects each kind of fault into the current process; all of them are real faults.
 
-`fire` returns where the process may live on: after a SIGTERM that is handled, after the SIGCONT
-that follows a SIGSTOP, and after the end of another process (the monitor).
+`fire` returns only if the process survives: after a SIGTERM that is handled, after the SIGCONT that
+follows a SIGSTOP, and after it has killed another process (the monitor).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["UNSENT_TAG", "fire"]
 
 UNSENT_TAG = 0x6F75_7461
-"""Tag of the message that `HANG_COLLECTIVE` waits for. Nobody may send it."""
+"""Tag of the message that `HANG_COLLECTIVE` waits for, and that no rank sends."""
 
 _A_LONG_TIME_S = 1e6
 
@@ -35,16 +35,16 @@ def fire(
     group: dist.ProcessGroup | None = None,
     message: str = "a planned exception",
 ) -> None:
-    """Does one fault to this process, now.
+    """Injects a fault into this process, now.
 
     Args:
-        kind: which.
+        kind: the kind of fault.
         monitor_pid: the process that `KILL_MONITOR` kills.
-        group: the group in which `HANG_COLLECTIVE` hangs; the default group by default.
-        message: what the exception of `EXCEPTION` says.
+        group: the process group in which `HANG_COLLECTIVE` hangs; the default one if `None`.
+        message: the message of the exception of `EXCEPTION`.
 
     Raises:
-        ChaosError: for `EXCEPTION`; or if the fault cannot be done here, saying why.
+        ChaosError: for `EXCEPTION`; or, with the reason, if the fault is impossible here.
         ValueError: if there is no such kind.
     """
     kind = Kind(kind)
@@ -78,9 +78,9 @@ def _oom_kill() -> None:
 
 
 def _hang_gil() -> None:
-    # A mutex that is locked twice by one thread: unlike sleep() or pause(), the wait for it does
-    # not end when a signal handler has run, so that nothing but the death of the process ends it.
-    # PyDLL does not let go of the GIL around a call. Zeros are a valid, normal mutex.
+    # One thread locks a mutex twice: unlike sleep() or pause(), that wait does not return after a
+    # signal handler has run, so only the death of the process ends it. PyDLL holds the GIL during
+    # the call. Zeros are a valid, normal mutex.
     lock = ctypes.PyDLL(None).pthread_mutex_lock
     mutex = ctypes.create_string_buffer(256)
     lock(mutex)
@@ -100,16 +100,16 @@ def _hang_collective(group: dist.ProcessGroup | None) -> None:
         raise ChaosError(f"{Kind.HANG_COLLECTIVE}: torch.distributed is not initialized")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size < 2:
-        raise ChaosError(f"{Kind.HANG_COLLECTIVE}: the group has one rank, and no peer")
-    # A message of a tag that nobody sends, and not one collective more than the peers make: that
-    # would be matched with their next one and corrupt it, in place of hanging.
+        raise ChaosError(f"{Kind.HANG_COLLECTIVE}: the group has only one rank")
+    # A receive without a send, not an extra collective: that would be matched with the peers' next
+    # collective, and corrupt it instead of hanging.
     config = dist.get_backend_config(group)
     device = "cpu" if "cpu:" in config and "cpu:nccl" not in config else "cuda"
     peer = (rank + 1) % size
     source = peer if group is None else dist.get_global_rank(group, peer)
     dist.recv(torch.zeros(1, device=device), src=source, group=group, tag=UNSENT_TAG)
     if device == "cuda":
-        torch.cuda.synchronize()  # there, recv only queues the wait
+        torch.cuda.synchronize()  # recv only enqueues the wait on the GPU
 
 
 def _kill_monitor(pid: int | None) -> None:

@@ -1,11 +1,11 @@
-"""Runs a script under a plan of faults, as `outlast run --chaos PLAN` does with its workers.
+"""Runs a script under a fault plan, as `outlast run --chaos PLAN` does with its workers.
 
     OUTLAST_CHAOS=plan.json python -m outlast.chaos.bootstrap script.py args...
     OUTLAST_CHAOS=plan.json python -m outlast.chaos.bootstrap -m package.module args...
 
-The script finds all as it would without: `__main__`, `sys.argv`, `sys.path`, and tracebacks that
-begin with its own lines. `OUTLAST_CHAOS_STATE` names the directory in which the job keeps which
-faults have fired; without it, one in the temporary directory is used.
+The script sees the usual `__main__`, `sys.argv` and `sys.path`, and its tracebacks start with its
+own lines. `OUTLAST_CHAOS_STATE` names the directory in which the job records fired faults; by
+default it is in the temporary directory.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _MISUSE = 2
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Installs the plan that the environment names, and runs what `arguments` name.
+    """Installs the plan that the environment names, and runs the script or module.
 
     Raises:
-        SystemExit: with 2, if there is no script, or no plan that can be used.
+        SystemExit: with 2, if there is no script or no valid plan.
     """
     as_module = arguments[:1] == ["-m"]
     target, *rest = arguments[int(as_module) :] or [""]
     if not target or (target.startswith("-") and not as_module):
-        _give_up(_USAGE)
+        _exit(_USAGE)
     environment = Environment.read()
     if environment.plan is None:
-        _give_up("OUTLAST_CHAOS is not set: there is no plan")
+        _exit("OUTLAST_CHAOS is not set: there is no plan")
     try:
         plan = Plan.load(environment.plan)
         injector = Injector(plan, fired=MarkerDirectory(job_directory(environment)))
     except ChaosError as error:
-        _give_up(str(error))
+        _exit(str(error))
     install(injector)
     sys.argv = [target, *rest]
     sys.excepthook = _print_without_own_frames
@@ -59,16 +59,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run_script(script: str) -> None:
-    """As `python script` does; `runpy.run_path` would make `__file__` and `argv[0]` the same, and
-    put another `__main__` back while threads and exit handlers of the script still run.
+    """Runs a script as `python SCRIPT` does. `runpy.run_path` would make `__file__` and
+    `argv[0]` equal, and restore the old `__main__` while threads and exit handlers still run.
     """
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        _give_up(f"can't open file {path!r}: {error.strerror}")
-    # `-m` has put the working directory first; a script has its own folder there.
+        _exit(f"can't open file {path!r}: {error.strerror}")
+    # `-m` has put the working directory first; for a script it is the script's folder.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = ModuleType("__main__")
@@ -84,11 +84,11 @@ def _print_without_own_frames(
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in own:
         rest = rest.tb_next
-    # Where nothing is left, the module was not even found: then all frames are of use.
+    # No frame is left if the module was not found: all frames are shown then.
     sys.__excepthook__(kind, error.with_traceback(rest or trace), rest or trace)
 
 
-def _give_up(reason: str) -> NoReturn:
+def _exit(reason: str) -> NoReturn:
     print(f"outlast.chaos: {reason}", file=sys.stderr)
     raise SystemExit(_MISUSE)
 

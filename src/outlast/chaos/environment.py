@@ -1,4 +1,4 @@
-"""The only place of this room that reads `os.environ`."""
+"""The environment variables of fault injection; the only module of it that reads them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Environment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment says of the job and of the plan.
+    """Settings from environment variables.
 
     Attributes:
-        plan: path of the plan (`OUTLAST_CHAOS`).
-        state: directory of the faults that have fired (`OUTLAST_CHAOS_STATE`).
-        rank: the rank that the process was started as.
-        job: what tells this job from others on the same machine.
+        plan: the path of the plan (`OUTLAST_CHAOS`).
+        state: the directory of the records of fired faults (`OUTLAST_CHAOS_STATE`).
+        rank: the rank that the launcher gave this process.
+        job: values that identify this job among others on the same machine.
     """
 
     plan: str | None
@@ -26,7 +26,7 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        """The environment as it is now."""
+        """Reads the environment as it is now."""
         rank = os.environ.get("RANK", "")
         names = ("OUTLAST_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return cls(

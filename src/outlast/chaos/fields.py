@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON object, and says exactly which one is wrong, and what is allowed."""
+"""Validates the fields of a JSON object; errors name the wrong field and what is allowed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Fields", "load_json"]
 
 
 def load_json(path: Path) -> Any:
-    """The value in a JSON file.
+    """Reads a JSON file.
 
     Raises:
-        ChaosError: if it cannot be read, or is no JSON; names the file.
+        ChaosError: if it cannot be read or is not JSON; names the file.
     """
     try:
         return json.loads(path.read_bytes())
@@ -28,12 +28,12 @@ def load_json(path: Path) -> Any:
 
 
 class Fields:
-    """The fields of one object of a plan; every method raises `ChaosError` for what is wrong.
+    """The fields of one object of a plan. Every method raises `ChaosError` for an invalid value.
 
     Args:
-        values: what should be the object.
-        where: what an error calls it.
-        allowed: the names that it may have.
+        values: the object, as read from JSON.
+        where: its name in error messages.
+        allowed: the names of the allowed fields.
     """
 
     def __init__(self, values: Any, where: str, allowed: tuple[str, ...]) -> None:
@@ -46,15 +46,15 @@ class Fields:
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the field is given; `null` is as good as none."""
+        """Whether the field is present and not `null`."""
         return self._values.get(name) is not None
 
     def integer(self, name: str) -> int:
-        """A whole number from 0."""
+        """A non-negative integer."""
         return self._integer(self._get(name), name)
 
     def number(self, name: str, low: float, high: float) -> float:
-        """A finite number from `low` to `high`."""
+        """A finite number between `low` and `high`, inclusive."""
         value = self._get(name)
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if not fits or not math.isfinite(value) or not low <= value <= high:
@@ -67,15 +67,15 @@ class Fields:
         return self._kind(self._get(name), name)
 
     def kinds(self, name: str) -> tuple[Kind, ...]:
-        """Kinds of fault, at least one."""
+        """A list of at least one kind of fault."""
         return tuple(self._kind(value, f"{name}[{i}]") for i, value in self._list(name))
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Whole numbers from 0, at least one."""
+        """A list of at least one non-negative integer."""
         return tuple(self._integer(value, f"{name}[{i}]") for i, value in self._list(name))
 
     def items(self, name: str) -> list[Any]:
-        """What the list holds, of any kind; nothing where it is not given."""
+        """The elements of a list, unchecked; empty if the field is absent."""
         value = self._values.get(name)
         if value is None:
             return []
@@ -86,7 +86,7 @@ class Fields:
     def _list(self, name: str) -> list[tuple[int, Any]]:
         value = self._get(name)
         if not isinstance(value, list) or not value:
-            raise self._wrong(name, value, "a list of at least one")
+            raise self._wrong(name, value, "a list with at least one element")
         return list(enumerate(value))
 
     def _get(self, name: str) -> Any:
@@ -96,7 +96,7 @@ class Fields:
 
     def _integer(self, value: Any, name: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self._wrong(name, value, "a whole number from 0")
+            raise self._wrong(name, value, "an integer of at least 0")
         return value
 
     def _kind(self, value: Any, name: str) -> Kind:

@@ -1,8 +1,7 @@
-"""Which faults have fired: each one fires once per job, whoever died and was replaced since.
+"""Records which faults have fired, so that each fires once per job across replaced processes.
 
-A fault is claimed before it fires, by a marker file that only one process can create (`O_EXCL`),
-so that the claim outlives the process that dies of the fault. A marker holds what fired where and
-when, as JSON.
+A process claims a fault before it fires it, with a marker file that only one process can create
+(`O_EXCL`); the claim outlives the process. A marker contains, as JSON, what fired, where and when.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ __all__ = ["FiredFaults", "MarkerDirectory", "MemoryFired", "job_directory"]
 
 
 class FiredFaults(Protocol):
-    """Remembers claims. Must be callable from any thread."""
+    """Stores claims on faults. Implementations are thread-safe."""
 
     def claim(self, key: str, record: dict[str, Any]) -> bool:
-        """Whether the fault `key` was free, and is now taken; `record` says by whom."""
+        """Claims the fault `key`, with a record of where it fires; false if it was claimed."""
         ...
 
     def release(self, key: str) -> None:
-        """Takes a claim back: the fault did not fire after all."""
+        """Withdraws a claim: the fault did not fire."""
         ...
 
     def records(self) -> list[dict[str, Any]]:
-        """What was claimed, in the order of its time on the monotonic clock."""
+        """The records of all claims, ordered by their monotonic time."""
         ...
 
 
 class MemoryFired:
-    """Claims of one process; for tests, and jobs whose processes all live."""
+    """Claims in the memory of one process; for tests, and jobs without replaced processes."""
 
     def __init__(self) -> None:
         self._records: dict[str, dict[str, Any]] = {}
@@ -60,22 +59,22 @@ class MemoryFired:
 
     def records(self) -> list[dict[str, Any]]:
         with self._lock:
-            return _in_order(list(self._records.values()))
+            return _by_time(list(self._records.values()))
 
 
 class MarkerDirectory:
     """Claims of all processes that share a directory.
 
     Args:
-        path: made where it is missing, for this user only.
+        path: the directory, created with access for this user only if it is missing.
 
     Raises:
-        ChaosError: if it is not a directory of this user, or cannot be made.
+        ChaosError: if it cannot be created, or is not a private directory of this user.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        _make_private(self.path)
+        _make_private_directory(self.path)
 
     def claim(self, key: str, record: dict[str, Any]) -> bool:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -95,22 +94,22 @@ class MarkerDirectory:
     def records(self) -> list[dict[str, Any]]:
         found = []
         for marker in self.path.iterdir():
-            with contextlib.suppress(ValueError):  # just made, or never finished
+            with contextlib.suppress(ValueError):  # not yet written, or the writer died
                 found.append(json.loads(marker.read_bytes()))
-        return _in_order(found)
+        return _by_time(found)
 
 
 def job_directory(environment: Environment) -> Path:
-    """Where the markers of this job are: as the environment says, or in the temporary directory.
+    """The directory of this job's markers: `OUTLAST_CHAOS_STATE`, or a temporary one.
 
-    There, the name is made of the job's id and address, and of the process that started this one
-    (the launcher, which starts replacements too), so that a second run on the same port does not
-    find the markers of the first. Those of launchers that have ended are removed.
+    Its name contains the job's id and address and its parent process (the launcher, which
+    also starts replacements), so that a second run on the same port does not find the markers of
+    the first. Directories of launchers that have ended are removed.
     """
     if environment.state is not None:
         return Path(environment.state)
     root = Path(tempfile.gettempdir()) / f"outlast-chaos-{os.getuid()}"
-    _make_private(root)
+    _make_private_directory(root)
     launcher = _identity(os.getppid())
     for old in root.iterdir():
         pid = old.name.partition("-")[0]
@@ -121,27 +120,30 @@ def job_directory(environment: Environment) -> Path:
 
 
 def _identity(pid: int) -> str:
-    """The process id and the start time, which no later process of the same id shares."""
+    """The process id and start time, which together are never reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return f"{pid}-gone"
-    return f"{pid}-{fields.rpartition(')')[2].split()[19]}"  # the name may hold anything
+    # Fields are counted after the process name, which may contain spaces and parentheses.
+    return f"{pid}-{fields.rpartition(')')[2].split()[19]}"
 
 
-def _make_private(path: Path) -> None:
+def _make_private_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=False, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ChaosError(f"{path}: no directory for fired faults: {error.strerror}") from error
+        raise ChaosError(
+            f"{path}: cannot be the directory of fired faults: {error.strerror}"
+        ) from error
     if not stat.S_ISDIR(status.st_mode):
-        raise ChaosError(f"{path}: no directory for fired faults: is a link")
+        raise ChaosError(f"{path}: cannot be the directory of fired faults: it is a link")
     if status.st_uid != os.getuid():
-        raise ChaosError(f"{path}: no directory for fired faults: belongs to another user")
+        raise ChaosError(f"{path}: cannot be the directory of fired faults: another user owns it")
     if status.st_mode & 0o022:
-        raise ChaosError(f"{path}: no directory for fired faults: others may write to it")
+        raise ChaosError(f"{path}: cannot be the directory of fired faults: others can write to it")
 
 
-def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_time(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: float(record.get("time", 0.0)))

@@ -1,9 +1,9 @@
-"""Fires the faults of a plan when their moment comes, each one once in the whole job.
+"""Fires the faults of a plan when they are due, each once per job.
 
-As an observer of the restart wrapper it learns where the rank is from the entry into the function
-and from its pings. In a loop of one's own, call `Injector.step`. Faults that go by time alone are
-seen to by a thread as well, since a rank that is busy or blocked does not ping; only those kinds,
-though, that mean the same in any thread.
+As an observer of the restart wrapper, an injector follows the rank's entries into the training
+function and its pings. Without the wrapper, call `Injector.step`. A timer thread fires faults with
+`after_seconds`, since a busy or blocked rank does not ping; it fires only kinds that have the same
+effect in any thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outlast.chaos.kinds import Kind
 from outlast.chaos.plan import Moment, Plan, PlannedFault
 from outlast.clock import Clock, MonotonicClock
 
-__all__ = ["Call", "Injector"]
+__all__ = ["Injector", "ObservedCall"]
 
 log = logging.getLogger(__name__)
 
 
-class CallState(Protocol):
-    """What an injector asks of a call's state."""
+class ObservedState(Protocol):
+    """The part of `inprocess.State` that an injector reads."""
 
     @property
     def rank(self) -> int:
@@ -36,37 +36,37 @@ class CallState(Protocol):
         ...
 
 
-class Call(Protocol):
-    """What an injector asks of the wrapper's call that it observes."""
+class ObservedCall(Protocol):
+    """The part of `inprocess.CallWrapper` that an injector reads."""
 
     @property
     def iteration(self) -> int:
-        """Of the restart wrapper."""
+        """The iteration of the restart wrapper."""
         ...
 
     @property
-    def state(self) -> CallState:
-        """Of this rank."""
+    def state(self) -> ObservedState:
+        """The state of this rank."""
         ...
 
     @property
     def monitor_pid(self) -> int | None:
-        """The rank's monitor process."""
+        """The pid of the rank's monitor process."""
         ...
 
 
 class Injector:
     """Fires the faults of a plan in this process.
 
-    A step is the number of pings in this iteration, until the script gives its own by `step`.
+    The step is the number of pings in this iteration, until the script reports its own with `step`.
 
     Args:
-        plan: which faults; a sequence of `fail_at(...)` will do.
-        rank: of this process, where neither an observed call nor `step` tells it.
-        clock: what `after_seconds` is counted on, from now.
-        fired: the faults of the job that have fired; by default the markers of this job, which
-            outlive its processes.
-        action: does a fault; `outlast.chaos.fire` by default.
+        plan: the plan, or a sequence of `fail_at(...)`.
+        rank: the rank of this process, if neither an observed call nor `step` gives it.
+        clock: the clock of `after_seconds`, which counts from now.
+        fired: the record of fired faults; by default the markers of this job, which outlive its
+            processes.
+        action: injects a fault; `outlast.chaos.fire` by default.
     """
 
     def __init__(
@@ -89,74 +89,77 @@ class Injector:
         self._rank = environment.rank if rank is None else rank
         self._iteration = 0
         self._step = 0
-        self._own_steps = False  # the script gives them, pings are no steps
+        self._own_steps = False  # the script reports steps; pings do not count
         self._monitor_pid: int | None = None
         self._closed = threading.Event()
         self._timer: threading.Thread | None = None
 
-    # ------------------------------------------------------------------- where the rank is
+    # ---------------------------------------------------------------------------- position
 
     def step(self, step: int, *, rank: int | None = None, iteration: int | None = None) -> None:
-        """The script is at `step`, as it counts them; fires what is due.
+        """Reports the script's current step, and fires the faults that are due.
 
-        Rank and iteration stay what they were, if they are not given.
+        Rank and iteration are unchanged if they are not given.
 
         Raises:
-            ChaosError: a planned exception; other faults raise what they must.
-            ValueError: if the rank is not known from anywhere.
+            ChaosError: a planned exception; other kinds of fault raise other exceptions.
+            ValueError: if the rank is unknown.
         """
         self._own_steps = True
         self._rank = self._rank if rank is None else rank
         if self._rank is None:
-            raise ValueError("rank is not known: give it, or set RANK in the environment")
+            raise ValueError("the rank is unknown: pass rank, or set RANK in the environment")
         self._iteration = self._iteration if iteration is None else iteration
         self._step = step
-        self._fire_due(a_step=True)
+        self._fire_due(is_step=True)
 
-    def entered(self, call: Call) -> None:
-        """The rank enters the training function: an observer's method."""
+    def entered(self, call: ObservedCall) -> None:
+        """Observer method: the rank enters the training function."""
         self._rank = call.state.rank
         self._iteration = call.iteration
         self._monitor_pid = call.monitor_pid
         self._step = 0
-        self._fire_due(a_step=False)
+        self._fire_due(is_step=False)
 
-    def pinged(self, call: Call, pings: int) -> None:
-        """The rank made progress, for the `pings`th time: an observer's method."""
+    def pinged(self, call: ObservedCall, pings: int) -> None:
+        """Observer method: the rank made progress, `pings` times so far."""
         self._monitor_pid = call.monitor_pid
         if not self._own_steps:
             self._step = pings
-        self._fire_due(a_step=not self._own_steps)
+        self._fire_due(is_step=not self._own_steps)
 
     # ------------------------------------------------------------------------------- timer
 
     def start_timer(self) -> None:
-        """Starts the thread for faults that go by time, if the plan has any that it may fire."""
-        timed = [f for f in self.plan.faults if f.after_seconds is not None]
-        if self._timer is None and any(not fault.kind.needs_main_thread for fault in timed):
+        """Starts the timer thread, if the plan has faults that it may fire."""
+        if self._timer is None and any(map(self._timer_may_fire, self.plan.faults)):
             self._timer = threading.Thread(
-                target=self._keep_time, name="outlast-chaos-timer", daemon=True
+                target=self._run_timer, name="outlast-chaos-timer", daemon=True
             )
             self._timer.start()
 
     def close(self) -> None:
-        """Ends the timer thread. Nothing fires by itself afterwards."""
+        """Ends the timer thread."""
         self._closed.set()
         if self._timer is not None and self._timer is not threading.current_thread():
             self._timer.join()
 
-    def _keep_time(self) -> None:
-        moments = {
+    def _run_timer(self) -> None:
+        times = {
             fault.after_seconds: None
             for fault in self.plan.faults
-            if fault.after_seconds is not None and not fault.kind.needs_main_thread
+            if fault.after_seconds is not None and self._timer_may_fire(fault)
         }
-        for seconds in sorted(moments):
+        for seconds in sorted(times):
             while (left := seconds - self._seconds()) > 0:
                 if self._closed.wait(left):
                     return
-            # What waits for a step or an iteration as well is left to the main thread.
-            self._fire_due(a_step=False, from_timer=True)
+            # A fault that also has a step or an iteration may not be due: the main thread fires it.
+            self._fire_due(is_step=False, from_timer=True)
+
+    @staticmethod
+    def _timer_may_fire(fault: PlannedFault) -> bool:
+        return fault.after_seconds is not None and not fault.kind.needs_main_thread
 
     # ------------------------------------------------------------------------------ firing
 
@@ -170,38 +173,36 @@ class Injector:
             rank=self._rank, iteration=self._iteration, step=self._step, seconds=self._seconds()
         )
 
-    def _fire_due(self, *, a_step: bool, from_timer: bool = False) -> None:
+    def _fire_due(self, *, is_step: bool, from_timer: bool = False) -> None:
         moment = self._moment()
         if moment is None:
             return
         for index, fault in enumerate(self.plan.faults):
-            mine = not (
-                from_timer and (fault.after_seconds is None or fault.kind.needs_main_thread)
-            )
-            if mine and fault.due(moment):
+            allowed = not from_timer or self._timer_may_fire(fault)
+            if allowed and fault.due(moment):
                 self._fire(f"planned-{index}", fault.kind, moment)
-        if a_step and self.plan.random is not None:
+        if is_step and self.plan.random is not None:
             kind = self.plan.random.draw(moment)
             if kind is not None:
                 self._fire_random(kind, moment)
 
     def _fire_random(self, kind: Kind, moment: Moment) -> None:
         assert self.plan.random is not None
-        # One marker for the draw, which a second call of the wrapper would repeat, and one of a
-        # limited number of places.
+        # One marker for the draw, which a second call of the wrapper would repeat, and one of
+        # `max_faults` markers for the fault.
         draw = f"draw-{moment.rank}-{moment.iteration}-{moment.step}"
         if not self.fired.claim(draw, {}):
             return
-        for place in range(self.plan.random.max_faults):
-            if self._fire(f"random-{place}", kind, moment):
+        for number in range(self.plan.random.max_faults):
+            if self._fire(f"random-{number}", kind, moment):
                 return
 
     def _fire(self, key: str, kind: Kind, moment: Moment) -> bool:
-        """Whether the fault was this process's to fire; seldom returns where it was."""
-        taken = acting = False
+        """Claims and fires a fault; false if it was claimed before. Most faults do not return."""
+        claimed = acting = False
         try:
-            taken = self.fired.claim(key, self._record(key, kind, moment))
-            if not taken:
+            claimed = self.fired.claim(key, self._record(key, kind, moment))
+            if not claimed:
                 return False
             place = f"iteration {moment.iteration}, step {moment.step}"
             log.warning("rank %d fires %s at %s (%s)", moment.rank, kind, place, key)
@@ -212,8 +213,8 @@ class Injector:
                 message=f"a planned {kind} at {place} ({key} of the plan)",
             )
         finally:
-            # A restart may interrupt this very thread; then the fault is still to come.
-            if taken and not acting:
+            # A restart may interrupt this thread here: then the fault has not fired.
+            if claimed and not acting:
                 self.fired.release(key)
         return True
 

@@ -1,4 +1,4 @@
-"""One injector for the process: observed by the restart wrapper, and reached by `chaos.step`."""
+"""The injector of the process: an observer of the restart wrapper, used by `chaos.step`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _installed: Injector | None = None
 
 
 def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
-    """Puts the process under a plan: every wrapped function in it, until `uninstall`.
+    """Installs a plan for every wrapped function of the process, until `uninstall`.
 
     Args:
-        plan: the faults, or an injector made of them.
+        plan: the faults, or an injector for them.
 
     Raises:
-        RuntimeError: if there is one already.
+        RuntimeError: if an injector is installed already.
     """
     global _installed
-    # Only here: a script that merely calls `step` needs neither torch nor the wrapper.
+    # Imported here: a script that only calls `step` needs neither torch nor the wrapper.
     from outlast.inprocess.observers import add_observer
 
     if _installed is not None:
-        raise RuntimeError("an injector is installed already; uninstall() it first")
+        raise RuntimeError("an injector is installed already: call uninstall() first")
     injector = plan if isinstance(plan, Injector) else Injector(plan)
     add_observer(injector)
     _installed = injector
@@ -36,7 +36,7 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
 
 
 def uninstall() -> None:
-    """Takes the process's injector away, if there is one, and ends its thread."""
+    """Removes the installed injector, if there is one, and ends its thread."""
     global _installed
     from outlast.inprocess.observers import remove_observer
 
@@ -48,7 +48,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(plan: Injector | Plan | Sequence[PlannedFault]) -> Iterator[Injector]:
-    """`install` for the length of a block."""
+    """Installs a plan for the duration of a `with` block."""
     injector = install(plan)
     try:
         yield injector
@@ -57,13 +57,13 @@ def installed(plan: Injector | Plan | Sequence[PlannedFault]) -> Iterator[Inject
 
 
 def step(number: int) -> None:
-    """Tells the injector the script's own count of steps; does nothing where there is none.
+    """Reports the script's own step number to the injector, if one is installed.
 
-    Call it where a step begins, before the ping. From the first call on, pings are no longer
-    counted as steps: a script that resumes at step 50 is hit at its step 60.
+    Call it at the start of a step, before the ping. After the first call, pings no longer count as
+    steps: a script that resumes at step 50 gets the fault of step 60 at its own step 60.
 
     Raises:
-        ChaosError: a planned exception; other faults raise what they must.
+        ChaosError: a planned exception; other kinds of fault raise other exceptions.
     """
     if _installed is not None:
         _installed.step(number)

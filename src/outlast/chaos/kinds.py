@@ -1,4 +1,4 @@
-"""The kinds of fault that can be planned, and which of them need the main thread."""
+"""The kinds of fault, and which of them need the main thread."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["Kind"]
 
 
 class Kind(str, enum.Enum):
-    """A fault. Its value is its name in a plan.
+    """A kind of fault; its value is its name in a plan.
 
-    What each one does, and how it ends, is told in `docs/chaos.md`.
+    `docs/chaos.md` describes the effect of each kind.
     """
 
     EXCEPTION = "exception"
@@ -18,32 +18,32 @@ class Kind(str, enum.Enum):
     SYSTEM_EXIT = "system_exit"
     """Raises `SystemExit(1)`."""
     SIGKILL = "sigkill"
-    """The process is killed at once."""
+    """Kills the process at once."""
     SIGTERM = "sigterm"
-    """The process is sent SIGTERM: it dies of it, or handles it."""
+    """Sends the process SIGTERM, which ends it unless it is handled."""
     SIGSTOP = "sigstop"
-    """All threads of the process stop, until someone sends SIGCONT."""
+    """Stops all threads of the process, until a SIGCONT."""
     SEGFAULT = "segfault"
     """Reads from address 0."""
     ABORT = "abort"
     """Calls abort(), as a failed assertion in native code does."""
     OUT_OF_MEMORY = "out_of_memory"
-    """Allocates up to a bound that the process sets itself, and raises the `MemoryError`."""
+    """Allocates up to a limit that the process sets itself, and raises the `MemoryError`."""
     OOM_KILL = "oom_kill"
-    """Allocates up to that bound, and then dies as the kernel's out-of-memory killer has it."""
+    """Allocates up to that limit, and then dies of SIGKILL, as from the kernel's OOM killer."""
     HANG_GIL = "hang_gil"
-    """Blocks in native code for ever, with the GIL held: no Python thread runs any more."""
+    """Blocks forever in native code with the GIL held: no Python thread runs."""
     HANG = "hang"
-    """Blocks in `time.sleep` for ever: other threads run, and a signal wakes it."""
+    """Blocks forever in `time.sleep`: other threads run, and a signal interrupts it."""
     HANG_COLLECTIVE = "hang_collective"
-    """Waits inside the process group for what no peer sends; the peers hang in their next
+    """Waits in the process group for a message that no peer sends; the peers hang in their next
     collective."""
     KILL_MONITOR = "kill_monitor"
     """Kills the rank's monitor process."""
 
     @property
     def needs_main_thread(self) -> bool:
-        """Whether it means something only in the thread that runs the training function."""
+        """Whether it only has its effect in the thread that runs the training function."""
         return self in (
             Kind.EXCEPTION,
             Kind.SYSTEM_EXIT,

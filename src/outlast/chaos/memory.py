@@ -1,8 +1,8 @@
-"""Runs this process, and nothing else, out of memory.
+"""Runs this process out of memory, without harm to the machine.
 
-The process first bounds its own address space (`RLIMIT_AS`, the soft limit only) a little above
-what it has, then allocates, and writes to, all that is left. The allocator's refusal is real, and
-every thread of the process meets it while it lasts; the machine never lacks more than the bound.
+The process limits its own address space (`RLIMIT_AS`, the soft limit only) slightly above what it
+uses, then allocates, and writes to, the rest. The allocation failure is real, and can hit every
+thread of the process while it lasts; the machine provides no more than the limit.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import NoReturn
 __all__ = ["HEADROOM_BYTES", "exhaust_memory"]
 
 HEADROOM_BYTES = 256 * 2**20
-"""How much is allocated, at most, before the allocator refuses."""
+"""The maximum that is allocated before allocation fails."""
 
 _CHUNK_BYTES = 8 * 2**20
 
 
 def exhaust_memory(headroom_bytes: int = HEADROOM_BYTES) -> NoReturn:
-    """Allocates until the allocator refuses, gives all of it back, and lifts the bound again.
+    """Allocates until allocation fails, frees all of it, and restores the limit.
 
     Raises:
         MemoryError: always.
     """
-    old = resource.getrlimit(resource.RLIMIT_AS)
-    bound = _address_space_bytes() + headroom_bytes
-    if old[0] != resource.RLIM_INFINITY:
-        bound = min(bound, old[0])
+    previous = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _address_space_bytes() + headroom_bytes
+    if previous[0] != resource.RLIM_INFINITY:
+        limit = min(limit, previous[0])
     chunks: list[bytes] = []
-    resource.setrlimit(resource.RLIMIT_AS, (bound, old[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, previous[1]))
     try:
         while True:
-            chunks.append(b"\xff" * _CHUNK_BYTES)  # written to, so that it is memory indeed
+            chunks.append(b"\xff" * _CHUNK_BYTES)  # written, so that pages are really allocated
     except MemoryError as error:
         taken = len(chunks) * _CHUNK_BYTES
-        # Else the traceback of what is raised here would keep it.
+        # Otherwise the traceback of the new exception would keep them.
         chunks.clear()
-        raise MemoryError(f"a planned one: no more after {taken} bytes") from error
+        raise MemoryError(f"a planned MemoryError after {taken} bytes") from error
     finally:
         chunks.clear()
-        resource.setrlimit(resource.RLIMIT_AS, old)
+        resource.setrlimit(resource.RLIMIT_AS, previous)
 
 
 def _address_space_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Plans: which rank has which fault, and when; written in Python, or in a JSON file.
+"""Fault plans: which rank has which fault, and when; from Python or from a JSON file.
 
     {
       "faults": [
@@ -9,9 +9,9 @@
       "random": {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}
     }
 
-All conditions of an entry must hold: `iteration` exactly, `step` and `after_seconds` at least.
-At least, so that a fault is not missed where a restart resumes past its step. An entry without a
-condition fires when its rank first enters the training function.
+All conditions of an entry must hold. `iteration` must match exactly; `step` and `after_seconds` are
+minima, so that a fault is not missed when a restart resumes after its step. An entry without
+conditions fires when its rank first enters the training function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Moment", "Plan", "PlannedFault", "RandomFaults", "fail_at"]
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Where a process is: a place in the job, and the seconds since its injector began."""
+    """A process's position in the job, and the seconds since its injector was created."""
 
     rank: int
     iteration: int
@@ -47,10 +47,10 @@ class PlannedFault:
     """One fault of one rank.
 
     Attributes:
-        rank: the rank of the iteration, which need not be the one it began with.
-        iteration: only in this iteration.
-        step: at this step, or the first one after it.
-        after_seconds: not before the process has run this long.
+        rank: the rank in the current iteration, which may differ from the initial one.
+        iteration: the iteration in which it fires; any by default.
+        step: the earliest step at which it fires.
+        after_seconds: how long the process must have run.
     """
 
     rank: int
@@ -71,13 +71,13 @@ class PlannedFault:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFaults:
-    """Faults by chance, the same ones for the same seed.
+    """Random faults, reproducible by the seed.
 
     Attributes:
-        rate_per_step: the chance of a fault at one step of one rank.
-        kinds: drawn from with equal chances.
-        max_faults: of the whole job.
-        ranks: which ranks may have them; all by default.
+        rate_per_step: the probability of a fault at one step of one rank.
+        kinds: the kinds, all equally likely.
+        max_faults: the maximum number of faults per job.
+        ranks: the ranks that may have them; all by default.
     """
 
     seed: int
@@ -90,7 +90,7 @@ class RandomFaults:
         """The fault of this rank at this step of this iteration, or none."""
         if self.ranks is not None and moment.rank not in self.ranks:
             return None
-        # A generator for each moment: what one rank draws does not depend on what others did.
+        # One generator per moment: what a rank draws does not depend on other ranks.
         key = f"{self.seed}/{moment.rank}/{moment.iteration}/{moment.step}"
         generator = random.Random(key)
         if generator.random() >= self.rate_per_step:
@@ -110,14 +110,14 @@ class Plan:
         """Reads a plan from a JSON file.
 
         Raises:
-            ChaosError: if it cannot be read or is no plan; names file, entry, field, and what
-                is allowed there.
+            ChaosError: if it cannot be read or is invalid; names the file, entry and field, and
+                what is allowed there.
         """
         return cls._parse(load_json(Path(path)), f"{path}: ")
 
     @classmethod
     def parse(cls, values: Any) -> Plan:
-        """The plan that `values`, an object read from JSON, describes.
+        """The plan in `values`, an object read from JSON.
 
         Raises:
             ChaosError: as `load` does.
@@ -131,12 +131,12 @@ class Plan:
             _parse_fault(entry, f"{where}faults[{index}]")
             for index, entry in enumerate(fields.items("faults"))
         )
-        by_chance = None
+        random_faults = None
         if fields.has("random"):
-            by_chance = _parse_random(values["random"], where + "random")
-        if not faults and by_chance is None:
+            random_faults = _parse_random(values["random"], where + "random")
+        if not faults and random_faults is None:
             raise ChaosError(f"{where}plan: no faults; give 'faults', 'random', or both")
-        return cls(faults=faults, random=by_chance)
+        return cls(faults=faults, random=random_faults)
 
     def to_json(self) -> str:
         """The plan as `load` reads it."""
@@ -155,7 +155,7 @@ def fail_at(
     after_seconds: float | None = None,
     kind: Kind | str = Kind.EXCEPTION,
 ) -> PlannedFault:
-    """A planned fault, for plans written in Python: `Plan(faults=(fail_at(1, step=20),))`."""
+    """Makes a planned fault: `Plan(faults=(fail_at(1, step=20),))`."""
     return PlannedFault(
         rank=rank, kind=Kind(kind), iteration=iteration, step=step, after_seconds=after_seconds
     )

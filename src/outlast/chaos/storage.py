@@ -1,12 +1,11 @@
-"""Storage that fails: slow, full, torn, or silently wrong; for tests of what relies on it.
+"""Simulates failing storage for tests: slow, full, torn, or silently corrupted.
 
     storage = FaultyStorage(tmp_path, Full(capacity_bytes=1000), Slow(seconds_per_write=0.1))
     with storage.open("weights", "wb") as file:
         file.write(b"...")              # OSError ENOSPC once 1000 bytes are written
 
-Faults are met in the order in which they are given. Files are real ones in a real folder, so that
-what was written can be looked at by other means. `flip_byte` and `truncate` damage a file that is
-already there.
+Each write passes through the faults in the given order. Files are real files in a real folder, so
+that a test can read what was written. `flip_byte` and `truncate` damage an existing file.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Write:
-    """A write to a file: its name, where it begins, what it writes."""
+    """A write to a file: the file's name, the offset, the data."""
 
     name: str
     offset: int
     data: bytes
     error: OSError | None = None
-    """What the write raises after `data` has been written."""
+    """Raised after `data` was written."""
 
 
 class StorageFault(Protocol):
-    """Changes writes."""
+    """Modifies writes."""
 
     def __call__(self, write: Write) -> Write:
-        """The write as it really happens."""
+        """The write to perform instead."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Every write to a file that matches takes longer."""
+    """Delays every write to a matching file."""
 
     seconds_per_write: float
     files: str = "*"
@@ -69,25 +68,25 @@ class Slow:
 
 @dataclass(kw_only=True)
 class Full:
-    """There is room for `capacity_bytes` in all; what fits is written, then comes ENOSPC."""
+    """Limits the storage to `capacity_bytes`: what fits is written, then ENOSPC is raised."""
 
     capacity_bytes: int
     used_bytes: int = field(default=0, init=False)
 
     def __call__(self, write: Write) -> Write:
-        room = self.capacity_bytes - self.used_bytes
-        self.used_bytes += min(room, len(write.data))
-        if len(write.data) <= room:
+        free = self.capacity_bytes - self.used_bytes
+        self.used_bytes += min(free, len(write.data))
+        if len(write.data) <= free:
             return write
-        return _cut(write, room, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), write.name))
+        return _cut(write, free, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), write.name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torn:
-    """A file that matches gets `at_byte` bytes, and no more.
+    """Cuts off a matching file after `at_byte` bytes.
 
-    The write that would go further fails with EIO; or, with `silently`, it and all later ones
-    seem to succeed, as they do where a machine dies before its cache is on the disk.
+    The write that goes further fails with EIO; or, with `silently`, it and all later ones appear to
+    succeed, as when a machine dies before its page cache is on disk.
     """
 
     at_byte: int
@@ -95,16 +94,16 @@ class Torn:
     silently: bool = False
 
     def __call__(self, write: Write) -> Write:
-        room = max(0, self.at_byte - write.offset)
-        if len(write.data) <= room or not fnmatch.fnmatch(write.name, self.files):
+        free = max(0, self.at_byte - write.offset)
+        if len(write.data) <= free or not fnmatch.fnmatch(write.name, self.files):
             return write
         error = OSError(errno.EIO, os.strerror(errno.EIO), write.name)
-        return _cut(write, room, None if self.silently else error)
+        return _cut(write, free, None if self.silently else error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flipped:
-    """The byte at `offset` of a file that matches is written wrong, and nobody says so."""
+    """Silently inverts the byte at `offset` of a matching file."""
 
     offset: int
     files: str = "*"
@@ -119,11 +118,11 @@ class Flipped:
 
 
 class FaultyStorage:
-    """The files of a folder, as faults let them be written.
+    """The files of a folder, with faults on writes.
 
     Args:
-        root: the folder, which exists.
-        faults: what every write goes through, in this order.
+        root: the folder, which must exist.
+        faults: applied to every write, in this order.
     """
 
     def __init__(self, root: str | os.PathLike[str], *faults: StorageFault) -> None:
@@ -131,20 +130,20 @@ class FaultyStorage:
         self._faults = faults
 
     def open(self, name: str, mode: str = "rb") -> BinaryIO:
-        """Opens a file: `rb` to read, `wb` to write it anew, `ab` to append."""
+        """Opens a file: `rb` to read, `wb` to overwrite, `ab` to append."""
         if mode not in ("rb", "wb", "ab"):
             raise ValueError(f"mode is {mode!r}; allowed are 'rb', 'wb', 'ab'")
         if mode == "rb":
             return (self.root / name).open("rb")
-        # A raw file would be a RawIOBase, of which no write need be whole.
+        # Not a RawIOBase, whose writes may be partial.
         return cast(BinaryIO, _FaultyFile(self.root / name, name, mode, self._faults))
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         return (self.root / name).exists()
 
     def replace(self, source: str, target: str) -> None:
-        """Renames a file over another."""
+        """Renames a file, replacing the target."""
         (self.root / source).replace(self.root / target)
 
     def remove(self, name: str) -> None:
@@ -152,7 +151,7 @@ class FaultyStorage:
         (self.root / name).unlink()
 
     def names(self) -> list[str]:
-        """The files, as paths from the root."""
+        """The paths of all files, relative to the root."""
         files = (path for path in self.root.rglob("*") if path.is_file())
         return sorted(str(path.relative_to(self.root)) for path in files)
 
@@ -162,7 +161,7 @@ class _FaultyFile(io.BufferedIOBase):
         self._file = path.open(mode, buffering=0)
         self._name = name
         self._faults = faults
-        self._offset = path.stat().st_size  # as its writer believes, whatever was written
+        self._offset = path.stat().st_size  # as the writer sees it, also after a silent fault
 
     def writable(self) -> bool:
         return True
@@ -174,20 +173,20 @@ class _FaultyFile(io.BufferedIOBase):
         return self._offset
 
     def write(self, data: Any) -> int:
-        whole = bytes(data)
-        write = Write(self._name, self._offset, whole)
+        requested = bytes(data)
+        write = Write(self._name, self._offset, requested)
         for fault in self._faults:
             write = fault(write)
             if write.error is not None:
-                break  # the rest of the storage never sees what was cut off
+                break  # later faults do not see the part that was cut off
         view = memoryview(write.data)
         while view:
             view = view[self._file.write(view) :]
         if write.error is not None:
             self._offset += len(write.data)
             raise write.error
-        self._offset += len(whole)
-        return len(whole)
+        self._offset += len(requested)
+        return len(requested)
 
     def close(self) -> None:
         self._file.close()
@@ -195,7 +194,7 @@ class _FaultyFile(io.BufferedIOBase):
 
 
 def flip_byte(path: str | os.PathLike[str], offset: int) -> None:
-    """Inverts the byte at `offset` of a file; from its end, if negative."""
+    """Inverts the byte at `offset` of a file; a negative offset counts from the end."""
     with open(path, "r+b") as file:
         file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
         byte = file.read(1)
@@ -206,10 +205,10 @@ def flip_byte(path: str | os.PathLike[str], offset: int) -> None:
 
 
 def truncate(path: str | os.PathLike[str], size: int) -> None:
-    """Cuts a file down to `size` bytes."""
+    """Truncates a file to `size` bytes."""
     old = os.stat(path).st_size
     if not 0 <= size <= old:
-        raise ValueError(f"{os.fspath(path)} has {old} bytes: cannot be cut down to {size}")
+        raise ValueError(f"{os.fspath(path)} has {old} bytes: cannot be truncated to {size}")
     os.truncate(path, size)
 
 
