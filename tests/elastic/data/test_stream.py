@@ -60,7 +60,7 @@ class Together(ShardedStream):
         )
         self._together = replicas
 
-    def _gathered(self, count: int) -> list[int]:
+    def _gather(self, count: int) -> list[int]:
         return self._together.exchanged(self.rank, count)
 
     def _exchange(self) -> None:
