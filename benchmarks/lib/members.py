@@ -9,13 +9,14 @@ from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
+from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.contract import (
+    AssignedRank,
     GrowPolicy,
     Interrupted,
     Limits,
-    Phase,
-    Place,
     Raised,
+    RecoveryState,
     Returned,
 )
 from outlast.inprocess.recovery.machine import Machine
@@ -87,12 +88,12 @@ class Member(BareHost):
 
     # -- the rank-local side -----------------------------------------------------------------
 
-    def at(self, phase: Phase, iteration: int, member: int) -> None:
+    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.member = member
 
-    def assign(self, record: ViewRecord, member: int) -> Place:
+    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         alive = [m for m in record.slots() if m is not None]
-        return Place(alive.index(member), len(alive))
+        return AssignedRank(alive.index(member), len(alive))
 
     async def publish(self, link: Link, iteration: int) -> None:
         if self.preferred_rank == 0:
@@ -113,6 +114,6 @@ class Member(BareHost):
         if self.preferred_rank == iteration % self.size:
             self._all_in(iteration)  # the others wait by then, as ranks in a collective do
             self.failed[iteration] = time.monotonic()
-            return Raised(self.fault(iteration, "EXCEPTION", "planned"))
+            return Raised(self.fault(iteration, Interruption.EXCEPTION, "planned"))
         await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)
         return Interrupted()

@@ -9,7 +9,7 @@ import pytest
 from outlast.inprocess.environment import (
     Launch,
     exported,
-    publish_place,
+    publish_rank,
     read_launch,
     store_endpoint,
 )
@@ -90,7 +90,7 @@ def test_a_place_is_published_and_taken_back(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "8")
     before = place()
     with pytest.raises(KeyError), exported():
-        publish_place(1, 2, 7, ("node1", 4000))
+        publish_rank(1, 2, 7, ("node1", 4000))
         assert store_endpoint() == ("node1", 4000)
         assert read_launch() == Launch(1, 2, "node1", 4000, True, 7, 0, "")
         raise KeyError

@@ -14,7 +14,10 @@ from inprocess.mutations import mutate
 from outlast.coordination import barrier, view
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
-from outlast.inprocess.recovery.machine import GrowPolicy, Machine
+from outlast.inprocess.recovery.admission import hold_for_replacements
+from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.recovery.fault_history import agreed_faults
+from outlast.inprocess.recovery.machine import Machine
 from outlast.testing.membership import Result, Schedule, simulate
 
 SEEDS = 10_000
@@ -201,7 +204,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "isinstance(error, RestartAbort)),",
         "False),",
     ),
-    "an ended job goes on": (Machine._decide, "if ender is None:", "if True:"),
+    "an ended job goes on": (Machine._decide, "if ender is not None:", "if False:"),
     "two processes take one place": (
         MembershipProtocol.register,
         "if held == token.encode() else None",
@@ -223,12 +226,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "self.iteration - 0",
     ),
     "an end that is told late is a cause": (
-        Machine._faults,
+        agreed_faults,
         "if any(ends(fault) for fault in faults):",
         "if False:",
     ),
     "the end of a newcomer on its way is a cause": (
-        Machine._faults,
+        agreed_faults,
         "fault.member in missing:",
         "fault.member not in came:",
     ),
@@ -238,8 +241,8 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "pass",
     ),
     "a hold looks before it knows where to go on": (
-        Machine._await_replacements,
-        'seen = int(await self.link.read("joined") or b"0")',
+        hold_for_replacements,
+        'seen = int(await membership.link.read("joined") or b"0")',
         "seen = 0",
     ),
 }

@@ -1,8 +1,8 @@
 """Restart in place: a fault on any rank restarts the function on every healthy rank.
 
-Change `import nvidia_resiliency_ext.inprocess as inprocess` to `import outlast.inprocess as
-inprocess`; the names are those of its version 0.2 (`docs/migration-nvrx.md` lists what changed
-there since).
+To migrate, change `import nvidia_resiliency_ext.inprocess as inprocess` to `import
+outlast.inprocess as inprocess`. The names are those of its version 0.2; `docs/migration-nvrx.md`
+lists what has changed there since.
 """
 
 from outlast.inprocess import (

@@ -1,13 +1,15 @@
-"""Ends the distributed work that is in flight, from another thread, within milliseconds.
+"""Ends the distributed work in flight, from another thread, within milliseconds.
 
-* NCCL groups by their own abort, all at once, each in a thread of its own, because one that is
-  stuck must not hold up the others.
-* gloo groups by their sockets (see `distributed/gloo_sockets.py`), sub-groups and DDP's groups too.
-* A rank may also be stuck in the making of a group, where it waits on the group's store for a
+* NCCL groups are ended by their own abort, each in a thread of its own, so that one that hangs does
+  not delay the others.
+* gloo groups are ended by shutting down their sockets (`distributed/gloo_sockets.py`), including
+  sub-groups and the groups of DDP.
+* A rank may also be blocked in the creation of a group, where it waits on the group's store for a
   peer that will never come. So the connections to that store which this iteration has opened are
   shut down as well. Connections that were open before the wrapped call are not touched.
 
-What a group owns is released afterwards, in the thread that used it (`distributed/release.py`).
+The resources of the groups are released afterwards, in the thread that used them
+(`distributed/release.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
+from outlast.inprocess.distributed.gloo_abort import GlooAbort
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.state import State
 from outlast.system.sockets import shut_down, socket_inodes
@@ -34,28 +35,28 @@ log = logging.getLogger("outlast.inprocess")
 
 
 class Abort(abc.ABC):
-    """Ends in-flight work. Called in another thread than the function's."""
+    """Ends in-flight work. Called in the monitor thread, not in the function's thread."""
 
-    def prepare(self) -> None:  # noqa: B027 - a hook that most do not need
-        """Called once, before the first iteration: the time to note what is not to be touched."""
+    def prepare(self) -> None:  # noqa: B027 - an optional hook
+        """Called once, before the first iteration: to note what must not be touched."""
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Ends in-flight work; the function's thread gets an exception or goes on."""
+        """Ends in-flight work; the function's thread gets an exception or continues."""
 
-    def again(self, state: State) -> None:  # noqa: B027 - a hook that most do not need
-        """Called while the function has not been left: the time to end work that began later."""
+    def again(self, state: State) -> None:  # noqa: B027 - an optional hook
+        """Called repeatedly until the function has been left: to end work that began later."""
 
 
 class AbortTorchDistributed(Abort):
     """Ends the collectives of every process group that `torch.distributed` knows of."""
 
     def __init__(self) -> None:
-        self._foreign: frozenset[int] = frozenset()
-        self._forgotten = ForgottenWaits()
+        self._open_before: frozenset[int] = frozenset()
+        self._gloo = GlooAbort()
 
     def prepare(self) -> None:
-        self._foreign = frozenset(socket_inodes().values())
+        self._open_before = frozenset(socket_inodes().values())
 
     def __call__(self, state: State) -> State:
         threads = [
@@ -64,33 +65,28 @@ class AbortTorchDistributed(Abort):
         ]
         for thread in threads:
             thread.start()
-        self._forgotten = ForgottenWaits()
-        self._shut_down()
+        self._gloo = GlooAbort(keep=self._open_before)
+        self._gloo.shut_down()
+        self._shut_down_store()
         for thread in threads:
             thread.join()
         return state
 
     def again(self, state: State) -> None:
-        """Shuts down what is connected by now: a group may have come up since the abort. Wakes who
-        waits although nothing is connected any more.
+        """Shuts down new connections, since a group may have been created after the abort, and
+        wakes threads that wait although there is no connection left.
         """
-        if self._forgotten.wake(settled=not self._shut_down()):
-            log.info("gloo left a thread waiting without a connection; it was woken")
+        connected = self._gloo.shut_down()
+        self._shut_down_store()
+        if self._gloo.wake_blocked(settled=not connected):
+            log.info("woke a thread that gloo had left waiting without a connection")
 
-    def _shut_down(self) -> bool:
-        """Shuts down all connections; whether there were any between gloo's pairs."""
-        pairs = [p for p in gloo_sockets.pair_sockets().items() if p[1] not in self._foreign]
-        for descriptor, inode in pairs:
-            shut_down(descriptor, inode)
-        self._leave_store()
-        return bool(pairs)
-
-    def _leave_store(self) -> None:
+    def _shut_down_store(self) -> None:
         endpoint = store_endpoint()
         if endpoint is None:
             return
         for descriptor, inode in socket_inodes().items():
-            if inode not in self._foreign and _peer(descriptor) == endpoint:
+            if inode not in self._open_before and _peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
 
 
@@ -112,7 +108,7 @@ def _abort_nccl(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError:
-        log.exception("an NCCL communicator could not be aborted; the restart goes on")
+        log.exception("an NCCL communicator could not be aborted; the restart continues")
 
 
 def _peer(descriptor: int) -> tuple[str, int] | None:
@@ -123,5 +119,5 @@ def _peer(descriptor: int) -> tuple[str, int] | None:
     except OSError:
         return None  # not connected
     if not isinstance(peer, tuple):
-        return None  # not of the internet
+        return None  # not an internet socket
     return str(peer[0]).removeprefix("::ffff:"), int(peer[1])

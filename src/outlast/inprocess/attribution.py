@@ -1,4 +1,4 @@
-"""What interrupted an iteration, and on which rank."""
+"""What interrupted an iteration, and on which rank: the kinds of interruption."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Interruption(enum.Enum):
     """Kinds of interruption.
 
     * `EXCEPTION`: an `Exception` in the function or in `initialize`.
-    * `BASE_EXCEPTION`: the rank left with a `BaseException` or with an error of its own clean-up.
-    * `SOFT_TIMEOUT`, `HARD_TIMEOUT`: no progress; the second ended the process.
-    * `TERMINATED`: the process ended without a word.
-    * `UNRESPONSIVE`: the rank was not heard of.
+    * `BASE_EXCEPTION`: the rank left with a `BaseException`, or with an error of its clean-up.
+    * `SOFT_TIMEOUT`, `HARD_TIMEOUT`: no progress; the hard timeout terminated the process.
+    * `TERMINATED`: the process ended without a report (killed or crashed).
+    * `UNRESPONSIVE`: no heartbeat of the rank.
     """
 
     EXCEPTION = "EXCEPTION"
@@ -28,7 +28,7 @@ class Interruption(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class InterruptionRecord:
-    """An interruption of `rank`. `str()` gives text, `from_str` reads it back."""
+    """An interruption of `rank`. `from_str` parses the text that `str()` makes."""
 
     rank: int
     interruption: Interruption
@@ -38,10 +38,10 @@ class InterruptionRecord:
 
     @classmethod
     def from_str(cls, text: str) -> InterruptionRecord:
-        """Reads what `str()` gave.
+        """Parses the text that `str()` makes.
 
         Raises:
-            ValueError: if `text` is not of that form; says what it was.
+            ValueError: if `text` does not have that form; quotes it.
         """
         rank, separator, kind = text.partition(":")
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from outlast.clock import Clock
-from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive import GapEstimator
@@ -22,7 +22,7 @@ class CallWrapper:
 
     Attributes:
         iteration: of the current restart, from 0.
-        state: this rank's place in the iteration.
+        state: the rank and sizes of this iteration.
         monitor_pid: process id of this rank's monitor process.
     """
 
@@ -30,7 +30,7 @@ class CallWrapper:
         self,
         state: State,
         page: SharedPage,
-        gate: AtomicGate,
+        atomic_section: AtomicSection,
         interrupter: Interrupter,
         clock: Clock,
         estimator: GapEstimator | None,
@@ -39,7 +39,7 @@ class CallWrapper:
         self.state = state
         self.monitor_pid = monitor_pid
         self._page = page
-        self._gate = gate
+        self._atomic_section = atomic_section
         self._interrupter = interrupter
         self._clock = clock
         self._estimator = estimator
@@ -51,11 +51,11 @@ class CallWrapper:
         return self.state.iteration
 
     def ping(self) -> None:
-        """Says that the function makes progress.
+        """Reports that the function makes progress.
 
-        The first ping of an iteration arms the progress timeout: from then on a rank that does
-        not ping within `soft_timeout` is interrupted, within `hard_timeout` terminated. Costs
-        about a microsecond; call it once a step.
+        The first ping of an iteration arms the progress timeout: after it, a rank that does not
+        ping within `soft_timeout` is interrupted, and within `hard_timeout` terminated. A ping
+        costs about a microsecond; call it once a step.
         """
         now = self._clock.now()
         page = self._page
@@ -70,23 +70,23 @@ class CallWrapper:
             observer.pinged(self, page.pings)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """A context in which the function is not interrupted. Re-entrant; for this thread.
+        """A context in which the function is not interrupted. Re-entrant, for this thread only.
 
-        A termination waits until the thread is outside; once it is under way, entering raises
-        `RankShouldRestart`. The hard timeout still applies.
+        A restart waits until the thread has left the context; once a restart has begun, entering
+        raises `RankShouldRestart`. The hard timeout still applies.
         """
-        return self._gate
+        return self._atomic_section
 
     @contextmanager
     def long_phase(self, limit: Duration | None = None) -> Iterator[None]:
-        """Declares that no ping will come for a while: an evaluation, a save, a first step.
+        """Declares a phase without pings: an evaluation, a save, a first step.
 
         Args:
-            limit: how long the phase may take before the rank counts as hung; `None` is the soft
-                timeout of the settings (`Adaptive.initial`). The hard timeout comes as long
-                after it as it comes after the soft timeout in the settings, or later.
+            limit: how long the phase may take before the rank counts as hung; `None` stands for
+                the soft timeout of the settings (`Adaptive.initial`). The hard timeout follows
+                after the same interval as in the settings, or a longer one.
 
-        Phases nest: the innermost one counts.
+        Phases nest: the limit of the innermost one applies.
 
         Raises:
             ValueError: if `limit` is not positive.

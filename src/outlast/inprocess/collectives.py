@@ -1,12 +1,10 @@
-"""End the collectives of this process that are in flight, for other rooms."""
+"""Interrupts the collectives of this process that are in flight, for other rooms."""
 
 from __future__ import annotations
 
 import threading
 
-from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
-from outlast.inprocess.distributed.gloo_sockets import pair_sockets
-from outlast.system.sockets import shut_down
+from outlast.inprocess.distributed.gloo_abort import GlooAbort
 
 __all__ = ["interrupt_collectives"]
 
@@ -23,11 +21,9 @@ def interrupt_collectives(done: threading.Event) -> None:
     Args:
         done: set when the threads that were in a collective have left it.
     """
-    waits = ForgottenWaits()
+    gloo = GlooAbort()
     while True:
-        pairs = pair_sockets()
-        for descriptor, inode in pairs.items():
-            shut_down(descriptor, inode)
+        connected = gloo.shut_down()
         if done.wait(_AGAIN_S):
             return
-        waits.wake(settled=not pairs)
+        gloo.wake_blocked(settled=not connected)

@@ -1,4 +1,4 @@
-"""The one place of this room that reads and writes `os.environ`."""
+"""The environment variables of this room: the only module of it that uses `os.environ`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Launch", "exported", "publish_place", "read_launch", "store_endpoint"]
+__all__ = ["Launch", "exported", "publish_rank", "read_launch", "store_endpoint"]
 
-_PLACE = (
+_RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "MASTER_ADDR",
@@ -21,16 +21,16 @@ _PLACE = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says.
+    """What the launcher has set.
 
     Attributes:
-        rank, world_size: place at the start; 0 and 1 without a launcher.
-        host, port: of the store; `None` where the launcher names none.
-        agent_store: a launcher hosts the store there already (torchrun, `outlast run`).
-        attempt: of a launcher that restarts all workers from scratch, while its store stays.
-        replacement: how often this rank was replaced before.
+        rank, world_size: at the start of the job; 0 and 1 without a launcher.
+        host, port: of the store; `None` if not set.
+        agent_store: whether the launcher hosts the store there (torchrun, `outlast run`).
+        attempt: the number of times that the launcher restarted all workers, with the same store.
+        replacement: how many times this rank was replaced.
         events_dir: where to write events, or an empty string.
-        agent: the launcher is `outlast run`.
+        agent: whether the launcher is `outlast run`.
     """
 
     rank: int
@@ -48,7 +48,7 @@ def read_launch() -> Launch:
     """Reads the launcher's variables.
 
     Raises:
-        ValueError: naming the variable that is no number, or out of range.
+        ValueError: naming the variable that is not a number, or out of range.
     """
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
@@ -58,7 +58,7 @@ def read_launch() -> Launch:
         raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
     if world_size > 1 and not port:
         raise ValueError(
-            f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: where is the store?"
+            f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: the store cannot be found"
         )
     return Launch(
         rank=rank,
@@ -74,15 +74,15 @@ def read_launch() -> Launch:
 
 
 def store_endpoint() -> tuple[str, int] | None:
-    """Where `init_process_group` finds its store, as the environment says now."""
+    """Where `init_process_group` finds its store, by the present environment."""
     port = _number("MASTER_PORT", 0)
     return (os.environ.get("MASTER_ADDR", ""), port) if port else None
 
 
 @contextmanager
 def exported() -> Iterator[None]:
-    """Puts the variables that `publish_place` writes back to what they were."""
-    before = {name: os.environ.get(name) for name in _PLACE}
+    """Restores the variables that `publish_rank` writes."""
+    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
     try:
         yield
     finally:
@@ -93,11 +93,11 @@ def exported() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def publish_place(rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]) -> None:
-    """Tells the function its place, and where `init_process_group` finds the iteration's store.
+def publish_rank(rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]) -> None:
+    """Sets the rank of the function, and the store of the iteration for `init_process_group`.
 
-    torch is told that the store is hosted already, as it is under torchrun: it then makes no
-    server of its own.
+    torch is told that the store is hosted already, as under torchrun: it then starts no server
+    of its own.
     """
     os.environ.update(
         RANK=str(rank),

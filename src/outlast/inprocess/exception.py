@@ -1,4 +1,4 @@
-"""The exceptions of restart in place; the whole tree is drawn in `outlast.errors`."""
+"""The exceptions of restart in place; `outlast.errors` documents the whole tree."""
 
 from outlast.errors import (
     FaultCounterExceeded,

@@ -1,4 +1,4 @@
-"""What brings a rank to where a restart can be tried: runs after the abort."""
+"""Finalize policies: they prepare a rank for a restart, after the abort."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 class Finalize(abc.ABC):
     """Runs on every rank after the abort of an iteration, before its health check.
 
-    What it raises goes up as it is: this rank leaves, the others go on without it.
+    An exception that it raises is not changed: this rank leaves, the others continue without it.
     """
 
     @abc.abstractmethod
     def __call__(
         self, state: State, train_ex: BaseException | None = None
     ) -> tuple[State, BaseException | None]:
-        """Does its work; returns both arguments, changed or not.
+        """Runs; returns both arguments, changed or not.
 
         Args:
             state: of the iteration that has ended.
-            train_ex: what the function raised on this rank by itself; `None` if it was
+            train_ex: the exception that the function itself raised on this rank; `None` if it was
                 interrupted because of another rank.
         """
 
@@ -41,19 +41,19 @@ class Finalize(abc.ABC):
 class ThreadedFinalize(Finalize):
     """Runs `fn(*args, **kwargs)` in a thread, for `timeout` at most.
 
-    The thread has the CUDA device of its caller as its current device. When the time is over the
-    thread is left to itself, because Python cannot end one: it is a daemon, and does not hold up
-    the end of the process.
+    The current CUDA device of the thread is that of its caller. After the timeout the thread is
+    abandoned, because Python cannot end it: it is a daemon, and does not delay the end of the
+    process.
 
     Args:
         timeout: how long `fn` may take.
-        fn: what to run.
+        fn: the function to run.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Raises:
-        TimeoutError: when called, if `fn` has not returned within `timeout`; names both. What
-            `fn` raises goes up as it is.
+        TimeoutError: when called, if `fn` has not returned within `timeout`; names both.
+            Exceptions of `fn` are not changed.
     """
 
     timeout: Duration
@@ -82,14 +82,14 @@ class ThreadedFinalize(Finalize):
 
 
 def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
-    """Runs `call` in a daemon thread, and waits for it for `timeout` at most.
+    """Runs `call` in a daemon thread, and waits for `timeout` at most.
 
     Raises:
-        TimeoutError: if it is not done by then; begins with `what`. What `call` raises goes up as
-            it is.
+        TimeoutError: if it has not returned by then; begins with `what`. Exceptions of `call` are
+            not changed.
     """
     raised: list[BaseException] = []
-    # A new thread starts on device 0, whatever the device of this one is.
+    # A new thread starts on device 0, not on the device of this one.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
@@ -97,7 +97,7 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
             if device is not None:
                 torch.cuda.set_device(device)
             call()
-        except BaseException as e:  # noqa: BLE001  it is raised again in the calling thread
+        except BaseException as e:  # noqa: BLE001 - raised again in the calling thread
             raised.append(e)
 
     thread = threading.Thread(target=run, name="outlast-run-within", daemon=True)
@@ -109,4 +109,4 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
         try:
             raise raised[0]
         finally:
-            raised.clear()  # else the exception and this frame hold each other
+            raised.clear()  # else the exception and this frame form a reference cycle

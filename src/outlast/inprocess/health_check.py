@@ -1,4 +1,4 @@
-"""Whether a rank may go on: raises when it must not."""
+"""Health checks: they raise if a rank must not continue."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthChe
 class HealthCheck(abc.ABC):
     """Runs on every rank before the function, and after `finalize`.
 
-    Whatever `Exception` it raises says that this rank must not take part any longer: it leaves
-    with a `HealthCheckError`, and the others go on without it.
+    Any `Exception` that it raises means that this rank must not continue: it leaves with a
+    `HealthCheckError`, and the others continue without it.
     """
 
     @abc.abstractmethod
     def __call__(
         self, state: State, train_ex: BaseException | None = None
     ) -> tuple[State, BaseException | None]:
-        """Raises if the rank must not go on; returns both arguments otherwise.
+        """Raises if the rank must not continue; otherwise returns both arguments.
 
         Args:
-            state: of the iteration that begins or has ended.
-            train_ex: what the function raised on this rank by itself; `None` if it was
+            state: of the iteration that begins, or that has ended.
+            train_ex: the exception that the function itself raised on this rank; `None` if it was
                 interrupted because of another rank, or has not run yet.
         """
 
@@ -42,19 +42,19 @@ class HealthCheck(abc.ABC):
 class CudaHealthCheck(HealthCheck):
     """Synchronizes with the rank's GPU in a thread, twice.
 
-    The first time waits for the work that the abort has left in the streams, and brings up its
-    errors; the second finds whether the device still answers after that.
+    The first synchronization waits for work that the abort has left in the streams, and raises its
+    errors; the second checks that the device still answers after that.
 
     The rank's GPUs are those on which this process holds memory, or its current device if there
-    is none. Nothing is done where there is no CUDA, or where this process has not used it yet:
-    a check takes no memory on a GPU.
+    is none. Without CUDA, or if this process has not used it yet, the check does nothing: it
+    allocates no memory on a GPU.
 
     Args:
-        timeout: how long both may take together.
+        timeout: of both together.
 
     Raises:
-        TimeoutError: when called, if the GPU does not answer; names it. Errors of CUDA go up as
-            they are.
+        TimeoutError: when called, if the GPU does not answer; names it. Errors of CUDA are not
+            changed.
     """
 
     timeout: Duration = datetime.timedelta(seconds=30)
@@ -75,19 +75,19 @@ class CudaHealthCheck(HealthCheck):
 
 @dataclasses.dataclass(eq=False)
 class FaultCounter(HealthCheck):
-    """Counts this rank's own faults, and makes it leave when there are too many.
+    """Counts the faults of this rank, and makes it leave if there are too many.
 
-    A fault is an `Exception`, or a `RankShouldRestart`, that the function raised on this rank by
-    itself. Restarts because of other ranks are not counted.
+    A fault is an `Exception`, or a `RankShouldRestart`, that the function itself raised on this
+    rank. Restarts because of other ranks are not counted.
 
     Args:
-        max_rank_faults: how many faults this rank may have; `None` for any number.
+        max_rank_faults: the allowed number of faults of this rank; `None` for no limit.
 
     Attributes:
-        faults: how many there were.
+        faults: the number so far.
 
     Raises:
-        FaultCounterExceeded: when called, if there were more; caused by the last fault.
+        FaultCounterExceeded: when called, if the number is exceeded; caused by the last fault.
     """
 
     max_rank_faults: int | None = None
@@ -113,7 +113,7 @@ class FaultCounter(HealthCheck):
 
 def _devices_in_use() -> list[int]:
     held: list[int] = []
-    with contextlib.suppress(RuntimeError):  # a pluggable allocator may keep no statistics
+    with contextlib.suppress(RuntimeError):  # a pluggable allocator may have no statistics
         held = [d for d in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(d)]
     return held or [torch.cuda.current_device()]
 

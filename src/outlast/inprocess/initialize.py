@@ -1,4 +1,4 @@
-"""What a rank does before the function in every iteration."""
+"""Initialize policies: they run on a rank before the function, in every iteration."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ __all__ = ["Initialize", "RetryController"]
 class Initialize(abc.ABC):
     """Runs on every rank before the function, in every iteration, the first one included.
 
-    An `Exception` that it raises restarts all ranks, as one of the function does; `RestartAbort`
-    ends the job on all of them.
+    An `Exception` that it raises restarts all ranks, like one of the function; `RestartAbort` ends
+    the job on all of them.
     """
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Does its work; returns the state, changed or not."""
+        """Runs; returns the state, changed or not."""
 
 
 @dataclasses.dataclass(eq=False)
 class RetryController(Initialize):
-    """Ends the job when it was restarted too often, or has become too small.
+    """Ends the job if it was restarted too many times, or has become too small.
 
     Args:
-        max_iterations: how many iterations there may be, the first run counted; `None` for any
-            number.
-        min_world_size: the fewest ranks, the warm reserve included, that it is worth going on
-            with.
-        min_active_world_size: the fewest ranks that call the function.
+        max_iterations: the largest number of iterations, including the first run; `None` for no
+            limit.
+        min_world_size: the smallest number of ranks, including the warm reserve.
+        min_active_world_size: the smallest number of ranks that call the function.
 
     Raises:
-        RestartAbort: when called in a state that is past a limit; names the limit and the values.
+        RestartAbort: when called with a state beyond a limit; names the limit and the values.
     """
 
     max_iterations: int | None = None

@@ -1,26 +1,40 @@
-"""Observers see ranks enter the wrapped function and make progress; for fault injection."""
+"""Observers of wrapped calls: they see a rank enter the function and make progress.
+
+For fault injection and profilers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.state import State
 
-__all__ = ["Observer", "add_observer", "observers", "remove_observer"]
+__all__ = ["ObservedCall", "Observer", "add_observer", "observers", "remove_observer"]
+
+
+class ObservedCall(Protocol):
+    """What an observer sees of a `CallWrapper`."""
+
+    state: State
+    monitor_pid: int | None
+
+    @property
+    def iteration(self) -> int:
+        """The number of restarts so far."""
+        ...
 
 
 class Observer(Protocol):
-    """Called in the function's thread, as part of the function: what it raises is the function's
-    exception, and it may be interrupted.
+    """Called in the function's thread, as part of the function: an exception that it raises is
+    one of the function, and it may be interrupted.
     """
 
-    def entered(self, call: CallWrapper) -> None:
-        """Just before the function, in every iteration."""
+    def entered(self, call: ObservedCall) -> None:
+        """Called just before the function, in every iteration."""
         ...
 
-    def pinged(self, call: CallWrapper, pings: int) -> None:
-        """At each `call.ping()`; `pings` counts from 1 in every iteration."""
+    def pinged(self, call: ObservedCall, pings: int) -> None:
+        """Called at each `call.ping()`; `pings` counts from 1 in every iteration."""
         ...
 
 

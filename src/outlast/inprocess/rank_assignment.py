@@ -1,10 +1,10 @@
-"""New ranks for the next iteration, when places of the last one are empty.
+"""Rank assignment policies: the ranks of the next iteration, when ranks of the last one are gone.
 
-Every rank calls the assignment with its own state: `state.rank` is its place before, newcomers
-placed, and `state.world_size` the number of places, the empty ones included. The empty places are
-the *terminated ranks*. An assignment gives the rank its new place and size, and returns the
-terminated ranks that it has left for others to deal with. All ranks come to the same
-arrangement without talking, because each works from the same sizes and terminated ranks.
+Every rank calls the assignment with its own state: `state.rank` is its rank before, or the rank at
+which a new process was admitted, and `state.world_size` is the number of ranks, including those
+that are gone: the *terminated ranks*. An assignment gives the rank its new rank and world size, and
+returns the terminated ranks that it leaves to the next policy. All ranks come to the same
+arrangement without communication, because all start from the same sizes and terminated ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 class RankAssignment(abc.ABC):
     """Arranges the ranks of the next iteration.
 
-    An exception that it raises goes up as it is: this rank leaves, the others go on without it.
+    An exception that it raises is not changed: this rank leaves, the others continue without it.
     """
 
     @abc.abstractmethod
@@ -43,11 +43,11 @@ class RankAssignment(abc.ABC):
         self, state: State, terminated_ranks: frozenset[int]
     ) -> tuple[State, frozenset[int]]:
         """Returns the state with its new `rank` and `world_size`, and the terminated ranks that
-        are still to be dealt with: none of them may be left after the last assignment.
+        are not handled yet: none may be left after the last assignment.
 
         Args:
             state: of this rank; `rank` is below `world_size`.
-            terminated_ranks: ranks below `world_size` that are not to be in the next iteration.
+            terminated_ranks: ranks below `world_size` that are not in the next iteration.
 
         Raises:
             RankDiscarded: if this rank is one of those.
@@ -55,7 +55,7 @@ class RankAssignment(abc.ABC):
 
 
 class MarkedRanks(frozenset[int]):
-    """Terminated ranks, some of them with the reason for which a policy marked them.
+    """Terminated ranks, some with the reason why a policy marked them.
 
     Attributes:
         why: the reasons, by rank.
@@ -64,7 +64,7 @@ class MarkedRanks(frozenset[int]):
     why: Mapping[int, str]
 
     def __new__(cls, ranks: Iterable[int], why: Mapping[int, str]) -> MarkedRanks:
-        """Makes the set."""
+        """Creates the set."""
         marked = super().__new__(cls, ranks)
         marked.why = why
         return marked
@@ -72,9 +72,9 @@ class MarkedRanks(frozenset[int]):
 
 @dataclasses.dataclass(eq=False)
 class ShiftRanks(RankAssignment):
-    """Closes the gaps: every rank moves to the left by the number of gaps left of it.
+    """Closes the gaps: every rank is lowered by the number of gaps below it.
 
-    The order is kept, and with it which ranks are neighbours.
+    The order is kept, and so is which ranks are neighbours.
     """
 
     def __call__(
@@ -87,10 +87,10 @@ class ShiftRanks(RankAssignment):
 
 @dataclasses.dataclass(eq=False)
 class FillGaps(RankAssignment):
-    """Fills the gaps from the end: as few ranks move as can be.
+    """Fills the gaps from the end: the smallest possible number of ranks changes.
 
-    With n ranks left, those whose rank is below n keep it. The others, in their order, move into
-    the gaps, in theirs.
+    With n ranks left, those below n are kept. The others, in their order, move into the gaps, in
+    ascending order.
     """
 
     def __call__(
@@ -101,7 +101,7 @@ class FillGaps(RankAssignment):
         rank = state.rank
         if rank >= size:
             before = sum(other not in terminated_ranks for other in range(size, rank))
-            # As many ranks move as there are gaps below `size`, which come first.
+            # The number of ranks to move equals the number of gaps below `size`, which come first.
             rank = sorted(terminated_ranks)[before]
         return _moved(state, rank, terminated_ranks), frozenset()
 
@@ -110,16 +110,16 @@ class FillGaps(RankAssignment):
 class FilterGroupedByKey(RankAssignment):
     """Marks every rank of a group that is not healthy enough, e.g. of a node that lost a GPU.
 
-    It moves nobody: the policy that drops the marked ranks stands left of it, as in
+    It changes no ranks: a policy to its left drops the marked ranks, as in
     `Compose(ShiftRanks(), FilterGroupedByKey(lambda rank, size: rank // 8, lambda n: n == 8))`.
 
     Args:
         key_or_fn: the group: a string, the key of this process (e.g. its host name), or
-            `fn(rank, world_size)`, which gives the key of any rank, and is asked for the healthy
-            ones with their places before. Keys that are strings are exchanged through
-            `state.store`; a function is asked on each rank, and must give the same there.
-        condition: given the number of healthy ranks of a group, says whether they are to stay.
-            Must say the same on each rank.
+            `fn(rank, world_size)`, which returns the key of any rank, and is called for the
+            healthy ranks, with their ranks before the assignment. Strings are exchanged through
+            `state.store`; a function is called on each rank, and must return the same on all.
+        condition: is given the number of healthy ranks of a group, and returns whether they stay.
+            Must return the same on each rank.
         timeout: of the exchange.
 
     Raises:
@@ -142,7 +142,7 @@ class FilterGroupedByKey(RankAssignment):
         self, state: State, terminated_ranks: frozenset[int]
     ) -> tuple[State, frozenset[int]]:
         if state.rank in terminated_ranks:
-            return state, terminated_ranks  # the policy that follows will say so
+            return state, terminated_ranks  # the next policy raises
         keys = self._keys(state, terminated_ranks)
         counts = collections.Counter(keys.values())
         failed = {key for key, count in counts.items() if not self.condition(count)}
@@ -164,15 +164,15 @@ class FilterGroupedByKey(RankAssignment):
 
 @dataclasses.dataclass(eq=False)
 class AwaitReplacements(RankAssignment):
-    """Holds a restart until lost ranks were replaced, so that the job keeps its size.
+    """Holds a restart until lost ranks are replaced, so that the job keeps its size.
 
-    The wrapper looks for it among the parts of the rank assignment, and waits, before it decides
-    who takes part, until there are as many processes as at the start, for `timeout` at most. As
-    an assignment it changes nothing, and can stand anywhere: `Compose(ShiftRanks(),
-    AwaitReplacements(timeout))`.
+    The wrapper looks for this policy in the rank assignment. Before it decides the members of the
+    next iteration, it waits until there are as many processes as at the start, for `timeout` at
+    most. As an assignment the policy changes nothing, so its position does not matter:
+    `Compose(ShiftRanks(), AwaitReplacements(timeout))`.
 
     Args:
-        timeout: how long a restart is held at most.
+        timeout: the longest time that a restart is held.
     """
 
     timeout: Duration
@@ -187,10 +187,12 @@ class AwaitReplacements(RankAssignment):
 
 
 def _check_kept(policy: object, state: State, terminated_ranks: frozenset[int]) -> None:
-    """Raises `RankDiscarded` if the rank is not to be in the next iteration."""
+    """Raises `RankDiscarded` if the rank is not in the next iteration."""
     unknown = sorted(rank for rank in terminated_ranks if not 0 <= rank < state.world_size)
     if unknown:
-        raise ValueError(f"terminated_ranks: {unknown} are no ranks of {state.world_size}")
+        raise ValueError(
+            f"terminated_ranks: {unknown} are not ranks of a world size of {state.world_size}"
+        )
     if state.rank in terminated_ranks:
         reasons: Mapping[int, str] = getattr(terminated_ranks, "why", {})
         why = reasons.get(

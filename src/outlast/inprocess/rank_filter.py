@@ -1,7 +1,7 @@
-"""Which ranks call the function; the others wait as a warm reserve.
+"""Rank filters: they select the ranks that call the function; the others are a warm reserve.
 
-A filter works on the `active_world_size` that it is given, which after the rank assignment is the
-world size, and only ever lowers it; so filters compose: `Compose(WorldSizeDivisibleBy(4),
+A filter starts from the `active_world_size` that it is given, which is the world size after the
+rank assignment, and can only lower it. So filters compose: `Compose(WorldSizeDivisibleBy(4),
 MaxActiveWorldSize(10))` lets 8 ranks out of 12 run.
 """
 
@@ -18,15 +18,15 @@ __all__ = ["MaxActiveWorldSize", "RankFilter", "WorldSizeDivisibleBy"]
 
 
 class RankFilter(abc.ABC):
-    """Picks the active ranks of an iteration, after the rank assignment.
+    """Selects the active ranks of an iteration, after the rank assignment.
 
-    Every rank calls it with its own state, and all must come to the same active world size. The
-    active ranks are the first ones. An exception goes up as it is.
+    Every rank calls it with its own state, and all must get the same active world size. The active
+    ranks are the lowest ones. An exception that it raises is not changed.
     """
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Returns the state with `active_world_size` set to how many ranks are active, and with
+        """Returns the state with `active_world_size` set to the number of active ranks, and with
         `Status.INACTIVE` if `state.rank` is not one of them. Other ranks keep their status.
         """
 
@@ -36,8 +36,7 @@ class MaxActiveWorldSize(RankFilter):
     """Lets the first `max_active_world_size` ranks call the function.
 
     Args:
-        max_active_world_size: the greatest number of active ranks; `None` for as many as there
-            are.
+        max_active_world_size: the largest number of active ranks; `None` for no limit.
     """
 
     max_active_world_size: int | None = None
@@ -55,16 +54,16 @@ class MaxActiveWorldSize(RankFilter):
 
 @dataclasses.dataclass(eq=False)
 class WorldSizeDivisibleBy(RankFilter):
-    """Lets as many ranks call the function as `divisor` divides.
+    """Lets the largest multiple of `divisor` call the function.
 
     Args:
-        divisor: what the number of active ranks must be a multiple of.
+        divisor: of the number of active ranks.
 
     Raises:
-        RestartAbort: when called with fewer ranks than `divisor`: as nobody could call the
-            function, nobody would ever end the wait of the reserve. It is raised on all ranks
-            alike, and ends the job. `AwaitReplacements` in the rank assignment holds a restart
-            until lost ranks were replaced, before this is asked.
+        RestartAbort: when called with fewer ranks than `divisor`: no rank could call the function,
+            and the wait of the reserve would never end. It is raised on all ranks, and ends the
+            job. `AwaitReplacements` in the rank assignment holds a restart until lost ranks are
+            replaced, before the filter is called.
     """
 
     divisor: int = 1

@@ -1,4 +1,4 @@
-"""What a rank knows of its place in the job; given to every part of the wrapper."""
+"""`State`: the rank of a process, the sizes and the iteration; passed to every policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LazyStore", "State", "Status"]
 
 
 class Status(enum.Enum):
-    """Where a rank is in its iteration."""
+    """The progress of a rank in its iteration."""
 
     INITIALIZED = "INITIALIZED"
     ACTIVE = "ACTIVE"
@@ -21,21 +21,21 @@ class Status(enum.Enum):
 
 
 class LazyStore:
-    """A store that is connected to when it is first asked for. Most iterations never are."""
+    """Connects to a store on first use. Most iterations never use it."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._store: Any = None
 
     def get(self) -> Any:
-        """The store; connected once."""
+        """The store; connects once."""
         if self._store is None:
             self._store = self._connect()
         return self._store
 
 
 class _StoreField:
-    """A field that may be given a `LazyStore`, and reads as the store behind it."""
+    """A field that may be set to a `LazyStore`, and reads as the store behind it."""
 
     def __get__(self, state: State | None, owner: type[State]) -> Any:
         if state is None:
@@ -44,21 +44,21 @@ class _StoreField:
         return held.get() if isinstance(held, LazyStore) else held
 
     def __set__(self, state: State, value: Any) -> None:
-        # What `__init__` passes when it is given no store is the default of the field: this object.
+        # `__init__` without a store passes the default of the field, which is this object.
         state.__dict__["store"] = None if value is self else value
 
 
 @dataclasses.dataclass
 class State:
-    """A rank's place in the job.
+    """The rank of a process in the job.
 
     Attributes:
         rank: in this iteration, 0 <= rank < world_size.
-        world_size: how many ranks take part, the warm reserve included.
-        active_world_size: how many of them call the function.
-        initial_rank, initial_world_size: when this process first came.
-        iteration: of the restart, from 0.
-        status: see `Status`. A rank is active when the filter lets it call the function.
+        world_size: the number of ranks, including the warm reserve.
+        active_world_size: the number of ranks that call the function.
+        initial_rank, initial_world_size: when this process joined the job.
+        iteration: the number of restarts so far.
+        status: see `Status`. A rank is active if the filter lets it call the function.
         store: a `torch.distributed.Store`, shared by all ranks of this iteration.
     """
 
@@ -77,10 +77,10 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether this rank calls the function, as the filter left it."""
+        """Whether this rank calls the function, by the rank filter."""
         return self.status is not Status.INACTIVE
 
     def copy(self, **changes: Any) -> State:
-        """A copy, with `changes` made in it."""
+        """A copy with `changes`."""
         values = {f.name: self.__dict__[f.name] for f in dataclasses.fields(self)}
         return State(**{**values, **changes})

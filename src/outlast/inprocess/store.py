@@ -1,7 +1,7 @@
-"""Stores that a wrapper can talk through; `store_factory=` takes one of these, or a subclass.
+"""Stores of the job; `store_factory=` takes one of these classes, or a subclass.
 
-`TCPStore` is served by the launcher where it hosts one (torchrun, `outlast run`), and else by the
-monitor process of rank 0, so that the job survives the death of rank 0's main process.
+The launcher serves `TCPStore` where it hosts a store (torchrun, `outlast run`); otherwise the
+monitor process of rank 0 does, so that the job survives the death of rank 0's main process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class StoreMixin:
-    """What makes a torch store usable as `store_factory`."""
+    """Makes a torch store usable as `store_factory`."""
 
     @classmethod
     def endpoint(cls, **kwargs: Any) -> tuple[str, int] | None:
-        """Host and port that the store is reached at, for stores that somebody must serve;
-        `None` for stores without a server. `kwargs` are the wrapper's `store_kwargs`.
+        """Host and port of the store, if it needs a server; `None` for stores without one.
+        `kwargs` are the wrapper's `store_kwargs`.
         """
         return None
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
-        """Serves the store in this process, for as long as the returned object lives. It has an
-        attribute `port`.
+        """Serves the store in this process, for as long as the returned object lives; the object
+        has an attribute `port`.
         """
         raise NotImplementedError(f"{cls.__name__} has no server")
 
@@ -77,10 +77,10 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
-        """Serves on the address that the host name stands for, and on no other interface.
+        """Serves on the address of the host name, and on no other interface.
 
         Raises:
-            StoreError: naming host and port, when that address cannot be bound.
+            StoreError: naming host and port, if that address cannot be bound.
         """
         host, port = cls.endpoint(**kwargs) or ("127.0.0.1", 0)
         try:
@@ -96,14 +96,14 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
 
 
 class FileStore(dist.FileStore, StoreMixin):  # type: ignore[misc,name-defined]
-    """torch's store in a file that all ranks share. It polls the file: slower than TCP."""
+    """torch's store in a file that all ranks share. It polls the file, so it is slower than TCP."""
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         super().__init__(file_name, world_size)
 
 
 class PrefixStore(dist.PrefixStore, StoreMixin):  # type: ignore[misc,name-defined]
-    """A store that puts `prefix` before every key of another."""
+    """Adds `prefix` to every key of another store."""
 
     def __init__(self, prefix: str, store: Any) -> None:
         super().__init__(prefix, store)

@@ -34,48 +34,49 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Wrapper:
     """Restarts the decorated function in place on a fault of any rank, in the same processes.
 
-    On a fault the function is restarted on all healthy ranks at once; ranks that are terminated,
-    missing or unhealthy are left out; processes that ask to join are taken in. This goes on until
-    every rank has completed, or a condition ends it. The decorated function returns what the
-    function returns; on ranks of the warm reserve it returns `None`.
+    On a fault the function is restarted on all healthy ranks at once. Terminated, missing and
+    unhealthy ranks are left out; processes that ask to join are admitted. This is repeated until
+    every rank has completed, or a condition ends the job. The decorated function returns the value
+    of the function; on reserve ranks it returns `None`.
 
-    In every iteration: barrier, `initialize`, `health_check`, the function (or the wait of a
-    reserve rank), completion; on a fault: it is recorded, `abort`, the function is interrupted,
-    `finalize`, `health_check`, barrier, `rank_assignment`, `rank_filter`, next iteration. `RANK`
-    and `WORLD_SIZE` are set before the function is called; it makes its own process group.
+    An iteration consists of: barrier, `initialize`, `health_check`, the function (or the wait of a
+    reserve rank), completion. After a fault: the fault is recorded, `abort`, the function is
+    interrupted, `finalize`, `health_check`, barrier, `rank_assignment`, `rank_filter`, next
+    iteration. `RANK` and `WORLD_SIZE` are set before the function is called; the function creates
+    its own process group.
 
     Every duration is a number of seconds or a `datetime.timedelta`.
 
     Args:
-        store_factory: a subclass of `StoreMixin`; makes the store that ranks talk through.
+        store_factory: a subclass of `StoreMixin`; creates the store of the job.
         store_kwargs: keyword arguments for it (`host_name=`, `port=`).
-        initialize: rank-local, before the function in every iteration.
-        abort: ends in-flight work from another thread.
-        finalize: rank-local, after the abort: brings the process to where a restart can be tried.
-        health_check: rank-local; raises when this rank must not go on.
-        rank_assignment: new ranks and world size for the next iteration.
-        rank_filter: which ranks call the function; the others are a warm reserve.
+        initialize: rank-local; runs before the function in every iteration.
+        abort: ends in-flight work, from another thread.
+        finalize: rank-local; runs after the abort, to prepare the process for a restart.
+        health_check: rank-local; raises if this rank must not continue.
+        rank_assignment: gives the ranks and the world size of the next iteration.
+        rank_filter: selects the ranks that call the function; the others are a warm reserve.
         monitor_thread_interval: backstop of the monitor thread's waits.
         monitor_process_interval: between two heartbeats of the monitor process.
-        progress_watchdog_interval: how often progress timestamps are taken by themselves.
-        soft_timeout: without progress for this long, the function is interrupted everywhere; a
-            duration, or `Adaptive` to follow the job's own pace.
+        progress_watchdog_interval: between two automatic progress timestamps.
+        soft_timeout: without progress for this long, the function is interrupted on all ranks; a
+            duration, or `Adaptive` to follow the pace of the job.
         hard_timeout: without progress for this long, the rank's process is terminated.
-        heartbeat_timeout: a rank not heard of for this long is taken as missing.
-        barrier_timeout: of the barriers, and of reaching the store.
-        completion_timeout: from this rank's return from the function to everybody's.
-        last_call_wait: at most this long for other ranks to report faults of the same moment;
-            over as soon as every member is accounted for, which here is always what ends it:
-            the barrier after the function accounts for every member.
+        heartbeat_timeout: a rank without a heartbeat for this long counts as missing.
+        barrier_timeout: of the barriers, and of connecting to the store.
+        completion_timeout: from the return of this rank's function to the return of all.
+        last_call_wait: the longest wait for faults that other ranks report at the same time. It
+            ends as soon as every member is accounted for, which is always the case here: the
+            barrier after the function accounts for every member.
         termination_grace_time: between SIGTERM and SIGKILL of the hard timeout.
         monitor_process_logfile: absolute path; `{rank}` is replaced by the initial rank.
-        enabled: `False` returns the function as it is.
-        grow_policy: when a process that asks to join is taken in.
+        enabled: `False` returns the function unchanged.
+        grow_policy: when a process that asks to join is admitted.
         event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
 
     Raises:
-        TypeError, ValueError: naming the argument that is wrong. Calling the decorated function
-            while `torch.distributed` is initialized is a `ValueError`.
+        TypeError, ValueError: naming the invalid argument. The decorated function raises a
+            `ValueError` if `torch.distributed` is initialized when it is called.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Wrapper:
         store_factory: type[Any] = TCPStore,
         store_kwargs: Mapping[str, Any] | None = None,
         initialize: Initialize | None = None,
-        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - holds nothing of a call
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - keeps no state of a call
         finalize: Finalize | None = None,
         health_check: HealthCheck | None = None,
         rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008
@@ -155,7 +156,7 @@ class Wrapper:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            # A call that does not fit would fail anew in every iteration: it fails here, once.
+            # Invalid arguments would fail in every iteration: they fail here, once.
             if signature is not None:
                 signature.bind(*args, **{**kwargs, **dict.fromkeys(wanted, None)})
 
@@ -179,18 +180,18 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
-        return None  # a builtin that does not tell
+        return None  # a builtin without a signature
 
 
 def _call_wrapper_parameters(
     function: Callable[..., Any], signature: inspect.Signature | None
 ) -> list[str]:
-    """Names of the parameters that are annotated `CallWrapper` or `Optional[CallWrapper]`."""
+    """The names of the parameters annotated `CallWrapper` or `Optional[CallWrapper]`."""
     if signature is None:
         return []
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # noqa: BLE001 - annotations may be anything, and may refer to anything
+    except Exception:  # noqa: BLE001 - evaluating annotations may raise anything
         hints = {}
     names = []
     for name, parameter in signature.parameters.items():

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
+from outlast.inprocess.attribution import Interruption
 
 __all__ = ["BareHost"]
 
@@ -29,13 +30,13 @@ class BareHost:
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         return None
 
-    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
+    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         return FaultRecord(
-            iteration, self.member, self.preferred_rank, "no host", 0, interruption, cause
+            iteration, self.member, self.preferred_rank, "no host", 0, interruption.value, cause
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.fault(iteration, "BASE_EXCEPTION", repr(error))
+        return self.fault(iteration, Interruption.BASE_EXCEPTION, repr(error))
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()

@@ -50,13 +50,17 @@ class Invariants:
 
     def started(self, host: SimulatedHost) -> None:
         """R1 and R2, when a member has passed the barrier `start/k`."""
-        k, place, expected = host.iteration, host.place, host.machine.record.expected
-        assert place is not None
+        k, assigned, expected = host.iteration, host.assigned, host.machine.record.expected
+        assert assigned is not None
         arrived = lines(self.sim.store.table.get(f"start/{k}/arrived"))
         ranks = sorted(said["rank"] for said in arrived)
-        self.must(ranks == list(range(place.world_size)), f"R1: ranks {ranks} in {k}: {place}")
-        size = self.sizes.setdefault(k, place.world_size)
-        self.must(size == place.world_size, f"R1: world sizes {size}, {place.world_size} in {k}")
+        self.must(
+            ranks == list(range(assigned.world_size)), f"R1: ranks {ranks} in {k}: {assigned}"
+        )
+        size = self.sizes.setdefault(k, assigned.world_size)
+        self.must(
+            size == assigned.world_size, f"R1: world sizes {size}, {assigned.world_size} in {k}"
+        )
         lost = self._ledger()
         for other in self.hosts.values():
             if other is host or other.leaving or other.member in lost:
@@ -66,7 +70,7 @@ class Invariants:
                 f"R2: {host.name} enters {k} while {other.name} is in {other.iteration}",
             )
             self.must(
-                other.place is None or other.member in expected,
+                other.assigned is None or other.member in expected,
                 f"R1: {other.name} is alive, and not in the view of {k}",
             )
 
@@ -133,8 +137,8 @@ class Invariants:
         arrived = {said["member"] for said in lines(table.get(f"start/{k}/arrived"))}
         missing = arrived - self.finished.get(k, set())
         assert not missing, f"R5: {k} completed without members {sorted(missing)}"
-        assert host.place is not None
-        wanted = host.name if host.place.active else None
+        assert host.assigned is not None
+        wanted = host.name if host.assigned.active else None
         assert task.value == wanted, f"R5: {host.name} returned {task.value!r}"
 
     def failed(self, error: BaseException, host: SimulatedHost) -> None:

@@ -9,7 +9,15 @@ from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
-from outlast.inprocess.recovery.contract import Interrupted, Limits, Phase, Place, Raised, Returned
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery.contract import (
+    AssignedRank,
+    Interrupted,
+    Limits,
+    Raised,
+    RecoveryState,
+    Returned,
+)
 from outlast.inprocess.recovery.machine import Machine
 from outlast.testing.bare_host import BareHost
 
@@ -38,7 +46,7 @@ class SimulatedHost(BareHost):
         self.limits = Limits(120.0, 120.0, await_size=size, await_seconds=HOLD_S)
         self.machine = SimulatedMachine(self, Link(), world.schedule.members)
         self.iteration, self.member = -1, -1
-        self.place: Place | None = None
+        self.assigned: AssignedRank | None = None
         self.inside = False
         self.leaving = False
         self.given: BaseException | None = None
@@ -49,17 +57,17 @@ class SimulatedHost(BareHost):
         await self.machine.membership.say_goodbye(self.member, self.iteration)
         return value
 
-    def at(self, phase: Phase, iteration: int, member: int) -> None:
+    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.iteration, self.member = iteration, member
-        if phase is Phase.INITIALIZE:
+        if state is RecoveryState.INITIALIZE:
             self.world.invariants.started(self)
             self.inside = True
-        elif phase is Phase.DECIDE:
+        elif state is RecoveryState.DECIDE:
             self.world.invariants.deciding(iteration)
-        elif phase is Phase.DONE:
+        elif state is RecoveryState.DONE:
             self.inside = False
 
-    def assign(self, record: ViewRecord, member: int) -> Place:
+    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.iteration = record.iteration
         self.world.invariants.decided(record)
         self.maybe_leave("assign")
@@ -70,8 +78,8 @@ class SimulatedHost(BareHost):
             raise self.give(RankDiscarded(self.name))
         size = size or len(alive)
         active = max(1, size - self.world.schedule.reserve)
-        self.place = Place(rank, size, rank < active)
-        return self.place
+        self.assigned = AssignedRank(rank, size, rank < active)
+        return self.assigned
 
     async def publish(self, link: Link, iteration: int) -> None:
         self.maybe_leave("publish")
@@ -79,7 +87,7 @@ class SimulatedHost(BareHost):
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         self.maybe_leave("initialize")
         if self.world.spend("faults", 0.05):
-            return self.fault(iteration, "EXCEPTION", "initialize")
+            return self.fault(iteration, Interruption.EXCEPTION, "initialize")
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
@@ -87,14 +95,14 @@ class SimulatedHost(BareHost):
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
         if outcome == "raise":
-            return Raised(self.fault(iteration, "EXCEPTION", "function"))
+            return Raised(self.fault(iteration, Interruption.EXCEPTION, "function"))
         if outcome == "interrupt":
             return Interrupted()
         self.world.invariants.finished.setdefault(iteration, set()).add(self.member)
         return Returned(self.name)
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
-        if self.place is not None and not self.place.active:
+        if self.assigned is not None and not self.assigned.active:
             self.world.invariants.finished.setdefault(iteration, set()).add(self.member)
         return await super().wait_over(link, iteration, timeout)
 

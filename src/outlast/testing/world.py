@@ -9,6 +9,7 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import LostRecord, lines
 from outlast.errors import RestartAbort
+from outlast.inprocess.attribution import Interruption
 from outlast.testing.invariants import Invariants
 from outlast.testing.scheduler import Simulation, Task
 from outlast.testing.simulated_host import SimulatedHost
@@ -84,7 +85,7 @@ class SimulatedWorld:
     async def _monitor(self, host: SimulatedHost) -> None:
         """The monitor of a dead member tells the others."""
         job = MembershipProtocol(Link(), self.schedule.members)
-        fault = host.fault(host.iteration, "TERMINATED", "killed")
+        fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
         await job.report_killed(host.preferred_rank, host.token, host.member, fault)
 
     async def _observer(self, host: SimulatedHost, suspected: bool = False) -> None:
@@ -94,7 +95,7 @@ class SimulatedWorld:
         if at is None or not (suspected or self._is_silent(member)):
             return
         self.invariants.suspected.add(member)
-        fault = host.fault(at, "UNRESPONSIVE", "not heard of")
+        fault = host.fault(at, Interruption.UNRESPONSIVE, "no heartbeat")
         job = MembershipProtocol(Link(), self.schedule.members)
         await job.report_lost(LostRecord(member, fault.cause), at, fault)
 

@@ -107,7 +107,7 @@ def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(connection.add, "key", 1)
             while not answer.done():
-                connection.end_overdue(0.0)
+                connection.break_off_overdue(0.0)
                 wait([answer], 0.01)
             with pytest.raises(StoreError, match="cannot be reached"):
                 answer.result()

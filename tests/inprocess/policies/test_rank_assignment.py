@@ -108,7 +108,7 @@ def test_a_rank_that_is_discarded_is_told_why(policy: RankAssignment) -> None:
 @both
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_terminated_ranks_are_ranks(policy: RankAssignment, rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"terminated_ranks: \[{rank}\] are no ranks of 4"):
+    with pytest.raises(ValueError, match=rf"terminated_ranks: \[{rank}\] are not ranks of "):
         policy(state_of(0, 4), frozenset({rank, 2}))
 
 

@@ -29,7 +29,7 @@ def test_the_error_names_the_first_cause(ranks: Ranks, how: str) -> None:
             assert cause["rank"] == 1
             assert cause["host"] == socket.gethostname()
             if killed:
-                assert "ended without a word" in cause["message"]
+                assert "ended without a report" in cause["message"]
             else:
                 assert cause["message"] == "KeyError: 'the sample is missing'"
                 assert "in _ask_of_rank_1" in cause["traceback"]

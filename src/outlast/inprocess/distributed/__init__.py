@@ -1,1 +1,1 @@
-"""torch.distributed and gloo: their sockets, waits, stores and process groups."""
+"""torch.distributed and gloo: sockets, blocked waits, stores, and the release of process groups."""

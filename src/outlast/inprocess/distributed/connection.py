@@ -1,4 +1,4 @@
-"""Connections to the store: made with patience, broken when nobody can wait any longer."""
+"""Connections to the store: made with patience, and broken off when an answer never comes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class Connection(TorchStore):
-    """A `Store` over one connection of its own, which another thread can break."""
+    """A `Store` over one connection of its own, which another thread can break off."""
 
     def __init__(self, store: Any, where: str, sockets: dict[int, int]) -> None:
         super().__init__(store, where)
         self._sockets = sockets
         self._busy_since = 0.0
 
-    def end_overdue(self, limit: float) -> None:
-        """Breaks off an operation other than a wait that has taken longer than `limit` seconds:
-        whoever serves the store is frozen, or out of reach without a word.
+    def break_off_overdue(self, limit: float) -> None:
+        """Breaks off an operation, other than a wait, that has taken longer than `limit` seconds:
+        the process that serves the store hangs, or its host is unreachable.
         """
         since = self._busy_since
         if since and time.monotonic() - since > limit:
@@ -49,16 +49,16 @@ class Connection(TorchStore):
 
     @property
     def can_break_off(self) -> bool:
-        """Whether `break_off` ends a wait: it is over a socket."""
+        """Whether `break_off` can end a wait: it can if the connection is a socket."""
         return bool(self._sockets)
 
     def close(self) -> None:
-        """Gives the descriptor back, whoever may still hold this object."""
+        """Closes the descriptor, even if there are other references to this object."""
         self._sockets = {}
         self.torch_store = None
 
     def break_off(self) -> None:
-        """Ends the connection: an operation that waits on it fails at once (`StoreError`)."""
+        """Ends the connection: an operation that waits on it fails at once with a `StoreError`."""
         for descriptor, inode in self._sockets.items():
             shut_down(descriptor, inode)
 
@@ -70,21 +70,21 @@ def connect(
     timeout: float,
     ready: str = "",
 ) -> Connection:
-    """Connects to the store, which may still be on its way up.
+    """Connects to the store, which may still be starting.
 
-    torch's own client waits as well, but twice as long as it is told, and with a log line a try;
-    so first a plain connection is tried until the server is there.
+    torch's own client waits as well, but twice as long as its timeout, and with a log line for each
+    attempt; so a plain connection is tried first, until the server answers.
 
     Args:
         factory, kwargs: of the wrapper.
         endpoint: host and port; `None` for a store without a server.
         timeout: in seconds.
-        ready: a key that the server of this call has, and that of the call before, which may
-            still be up at the same port, has not; empty if the store is there for all calls.
+        ready: a key that the server of this call sets. The server of the call before, which may
+            still run at the same port, does not have it. Empty if one store serves all calls.
 
     Raises:
-        TimeoutError: naming host and port, when nobody answers in time.
-        StoreError: when somebody answers who is no such store.
+        TimeoutError: naming host and port, if there is no answer in time.
+        StoreError: if the answer is not that of such a store.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -119,7 +119,7 @@ def _connect_once(
     limited = "timeout" in inspect.signature(factory).parameters and "timeout" not in options
     if limited:
         options["timeout"] = datetime.timedelta(seconds=timeout)
-    # Somebody may listen there who never answers; torch waits for the first answer without limit.
+    # A process may listen there and never answer; torch waits for the first answer without limit.
     overdue = threading.Timer(timeout, _shut_down_new, (before, endpoint))
     overdue.daemon = True
     overdue.start()
@@ -141,7 +141,7 @@ def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
 
 def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict[int, int]:
     """The connections to the port of `endpoint` that are not in `before`: inode by descriptor.
-    Other threads may open sockets of their own meanwhile.
+    The port tells them from the sockets that other threads open meanwhile.
     """
     found: dict[int, int] = {}
     for descriptor, inode in socket_inodes().items():
@@ -164,7 +164,7 @@ def _await_server(endpoint: tuple[str, int], timeout: float) -> None:
             with socket.create_connection(endpoint, timeout=max(0.1, deadline - time.monotonic())):
                 return
         except OSError as e:
-            # Nothing tells a client that a server is up: there is no event to wait for here.
+            # There is no event to wait for when a server starts.
             if time.monotonic() + pause > deadline:
                 raise TimeoutError(
                     f"the store at {endpoint[0]}:{endpoint[1]} could not be reached within "

@@ -1,24 +1,25 @@
-"""Wakes threads that gloo has forgotten: those that still wait when all connections are gone.
+"""Wakes threads that stay blocked in gloo after all its connections were shut down.
 
-Shutting down the connections (see `distributed/gloo_sockets.py`) ends nearly every wait. Two are
-left over, seen on torch 2.13, and would last for the group's timeout, 30 minutes by default:
+To shut down the connections (see `gloo_sockets.py`) ends nearly every wait. Two kinds remain, seen
+on torch 2.13, and would last for the timeout of the group, 30 minutes by default:
 
-* a send whose bytes were not all written. `Pair::signalException` tells the buffers of receives
+* a send whose bytes were not all written. `Pair::signalException` notifies the buffers of receives
   and of sends that have not begun, but not those of the sends in its transmission queue;
-* the wait for a peer to connect, while the group is made: it has no connection yet.
+* the wait for a peer to connect while the group is created: there is no connection yet.
 
-What a thread waits for, Linux shows in `/proc/self/task/<tid>/syscall`: the address of the futex,
-and the stack pointer. A return address into `UnboundBuffer::waitSend`, say, close to the latter
-proves that the thread is in a wait of gloo; threads that have nothing to do wait as well, on their
-group. The futex is part of a condition variable, which is part of the gloo object: so the object
-begins a few words below, where its run-time type name stands. Then a function of that object ends
-the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`, `Pair::signalExceptionExternal`.
+Linux shows what a thread waits for in `/proc/self/task/<tid>/syscall`: the address of the futex,
+and the stack pointer. A return address into `UnboundBuffer::waitSend`, for example, near the stack
+pointer proves that the thread waits in gloo; idle threads wait as well, but on their group. The
+futex is part of a condition variable, which is part of the gloo object: so the object begins a few
+words below the futex, at the word that leads to its run-time type name. A function of that object
+then ends the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`,
+`Pair::signalExceptionExternal`.
 
-A thread is woken only when nothing else will wake it, so that the object stays alive while it is
-told. That is so when gloo's event loop has closed every connection, which it does as it tells the
-waiting buffers (the connections are then gone from its epoll instance), and the thread was in the
-same wait at two looks since, without a context switch in between. Where connections are left,
-longer patience stands in for that event.
+A thread is woken only when nothing else will wake it, so that the object is alive while the
+function is called. That is the case when gloo's event loop has closed every connection, which it
+does as it notifies the waiting buffers (the connections are then gone from its epoll instance), and
+the thread was in the same wait at two looks after that, without a context switch in between. Where
+connections remain, a longer patience replaces that event.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 from outlast.inprocess.distributed.gloo_sockets import type_name
 
-__all__ = ["ForgottenWaits"]
+__all__ = ["BlockedWaits"]
 
 SETTLED_PATIENCE_S = 0.003
 PATIENCE_S = 0.04
@@ -42,11 +43,11 @@ _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
 _BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
 _PAIR = b"N4gloo9transport3tcp4PairE"
 _REACH = 1024
-"""How far from its beginning an object's condition variable may lie, in bytes."""
+"""The largest offset of the condition variable in an object, in bytes."""
 _STACK = 2048
-"""How far from the stack pointer the frame of a function of gloo may lie, in bytes."""
+"""The largest distance of a gloo function's frame from the stack pointer, in bytes."""
 _CODE = 0x300
-"""How long these functions are, in bytes."""
+"""The length of these functions, in bytes."""
 _MILLISECONDS = "EPiNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"
 _WAITS_IN = {
     f"_ZN4gloo9transport3tcp13UnboundBuffer8waitSend{_MILLISECONDS}": _BUFFER,
@@ -54,29 +55,29 @@ _WAITS_IN = {
     "_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb": _PAIR,
 }
 
-# The string of the C++ library, short enough to stand in itself: pointer, length, 16 characters.
+# A std::string that is short enough to be stored inline: pointer, length, 16 characters.
 _TEXT = b"aborted"
 _Wait = tuple[int, int, bytes, int]
 
 
-class ForgottenWaits:
-    """Remembers who waits from one look to the next."""
+class BlockedWaits:
+    """Remembers the waits from one look to the next."""
 
     def __init__(self) -> None:
         self._since: dict[_Wait, float] = {}
         self._settled_at = 0.0
 
     def waiting(self) -> bool:
-        """Whether any thread waits on an object of gloo now, in vain or not."""
+        """Whether any thread waits on an object of gloo now."""
         return bool(_waits())
 
     def wake(self, settled: bool) -> int:
-        """Looks once, and wakes every thread that waits in vain; returns how many.
+        """Looks once, and wakes every thread that nothing else will wake; returns how many.
 
-        To be called again and again when the connections were shut down.
+        To be called repeatedly after the connections were shut down.
 
         Args:
-            settled: no connection was left at this look.
+            settled: whether no connection was left at this look.
         """
         now, woken = time.monotonic(), 0
         self._since = {wait: self._since.get(wait, now) for wait in _waits()}
@@ -89,7 +90,7 @@ class ForgottenWaits:
 
 
 def _waits() -> set[_Wait]:
-    """Who waits on which object: thread, its count of context switches, type and address."""
+    """The present waits: thread, its number of context switches, type and address of the object."""
     found = set()
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -98,9 +99,9 @@ def _waits() -> set[_Wait]:
                 fields = (_TASKS / tid / "syscall").read_bytes().split()
                 status = (_TASKS / tid / "status").read_bytes()
             except OSError:
-                continue  # it has ended, or this system does not tell
+                continue  # the thread has ended, or the system does not show it
             if len(fields) == 9 and fields[0] == _FUTEX:
-                held = _holder(memory, int(fields[1], 16), int(fields[7], 16))
+                held = _object_of(memory, int(fields[1], 16), int(fields[7], 16))
                 if held is not None:
                     switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
                     found.add((int(tid), switches, *held))
@@ -109,8 +110,8 @@ def _waits() -> set[_Wait]:
     return found
 
 
-def _holder(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
-    """The gloo object that the futex is a part of."""
+def _object_of(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
+    """Type and address of the gloo object that contains the futex."""
     wanted = _type_waited_for(memory, stack)
     if wanted is None:
         return None
@@ -121,7 +122,7 @@ def _holder(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
         if low <= words[index] < high:  # may be a vtable
             address = start - 8 * (len(words) - 1 - index)
             if type_name(memory, address) == wanted:
-                # A base class may have a vtable of its own, which says where the whole begins.
+                # The vtable may be one of a base class; it has the offset to the whole object.
                 (to_top,) = struct.unpack("=q", os.pread(memory, 8, words[index] - 16))
                 return wanted, address + to_top
     return None
@@ -140,13 +141,13 @@ def _words(memory: int, address: int, size: int) -> tuple[int, ...]:
     try:
         window = os.pread(memory, size, address)
     except (OSError, OverflowError):
-        return ()  # its lower end lies outside of what is mapped
+        return ()  # the lower end is not mapped
     return struct.unpack(f"={len(window) // 8}Q", window[: len(window) // 8 * 8])
 
 
 @functools.cache
 def _code() -> tuple[tuple[int, bytes], ...]:
-    """Where the functions begin in which a thread may wait, and on what they wait."""
+    """The addresses of the functions in which a thread may wait, and the types they wait on."""
     found = []
     for symbol, name in _WAITS_IN.items():
         function = _function(symbol)
@@ -158,7 +159,7 @@ def _code() -> tuple[tuple[int, bytes], ...]:
 
 @functools.cache
 def _library() -> tuple[int, int]:
-    """Where torch's library, which gloo is a part of, lies in memory."""
+    """The address range of torch's library, which contains gloo."""
     bounds = [
         int(bound, 16)
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -194,7 +195,7 @@ def _wake(name: bytes, address: int) -> bool:
 
 @functools.cache
 def _function(symbol: str) -> Any:
-    """A function of the gloo that torch brings along; it is found among what is loaded."""
+    """A function of the gloo inside torch's library, which is loaded already."""
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

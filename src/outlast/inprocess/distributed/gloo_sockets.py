@@ -1,19 +1,19 @@
-"""Ends gloo's collectives that are in flight, by shutting down the sockets of its pairs.
+"""Finds and shuts down the sockets of gloo's pairs, which ends the collectives in flight.
 
-Gloo has no abort that works: the backend's `abort()` and `shutdown()` return at once and the
-collective goes on until its timeout (seen on torch 2.13). What does work is `shutdown(2)` on the
-connected sockets: every blocked operation raises within a millisecond. The hard part is to know
-which of a process's sockets are gloo's, and to touch no other.
+Gloo has no working abort: the backend's `abort()` and `shutdown()` return at once, and the
+collective continues until its timeout (seen on torch 2.13). What works is `shutdown(2)` on the
+connected sockets: every blocked operation raises within a millisecond. The difficulty is to find
+out which sockets of the process belong to gloo, and to touch no others.
 
-Gloo's own event loop tells. Each of its connections is registered in an epoll instance together
-with a pointer to the C++ object that handles it, and Linux shows both in
-`/proc/self/fdinfo/<epoll fd>` (`tfd` and `data`, see proc_pid_fdinfo(5)). From that pointer the
-object's run-time type name follows as the Itanium C++ ABI lays it out: the first word of the
-object is its vtable, the word before that the type_info, whose second word is the name:
-`N4gloo9transport3tcp4PairE`. Memory is read through `/proc/self/mem`, where a wrong address is an
-error and not a crash, so that event loops which keep something else in `data` (libuv and Python
-keep the descriptor itself) are passed over. Listening sockets have another type and are left
-alone: shutting one down ends the process (std::terminate).
+Gloo's own event loop shows them. Each of its connections is registered in an epoll instance
+together with a pointer to the C++ object that handles it, and Linux shows both in
+`/proc/self/fdinfo/<epoll fd>` (`tfd` and `data`, see proc_pid_fdinfo(5)). From that pointer, the
+run-time type name of the object follows by the layout of the Itanium C++ ABI: the first word of the
+object points to its vtable, the word before the vtable to the type_info, whose second word points
+to the name: `N4gloo9transport3tcp4PairE`. Memory is read through `/proc/self/mem`, where a wrong
+address is an error and not a crash, so event loops that keep something else in `data` (libuv and
+Python keep the descriptor itself) are skipped. Listening sockets have another type and are left
+alone: to shut one down ends the process (std::terminate).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pair_sockets() -> dict[int, int]:
             try:
                 registered = Path(f"/proc/self/fdinfo/{epoll}").read_bytes()
             except OSError:
-                continue  # closed by its own thread meanwhile
+                continue  # closed by its owner meanwhile
             for descriptor, data in _EVENT.findall(registered):
                 address = int(data, 16)
                 if address < 1 << 16:
@@ -62,7 +62,7 @@ def type_name(memory: int, address: int) -> bytes:
 
     Args:
         memory: `/proc/self/mem`, open.
-        address: may be anything.
+        address: any number.
     """
     try:
         vtable = _word(memory, address)

@@ -1,4 +1,4 @@
-"""How ranks tell each other their group keys, through the store."""
+"""Exchange of group keys between ranks, through the store."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class KeyExchange:
     """Gives each healthy rank the keys of all of them.
 
     There may be several exchanges in one iteration (by node, then by rack). Each rank numbers its
-    own in the store, so that the n-th of one rank meets the n-th of another, whichever objects
-    they are made by. That holds because all ranks run the same parts; a rank that is marked by an
-    earlier exchange takes part in no later one, and nobody waits for it.
+    exchanges in the store, so the n-th of one rank belongs to the n-th of another, whichever
+    objects make them. This works because all ranks run the same policies; a rank that an earlier
+    exchange has marked takes part in no later one, and no rank waits for it.
 
-    A rank removes what it wrote in earlier iterations: nobody reads it any more, since everyone
-    has left those.
+    A rank deletes the keys that it wrote in earlier iterations: all ranks have left those.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class KeyExchange:
         )
 
     def _publish(self, state: State, key: str, healthy: Collection[int]) -> dict[int, str]:
-        """Writes the key; returns where each rank's key is, by rank."""
+        """Writes the key; returns the names of all ranks' keys, by rank."""
         prefix = f"outlast/group/{state.iteration}"
         counter = f"{prefix}/exchanges/{state.rank}"
         number = state.store.add(counter, 1)
@@ -72,19 +71,19 @@ class KeyExchange:
     def _forget_before(self, iteration: int, store: Any) -> None:
         for written, key in self._written:
             if written < iteration:
-                with contextlib.suppress(RuntimeError):  # not every store can remove a key
+                with contextlib.suppress(RuntimeError):  # not every store can delete a key
                     store.delete_key(key)
-        # What is left is of this iteration, or of a call of the wrapper that is over.
+        # The rest belongs to this iteration, or to a wrapped call that is over.
         self._written = [entry for entry in self._written if entry[0] == iteration]
 
 
 def _await(store: Any, keys: dict[int, str], timeout: float) -> list[int]:
-    """Waits for `keys`; returns the ranks whose key is not there when the time is over."""
+    """Waits for `keys`; returns the ranks whose key is missing after `timeout`."""
     try:
         store.wait(list(keys.values()), datetime.timedelta(seconds=timeout))
     except dist.DistNetworkError:
         raise
-    except (dist.DistError, RuntimeError):  # FileStore tells a timeout by a RuntimeError
+    except (dist.DistError, RuntimeError):  # FileStore reports a timeout as a RuntimeError
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
             return missing

@@ -1,18 +1,17 @@
-"""Gives back what process groups hold, in the function's thread after it has left the function.
+"""Releases the resources of process groups, in the function's thread after it left the function.
 
-Three things make it more than a call of `destroy_process_group()`:
+A call of `destroy_process_group()` is not enough, for three reasons:
 
-* A worker thread of gloo may still wait for something that will never come
-  (`distributed/gloo_blocked_waits.py`). The
-  destructor of its group would wait for that thread, and, where a DDP module holds the group's last
-  reference, hold the GIL meanwhile. So groups are held from the abort on, and their threads are
-  woken before anything is destroyed.
-* gloo's event loops look up every 10 ms only, and the destructor waits for them. Nobody needs to
-  wait for the destructor: a thread of its own drops the references. torch's destructor of a group
+* A worker thread of gloo may still be blocked (`gloo_blocked_waits.py`). The destructor of its
+  group would wait for that thread and, where a DDP module holds the last reference to the group,
+  hold the GIL meanwhile. So references to the groups are kept from the abort on, and their threads
+  are woken before anything is destroyed.
+* gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
+  wait for the destructor: a separate thread drops the references. torch's destructor of a group
   runs without the GIL.
-* What torch keeps of groups whose making or destruction was interrupted is cleared. Above all the
-  count that names groups: where ranks count differently, each waits for the others under another
-  name.
+* The records that torch keeps of groups whose creation or destruction was interrupted must be
+  cleared, above all the counter that names groups: where ranks count differently, each waits for
+  the others under a different name.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ import torch
 import torch.distributed as dist
 
 from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.gloo_blocked_waits import ForgottenWaits
-from outlast.system.sockets import shut_down
+from outlast.inprocess.distributed.gloo_abort import GlooAbort
 
 __all__ = ["Releaser"]
 
 log = logging.getLogger("outlast.inprocess")
 
 _DRAIN_S = 5.0
-"""How long worker threads may take to come out of their waits, before the release goes on."""
+"""How long worker threads may take to leave their waits before the release continues."""
 
 
 class Releaser:
-    """Releases the groups of one iteration after another."""
+    """Releases the groups of each iteration."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
@@ -47,12 +45,12 @@ class Releaser:
         self._sockets: set[int] = set()
 
     def hold(self) -> None:
-        """Called before the abort, in another thread: keeps the groups alive until `release()`."""
+        """Called before the abort, in the monitor thread: keeps groups alive until `release()`."""
         if dist.is_available():
             self._held.extend(list(dist.distributed_c10d._world.pg_map))
 
     def release(self) -> None:
-        """Destroys all groups. Descriptors and threads are gone a moment later (`join`)."""
+        """Destroys all groups. Their descriptors and threads end a moment later (`join`)."""
         self.join()
         if not dist.is_available():
             return
@@ -64,21 +62,21 @@ class Releaser:
             try:
                 dist.destroy_process_group()
             except Exception:
-                log.exception("a process group could not be destroyed; the restart goes on")
+                log.exception("a process group could not be destroyed; the restart continues")
         _forget_groups()
         if held:
             self._sockets = set(gloo_sockets.pair_sockets().values())
             self._thread = threading.Thread(target=held.clear, name="outlast-release", daemon=True)
-            del held  # the thread's is the last reference to the list
+            del held  # the thread holds the last reference to the list
             self._thread.start()
         if torch.cuda.is_initialized():
-            # The next iteration needs the memory of this one's models, also what is in cycles.
+            # The next iteration needs the memory of this one's models, reference cycles included.
             self.join()
             gc.collect()
 
     def join(self) -> None:
-        """Waits until what was released is gone. A cycle in user code may still hold a group:
-        then the garbage is collected.
+        """Waits until the released resources are freed. A reference cycle in user code may still
+        hold a group: then the garbage is collected.
         """
         if self._thread is None:
             return
@@ -89,17 +87,16 @@ class Releaser:
 
 
 def _drain() -> None:
-    """Lets gloo's threads come out of their waits; usually they are out at the first look."""
-    forgotten = ForgottenWaits()
+    """Waits until gloo's threads have left their waits; usually they have at the first look."""
+    gloo = GlooAbort()
     deadline = time.monotonic() + _DRAIN_S
-    while forgotten.waiting() and time.monotonic() < deadline:
-        for descriptor, inode in gloo_sockets.pair_sockets().items():
-            shut_down(descriptor, inode)
-        forgotten.wake(settled=not gloo_sockets.pair_sockets())
-        time.sleep(0.002)  # nothing tells when a thread of gloo has come out of a wait
+    while gloo.any_blocked() and time.monotonic() < deadline:
+        gloo.wake_blocked(settled=not gloo.shut_down())
+        time.sleep(0.002)  # there is no event for a thread of gloo that leaves a wait
 
 
 def _forget_groups() -> None:
+    """Clears torch's records of process groups."""
     c10d = dist.distributed_c10d
     c10d._update_default_pg(None)
     for name in (

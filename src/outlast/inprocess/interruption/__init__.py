@@ -1,1 +1,1 @@
-"""Interrupting the main thread: the interrupter, `atomic()`, the monitor thread."""
+"""The interrupt of the function: the monitor thread, `atomic()`, stack samples, fault echoes."""

@@ -1,9 +1,9 @@
-"""`atomic()` against the start of a termination: one of the two comes first, never both at once.
+"""`atomic()`: a section of the function that no restart interrupts.
 
-The termination (abort and interrupt) starts only while the function's thread is outside every
-`atomic()`; once it is due, the thread does not get into another one: it is interrupted at the
-entry. Both sides decide under one lock. The function's thread takes that lock under a shield
-(see `interruption/interrupter.py`), so an interrupt can never leave it locked.
+A restart (abort and interrupt) begins only while the function's thread is outside of every atomic
+section. Once a restart is due, the thread cannot enter another one: it is interrupted at the entry.
+Both sides decide under one lock, so one of the two comes first. The function's thread takes that
+lock under a shield (see `interrupter.py`), so an interrupt can never leave it locked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from types import TracebackType
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.interrupter import Interrupter
 
-__all__ = ["AtomicGate"]
+__all__ = ["AtomicSection"]
 
 
-class AtomicGate:
+class AtomicSection:
     """The context manager behind `CallWrapper.atomic()`; re-entrant, for one thread."""
 
     def __init__(self, interrupter: Interrupter) -> None:
@@ -34,7 +34,7 @@ class AtomicGate:
                 self._depth += 1
         if refused:
             self._interrupter.unshield()
-            raise RankShouldRestart("a restart is under way: atomic() is not entered")
+            raise RankShouldRestart("a restart has begun: atomic() is not entered")
 
     def __exit__(
         self,
@@ -48,23 +48,23 @@ class AtomicGate:
         self._interrupter.unshield()
 
     def begin_termination(self) -> None:
-        """Waits until the thread is outside. From the start it does not get in again: a loop of
-        one `atomic()` after the other would hold the termination up for ever.
+        """Waits until the thread is outside. It cannot enter again from the beginning of this
+        wait: otherwise a loop of atomic sections could delay the restart forever.
         """
         with self._changed:
             self._terminating = True
             self._changed.wait_for(lambda: self._depth == 0)
 
-    def left(self) -> None:
-        """The function has been left: what it still holds, in a generator that lives on, does not
-        hold up the termination.
+    def function_left(self) -> None:
+        """The function has been left. A section that it still holds, in a generator that lives on,
+        does not delay the restart.
         """
         with self._changed:
             self._depth = 0
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """A new iteration: `atomic()` may be entered again."""
+        """Begins a new iteration: `atomic()` may be entered again."""
         with self._changed:
             self._terminating = False
             self._depth = 0

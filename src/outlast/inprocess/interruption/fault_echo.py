@@ -1,4 +1,4 @@
-"""Whether an exception is the consequence of another rank's fault, or of the interrupt."""
+"""Whether an exception is an interrupt, or the echo of a fault on another rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from outlast.errors import RankShouldRestart
 from outlast.system.error_text import message
 
-__all__ = ["ending_in", "is_consequence", "is_interrupt", "let_go"]
+__all__ = ["ending_in", "is_consequence", "is_interrupt", "release_frames"]
 
-# What the ends of a broken connection say: gloo (pair.cc), NCCL (remote process exited), and
-# torch's TCP store.
+# What gloo (pair.cc), NCCL (remote process exited) and torch's TCP store say on either side of a
+# broken connection.
 _ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -28,7 +28,7 @@ _ECHOES = (
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, is what a broken connection looks like."""
+    """Whether `error`, or an exception that it was raised from, looks like a broken connection."""
     for seen in _chain(error):
         if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
             return True
@@ -40,8 +40,9 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` is the interrupt, or an exception that was raised while it was handled: user
-    code may wrap it, or fail in its own clean-up. Not what ends the process, as SystemExit.
+    """Whether `error` is the interrupt, or an exception that was raised while the interrupt was
+    handled: user code may wrap it, or fail in its clean-up. Exceptions that end the process, such
+    as SystemExit, do not count.
     """
     if isinstance(error, Exception):
         return any(isinstance(seen, RankShouldRestart) for seen in _chain(error))
@@ -49,8 +50,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def ending_in(error: BaseException) -> BaseException:
-    """What ends the process or the job (KeyboardInterrupt, SystemExit, RestartAbort), if `error` is
-    the interrupt that came on its way out of the function; else `error`.
+    """The exception that ends the process or the job (KeyboardInterrupt, SystemExit, RestartAbort)
+    if `error` is an interrupt that was raised while that exception left the function; else `error`.
     """
     if isinstance(error, RankShouldRestart):
         for seen in _chain(error):
@@ -59,16 +60,16 @@ def ending_in(error: BaseException) -> BaseException:
     return error
 
 
-def let_go(error: BaseException) -> None:
-    """Lets go of the local variables that the tracebacks of `error` hold: models, groups,
-    buffers, which the next iteration makes anew.
+def release_frames(error: BaseException) -> None:
+    """Clears the local variables in the tracebacks of `error`: models, process groups and buffers,
+    which the next iteration creates again.
     """
     for seen in _chain(error):
         traceback.clear_frames(seen.__traceback__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from; each once, since `raise e from e` is a circle."""
+    """The error and those that it was raised from; each once, since `raise e from e` is a cycle."""
     met: set[int] = set()
     seen: BaseException | None = error
     while seen is not None and id(seen) not in met:

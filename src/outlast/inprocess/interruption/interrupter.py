@@ -1,27 +1,27 @@
-"""Getting the main thread out of the function, wherever it is, and nowhere else.
+"""Interrupts the main thread: makes it leave the function, wherever it is, and nothing else.
 
-Two ways. *Signal*: SIGURG to the thread, whose Python handler raises `RankShouldRestart`. A signal
-also wakes blocking calls (`time.sleep`, `queue.get`, a socket). SIGURG, because its default action
-is to be ignored: one that is still on its way when the handler has been restored does no harm.
-*Asynchronous exception* (`PyThreadState_SetAsyncExc`), where a signal cannot be used: the function
-runs in another thread than the main one, or the user has a handler of his own for SIGURG. It lands
-at the next bytecode, so it does not wake a call that blocks in C.
+There are two ways. *Signal*: SIGURG is sent to the thread, and its Python handler raises
+`RankShouldRestart`. A signal also wakes blocking calls (`time.sleep`, `queue.get`, a socket read).
+The signal is SIGURG because its default action is to be ignored: one that arrives after the handler
+was restored does no harm. *Asynchronous exception* (`PyThreadState_SetAsyncExc`), where the signal
+cannot be used: the function runs in a thread other than the main one, or the user has a handler for
+SIGURG. It is raised at the next bytecode, so it does not wake a call that blocks in C.
 
-Where may it be raised? In user code only.
+Where may the interrupt be raised? In user code only.
 
 * `run()` is the boundary. Python runs a signal handler in the main thread, between two bytecodes,
-  and hands it the frame that was interrupted. While that frame is the boundary's own, the handler
-  does not raise; so the lines of `run()` around the call need no protection, and there is no
-  moment between "still inside" and "caught".
+  and passes it the interrupted frame. While that frame is the one of `run()`, the handler does not
+  raise. So the lines of `run()` around the call need no protection, and there is no moment between
+  "still inside the function" and "the exception is caught".
 * Library code that the user calls (`ping`, `atomic`) raises a *shield*, a counter that only this
-  thread writes. Before the increment and after the decrement nothing of the library is half
-  done, so an interrupt there is one in user code.
-* With the asynchronous exception the requester decides, and the exception lands a little later.
-  So both entering a shield and leaving the function wait until no request is being made (`_busy`)
-  and then let one that is under way land before they go on.
+  thread writes. Before the increment and after the decrement, no state of the library is half
+  updated, so an interrupt there is the same as one in user code.
+* An asynchronous exception is requested in one thread and raised in the other a little later. So
+  when the function's thread enters a shield or leaves the function, it waits until no request is
+  being made (`_busy`), and lets a request that was made be raised before it goes on.
 
 User code may swallow the interrupt (`except BaseException`). The requester therefore repeats it
-until the thread has left, and is told where it was swallowed.
+until the thread has left the function, and logs where it was swallowed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,18 @@ _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_async_exc.restype = ctypes.c_int
 
 
-# The packages of torch in which a rank waits for others: in a collective, in a backward pass that
-# reduces gradients, for a device that runs collectives. Elsewhere (`torch.load`, a data loader) it
-# is by itself.
+# The packages of torch in which a rank waits for other ranks: in a collective, in a backward pass
+# that reduces gradients, for a device that runs collectives. Elsewhere in torch (`torch.load`, a
+# data loader) a rank does not depend on others.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
 
 
 class Interrupter:
-    """Interrupts the thread that made this object, while it is in `run()`."""
+    """Interrupts the thread that created this object, while it is in `run()`.
+
+    Attributes:
+        landed: the number of interrupts that were raised.
+    """
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
@@ -69,10 +73,10 @@ class Interrupter:
         self._previous: Any = None
         self._installed = False
 
-    # -- the thread itself -------------------------------------------------------------------
+    # -- in the function's thread --------------------------------------------------------------
 
     def install(self) -> None:
-        """Takes the signal, if this is the main thread and nobody else has it."""
+        """Installs the signal handler, if this is the main thread and the signal has none."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(INTERRUPT_SIGNAL)
@@ -81,27 +85,27 @@ class Interrupter:
             self._installed = True
 
     def restore(self) -> None:
-        """Gives the signal back, unless the user has taken it meanwhile."""
+        """Restores the signal handler, unless the user has installed one meanwhile."""
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
         self._installed = False
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Calls `function`; returns its value, or the exception that it ended with."""
+        """Calls `function`; returns its value, or the exception that it raised."""
         value: Any = None
         error: BaseException | None = None
-        self._shields = 0  # a generator may have died with one raised
+        self._shields = 0  # a generator may have been closed while it held one
         self._wanted = False
         try:
             try:
                 self._inside = True
                 value = _user_region(function)
-            except BaseException as e:  # noqa: BLE001 - every ending is the caller's to judge
+            except BaseException as e:  # noqa: BLE001 - the caller handles every outcome
                 error = ending_in(e)
             self._inside = False
-            # No new request is made from here on. One that is under way lands now, and is dropped.
-            # It is not taken back: to set no exception leaves CPython, up to 3.12, with its "there
-            # is something to do" flag up for good, which slows down all of the program.
+            # No new request is made after this line. One that was made before is raised now, and is
+            # dropped. It cannot be cancelled instead: to set no exception leaves the "eval breaker"
+            # flag of CPython, up to 3.12, set forever, which slows down the whole program.
             self._let_requests_land()
         except RankShouldRestart as late:  # an asynchronous one, in the lines above
             if self._inside:
@@ -110,7 +114,7 @@ class Interrupter:
         return value, error
 
     def shield(self) -> None:
-        """From here on no interrupt is raised in this thread, until `unshield()`."""
+        """Keeps interrupts from being raised in this thread, until `unshield()`."""
         before = self._shields
         try:
             self._shields = before + 1
@@ -121,19 +125,20 @@ class Interrupter:
             raise
 
     def unshield(self) -> None:
-        if self._shields:  # none, if a generator of an earlier iteration ends only now
+        """Ends the innermost `shield()`."""
+        if self._shields:  # 0 if a generator of an earlier iteration is closed only now
             self._shields -= 1
 
-    # -- the requester's thread --------------------------------------------------------------
+    # -- in the monitor thread -----------------------------------------------------------------
 
     @property
     def by_signal(self) -> bool:
-        """Whether the signal is ours to use."""
+        """Whether the signal can be used."""
         return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
 
     def request(self) -> str:
-        """Asks the thread to leave the function; returns how: `signal`, `async`, or `none` if it
-        is not in user code at this moment.
+        """Interrupts the thread; returns how: `signal`, `async`, or `none` if the thread is not in
+        user code at this moment.
         """
         if not self._inside:
             return "none"
@@ -143,7 +148,8 @@ class Interrupter:
             return "signal"
         self._busy = True
         try:
-            # Read again: from here on the thread does not leave or enter a shield unseen.
+            # Read again: while `_busy` is set, the thread cannot leave the function or enter a
+            # shield without waiting for this request.
             if self._shields or not self._still_inside():
                 return "none"
             if _importing(sys._current_frames().get(self.ident)):
@@ -158,10 +164,10 @@ class Interrupter:
         return self._inside
 
     def where(self) -> str:
-        """The place the thread is in, innermost first, as `file:line function`."""
+        """The frames that the thread is in, innermost first, as `file:line function`."""
         frame = sys._current_frames().get(self.ident)
         places: list[str] = []
-        while frame is not None and frame.f_code is not _REGION and len(places) < 4:
+        while frame is not None and frame.f_code is not _USER_REGION and len(places) < 4:
             file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
             places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
@@ -184,18 +190,19 @@ class Interrupter:
             raise RankShouldRestart("another rank failed, or the job changes its size")
 
     def _let_requests_land(self) -> None:
-        while self._busy and os.getpid() == self._pid:  # in a forked child nobody would end it
+        # In a forked child there is no other thread that would clear `_busy`.
+        while self._busy and os.getpid() == self._pid:
             time.sleep(0)
-        for _ in range(2):  # a loop's jump is a point where a pending exception is raised
+        for _ in range(2):  # a pending exception is raised at the jump of a loop
             pass
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way. An interrupt there would leave modules behind that are half
-    made: Python forgets the module, but not its submodules, and many packages, torch's among them,
-    cannot be imported a second time. The request is repeated, so it lands after the import.
+    """Whether the thread is importing a module. An interrupt there would leave half-initialized
+    modules: Python removes the module, but not its submodules, and many packages, such as torch,
+    cannot be imported a second time. The request is repeated, so it is raised after the import.
     """
-    while frame is not None and frame.f_code is not _REGION:
+    while frame is not None and frame.f_code is not _USER_REGION:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
         frame = frame.f_back
@@ -203,11 +210,11 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _user_region(function: Callable[[], Any]) -> Any:
-    """A frame of its own for the user's side of the boundary: `function` may be written in C, and
-    then the innermost Python frame while it runs is this one, not the boundary's.
+    """A separate frame on the user's side of the boundary: `function` may be written in C, and
+    then the innermost Python frame while it runs is this one, not the one of `run()`.
     """
     return function()
 
 
 _BOUNDARY: CodeType = Interrupter.run.__code__
-_REGION: CodeType = _user_region.__code__
+_USER_REGION: CodeType = _user_region.__code__

@@ -1,11 +1,13 @@
-"""The monitor thread: it alone blocks on the store, on a connection of its own.
+"""The monitor thread: waits on the store, and interrupts the function when the iteration ends.
 
-The function's thread never waits in C: a signal (Ctrl-C, ours) could not be handled there. It
-hands every wait to this thread and waits for the answer in Python. While the function runs, the
-wait is the *guard* of the iteration: until `over/k` appears, an event, no poll.
+The function's thread never waits in C, because no signal (Ctrl-C, or the interrupt) could be
+handled there. It hands every wait on the store to this thread, which has a connection of its own,
+and waits for the answer in Python. While the function runs, this thread waits for the key `over/k`
+of the iteration: an event, not a poll.
 
-When the guard finds that the iteration is to end, in this order: no `atomic()` is entered any
-more; the abort runs; the function's thread is interrupted, again and again until it has left.
+When that key says that the iteration ends in a restart, the order is: `atomic()` cannot be entered
+any more; the abort runs; the function's thread is interrupted, repeatedly, until it has left the
+function.
 """
 
 from __future__ import annotations
@@ -31,33 +33,33 @@ from outlast.events import (
     Seen,
 )
 from outlast.inprocess.distributed.connection import Connection
-from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.interruption.stack_sample import Standstill, look
+from outlast.inprocess.interruption.stack_sample import StackSample, sample_stack
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["Guard", "Watcher"]
+__all__ = ["IterationWatch", "MonitorThread"]
 
 log = logging.getLogger("outlast.inprocess")
 
 T = TypeVar("T")
 
 
-class Guard:
-    """What the guard of one iteration knows.
+class IterationWatch:
+    """The monitor thread's watch over one iteration.
 
     Attributes:
-        seen: set when the iteration is known to end in a restart.
-        left: set by the function's thread when it is out of the function.
-        found: how the function's thread was met at that moment, if it was in user code.
-        how: the future end of the iteration; a `StoreError` if the store is lost.
+        ending: set when it is known that the iteration ends in a restart.
+        left: set by the function's thread when it has left the function.
+        sample: of the function's thread at the end of the iteration, if it was in user code.
+        outcome: how the iteration ends, in the future; a `StoreError` if the store is lost.
     """
 
     def __init__(self) -> None:
-        self.seen = threading.Event()
+        self.ending = threading.Event()
         self.left = threading.Event()
-        self.found: Standstill | None = None
-        self.how: Future[bytes] = Future()
+        self.sample: StackSample | None = None
+        self.outcome: Future[bytes] = Future()
 
     def wait(self, timeout: float | None) -> bytes:
         """Waits for the end of the iteration.
@@ -66,43 +68,43 @@ class Guard:
             KeyTimeout: after `timeout` seconds.
         """
         try:
-            return self.how.result(timeout)
+            return self.outcome.result(timeout)
         except FutureTimeout:
             raise KeyTimeout(f"the iteration was not over within {timeout} s") from None
 
 
-class Watcher:
+class MonitorThread:
     """A thread with a connection of its own.
 
     Args:
-        connection: only this thread uses it.
-        gate, interrupter, page: of the function's thread.
-        abort: ends in-flight work; called with `True` again and again while the function is not
-            left, since work may have begun after the first time.
+        connection: used by this thread alone.
+        atomic_section, interrupter, page: of the function's thread.
+        abort: ends in-flight work. The argument is `False` the first time, and `True` for each
+            repetition while the function has not been left, since work may have begun later.
         emitter: takes the events.
         retry: pause before an interrupt is repeated, in seconds.
-        renew: makes another connection, should a wait have to be broken off.
+        reconnect: makes another connection after a wait had to be broken off.
     """
 
     def __init__(
         self,
         connection: Connection,
-        gate: AtomicGate,
+        atomic_section: AtomicSection,
         interrupter: Interrupter,
         page: SharedPage,
         abort: Callable[[bool], None],
         emitter: Emitter,
         retry: float = 0.005,
-        renew: Callable[[], Connection] | None = None,
+        reconnect: Callable[[], Connection] | None = None,
     ) -> None:
         self._connection = connection
-        self._gate = gate
+        self._atomic_section = atomic_section
         self._interrupter = interrupter
         self._page = page
         self._abort = abort
         self._emitter = emitter
         self._retry = retry
-        self._renew = renew
+        self._reconnect = reconnect
         self._pending: tuple[str, Future[bytes] | None] = ("", None)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
@@ -116,14 +118,14 @@ class Watcher:
     def wait_for(self, op: Op) -> bytes:
         """Performs a wait for the function's thread.
 
-        The timeout is kept here, not on the connection: one that torch's client sees run out
-        costs a log line and two look-ups of names, which take seconds where no resolver answers.
-        The wait itself goes on; who asks for the same key again gets its answer.
+        The timeout is kept here, not on the connection: a timeout in torch's client costs a log
+        line and two name look-ups, which take seconds where no resolver answers. The wait itself
+        goes on; a later call for the same key gets its answer.
 
         Raises:
-            KeyTimeout: when the time is over.
+            KeyTimeout: after `op.timeout` seconds.
         """
-        if self._renew is None or not self._connection.can_break_off:
+        if self._reconnect is None or not self._connection.can_break_off:
             return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
         key, future = self._pending
         if key != op.key or future is None:
@@ -135,15 +137,15 @@ class Watcher:
         self._pending = "", None
         return future.result()
 
-    def guard(self, key: str) -> Guard:
-        """Starts to guard the iteration that `key` is the end of."""
-        guard = Guard()
+    def watch_iteration(self, key: str) -> IterationWatch:
+        """Starts to watch the iteration whose end is announced under `key`."""
+        watch = IterationWatch()
         self._drop_pending()
-        self._tasks.put(lambda: self._guard(key, guard))
-        return guard
+        self._tasks.put(lambda: self._watch(key, watch))
+        return watch
 
     def close(self, timeout: float) -> None:
-        """Ends the thread, breaking off what it may still wait for."""
+        """Ends the thread, and breaks off a wait that it is in."""
         if self._pending[1] is not None:
             self._connection.break_off()
         self._tasks.put(None)
@@ -154,26 +156,26 @@ class Watcher:
         self._connection.close()
 
     def break_off(self) -> None:
-        """Ends the wait that is under way, whose asker has gone away."""
+        """Ends the present wait: no thread needs its answer any more."""
         self._connection.break_off()
 
     def _drop_pending(self) -> None:
-        """Breaks off a wait that nobody waits for any more; the thread goes on with a new
+        """Breaks off a wait whose answer is not needed any more, and continues with a new
         connection.
         """
         future, self._pending = self._pending[1], ("", None)
-        renew = self._renew
-        if future is None or renew is None or future.done():
+        reconnect = self._reconnect
+        if future is None or reconnect is None or future.done():
             return
         self._connection.break_off()
 
         def replace() -> None:
             self._connection.close()
-            self._connection = renew()
+            self._connection = reconnect()
 
         self._submit(replace)
 
-    # -- in the thread -----------------------------------------------------------------------
+    # -- in the monitor thread -----------------------------------------------------------------
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -185,81 +187,82 @@ class Watcher:
         def task() -> None:
             try:
                 future.set_result(work())
-            except Exception as e:  # noqa: BLE001 - raised in the thread that asked
+            except Exception as e:  # noqa: BLE001 - raised in the thread that submitted the work
                 future.set_exception(e)
 
         self._tasks.put(task)
         return future
 
-    def _guard(self, key: str, guard: Guard) -> None:
+    def _watch(self, key: str, watch: IterationWatch) -> None:
         outcome: Any
         try:
             outcome = self._connection.wait_for(key, None)
-        except Exception as e:  # noqa: BLE001 - told in the function's thread, by `how`
+        except Exception as e:  # noqa: BLE001 - raised in the function's thread, by `outcome`
             outcome = e
         failed = isinstance(outcome, Exception)
         try:
             if outcome != COMPLETED:
-                self._end_iteration(guard, str(outcome) if failed else outcome.decode())
-        except Exception as e:  # noqa: BLE001 - a full disk under the event log, a defect of ours
+                self._end_iteration(watch, str(outcome) if failed else outcome.decode())
+        except Exception as e:  # noqa: BLE001 - the event log on a full disk, or a bug here
             outcome = outcome if failed else e
-            guard.seen.set()
-            self._interrupt(guard)
+            watch.ending.set()
+            self._interrupt(watch)
         if isinstance(outcome, Exception):
-            guard.how.set_exception(outcome)
+            watch.outcome.set_exception(outcome)
         else:
-            guard.how.set_result(outcome)
+            watch.outcome.set_result(outcome)
 
-    def _end_iteration(self, guard: Guard, reason: str) -> None:
-        if not guard.left.is_set():
-            guard.found = look(self._interrupter, self._page, self._emitter.clock.now())
-        guard.seen.set()
+    def _end_iteration(self, watch: IterationWatch, reason: str) -> None:
+        if not watch.left.is_set():
+            now = self._emitter.clock.now()
+            watch.sample = sample_stack(self._interrupter, self._page, now)
+        watch.ending.set()
         self._emitter.emit(Seen(reason=reason))
-        # From here on the hard timeout runs, for an `atomic()` in a long phase too: the others wait
-        # at a barrier, and all of them would give up before this one comes.
-        self._leaving()
-        self._gate.begin_termination()
-        self._leaving()
+        # The hard timeout runs from here on, also for an `atomic()` in a long phase: the others
+        # wait at a barrier, and all of them would time out before this rank arrives.
+        self._mark_leaving()
+        self._atomic_section.begin_termination()
+        self._mark_leaving()
         start, error = self._emitter.clock.now(), ""
         try:
             self._abort(False)
         except Exception as e:
-            log.exception("abort raised an exception; the restart goes on")
+            log.exception("abort raised an exception; the restart continues")
             error = repr(e)
         seconds = self._emitter.clock.now() - start
         self._emitter.emit(AbortDone(seconds=seconds, error=error))
-        self._interrupt(guard)
+        self._interrupt(watch)
 
-    def _leaving(self) -> None:
+    def _mark_leaving(self) -> None:
         self._page.progress = self._emitter.clock.now()
         self._page.activity = Activity.LEAVING
 
-    def _interrupt(self, guard: Guard) -> None:
+    def _interrupt(self, watch: IterationWatch) -> None:
         pause, landed = self._retry, self._interrupter.landed
-        told = ""
-        while not guard.left.is_set():
+        reported = ""
+        while not watch.left.is_set():
             how = self._interrupter.request()
-            if how not in ("none", told):
-                self._tell(InterruptSent(how=how))
-                told = how
-            if guard.left.wait(pause):
+            if how not in ("none", reported):
+                self._emit(InterruptSent(how=how))
+                reported = how
+            if watch.left.wait(pause):
                 return
             try:
                 self._abort(True)
             except Exception:
-                log.exception("abort raised an exception; the restart goes on")
-            if guard.left.is_set():  # meanwhile: where it is now is no code of the user's
+                log.exception("abort raised an exception; the restart continues")
+            if watch.left.is_set():  # left meanwhile: the thread is not in user code now
                 return
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed
                 where = self._interrupter.where()
-                log.warning("the interrupt was swallowed, it is repeated; now at %s", where)
-                self._tell(InterruptSwallowed(where=where))
+                log.warning("user code swallowed the interrupt, it is repeated; now at %s", where)
+                self._emit(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
 
-    def _tell(self, event: Event) -> None:
-        """An event that must not end the thread: the function's thread waits for it to go on."""
+    def _emit(self, event: Event) -> None:
+        """Emits an event whose failure must not end the thread: the function's thread needs it."""
         try:
             self._emitter.emit(event)
         except Exception:
-            log.exception("an event could not be written; the restart goes on")
+            log.exception("an event could not be written; the restart continues")

@@ -1,6 +1,7 @@
-"""Where the function's thread was, and how far it had come, when the end of the iteration came.
+"""A sample of the function's thread, taken when the iteration ends: where it was, how far it was.
 
-If a soft timeout ended it, that tells the rank that hangs from those that wait for it.
+If a soft timeout ended the iteration, the samples of all ranks tell the rank that hangs from the
+ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -13,37 +14,38 @@ import torch.distributed as dist
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["Standstill", "look"]
+__all__ = ["StackSample", "sample_stack"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Standstill:
-    """What is known of the function's thread at one moment.
+class StackSample:
+    """The function's thread at one moment.
 
     Attributes:
-        where: the place that it was in.
-        waits: it was in a place of torch's where a rank waits for others, as in a collective.
-        idle: seconds since its last progress.
-        declared: it was in a long phase that it had declared.
-        pings, collectives: how far it had come; the collectives are those of the default group,
-            -1 where the group does not tell.
+        where: the innermost frames.
+        waits_for_others: whether it was in code of torch where a rank waits for others, as in a
+            collective.
+        idle: seconds since the last progress.
+        declared: whether it was in a declared long phase.
+        pings, collectives: how far the function was; the collectives are those of the default
+            group, -1 if the backend does not count them.
     """
 
     where: str
-    waits: bool
+    waits_for_others: bool
     idle: float
     declared: bool
     pings: int
     collectives: int
 
 
-def look(interrupter: Interrupter, page: SharedPage, now: float) -> Standstill | None:
-    """Looks from another thread; `None` while the thread runs no code of the user's."""
+def sample_stack(interrupter: Interrupter, page: SharedPage, now: float) -> StackSample | None:
+    """Samples from another thread; `None` while the function's thread runs no user code."""
     if page.activity not in (Activity.USER, Activity.FUNCTION):
         return None
-    return Standstill(
+    return StackSample(
         where=interrupter.where(),
-        waits=interrupter.waits_for_others(),
+        waits_for_others=interrupter.waits_for_others(),
         idle=now - page.progress,
         declared=page.long_limit != 0,
         pings=page.pings,
@@ -52,14 +54,14 @@ def look(interrupter: Interrupter, page: SharedPage, now: float) -> Standstill |
 
 
 def _collectives() -> int:
-    """How many collectives of the default group this rank has begun. Every rank takes part in all
-    of them, so whoever has begun fewer is behind.
+    """The number of collectives of the default group that this rank has begun. Every rank takes
+    part in all of them, so a rank that has begun fewer is behind.
     """
     if not dist.is_available():
         return -1
     group: Any = dist.distributed_c10d._world.default_pg
     if group is None:
-        return 0  # it has not come that far
+        return 0  # the function has not made the group yet
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:

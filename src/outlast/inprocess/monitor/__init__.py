@@ -1,1 +1,1 @@
-"""The monitor process: how it is started, and its loop."""
+"""The monitor process of a rank: its start, its event loop, timeouts, heartbeats and reports."""

@@ -1,4 +1,4 @@
-"""What the main process tells its monitor process when it forks it."""
+"""`MonitorPlan`: everything that the monitor process needs to know, fixed before the fork."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ __all__ = ["MonitorPlan"]
 
 @dataclasses.dataclass(frozen=True)
 class MonitorPlan:
-    """What the monitor process needs to know. Durations are in seconds.
+    """The configuration of one monitor process. Durations are in seconds.
 
     Attributes:
         page: shared with the main process.
-        factory, kwargs, endpoint: the store; `serve` if this monitor is to serve it; `ready` is a
-            key that its server sets for this call, or an empty string.
-        prefix: of the call's keys.
+        factory, kwargs, endpoint: of the store.
+        serve: whether this monitor serves the store.
+        ready: the key that the server of the store sets for this call, or an empty string.
+        prefix: of the keys of the call.
         rank, world_size, token: what the main process registers with.
-        interval, heartbeat: of the heartbeat, and when a member without one is lost.
-        soft, hard, grace: progress timeouts, and the pause between SIGTERM and SIGKILL.
+        interval: between two heartbeats.
+        heartbeat: a member without a heartbeat for this long counts as lost.
+        soft, hard: progress timeouts.
+        grace: between SIGTERM and SIGKILL.
         patience: for reaching the store.
-        logfile: for what it has to say; nowhere by default.
+        logfile: for the output of the monitor process; `None` discards it.
         events_dir: where to write events, or an empty string.
-        address: of this host, where the store of an iteration is served.
+        address: of this host; the store of an iteration is served there.
     """
 
     page: SharedPage

@@ -1,17 +1,13 @@
-"""The monitor process: a small fork of the main process that outlives it by as much as is needed.
+"""Forks the monitor process of a rank, and dismisses it at the end of the call.
 
-It sees the main process end (its pidfd, an event) and tells the others; sees it stop making
-progress (timestamps in shared memory) and applies the soft and the hard timeout; keeps a
-heartbeat in the store and watches that of the next member in the ring; on rank 0 it serves the
-store, where no launcher does. Where the main process served the store of an iteration, it stands
-in for that until all have left the iteration.
+The process is forked, not spawned: torch is imported already, and its pages stay shared. The child
+uses nothing of the parent but the contents of `MonitorPlan`; it closes all other descriptors, so
+no connection of the main process outlives that process. It is the leader of a session of its own:
+a signal to the process group of the main process does not reach it. It ends by itself, when the
+main process dismisses it or has ended and was reported. A monitor that serves the store stays until
+every member has said goodbye or is known to be lost.
 
-It is forked, not spawned: torch is there already and its pages stay shared. In the child nothing
-of the parent's is touched but what is named in `MonitorPlan`; all other descriptors are closed, so
-that no connection of the main process outlives it. It is the leader of a session of its own: a
-signal to the process group of the main process does not reach it. It ends by itself: when the
-main process says so, or is gone and reported; a server stays until the last member has said
-goodbye or is known to be lost.
+What it does while it runs: `monitor/loop.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ class MonitorHandle:
 
     Attributes:
         pid: of the monitor process.
-        endpoint: of the store; with the port that the server was given, if it is served here.
+        endpoint: of the store; if the monitor serves it, with the port that the system chose.
         socket: readable when the monitor process has ended.
     """
 
@@ -49,13 +45,13 @@ class MonitorHandle:
         self.endpoint = endpoint
 
     def watch_threads(self) -> None:
-        """The ids of the threads to watch are in the shared page."""
-        with contextlib.suppress(OSError):  # it has ended: the watchdog sees that
+        """Makes the monitor watch the threads whose ids are in the shared page."""
+        with contextlib.suppress(OSError):  # it has ended: the heartbeat thread sees that
             self.socket.send(b"T")
 
     def dismiss(self, timeout: float) -> None:
-        """The main process is done. Waits until the monitor has ended, at most `timeout`
-        seconds: a server may have to stay for others.
+        """Tells the monitor that the main process needs it no longer, and waits for its end, at
+        most `timeout` seconds: a monitor that serves the store may have to stay for other ranks.
         """
         with contextlib.suppress(OSError):  # it has ended already
             self.socket.send(b"B")
@@ -65,14 +61,14 @@ class MonitorHandle:
             self.reap()
 
     def reap(self) -> None:
-        """Takes the exit status of a monitor that has ended, so that no zombie stays."""
-        # Nothing to take where the program ignores SIGCHLD, or reaps all children itself.
+        """Reaps a monitor that has ended, so that no zombie stays."""
+        # There is nothing to reap where the program ignores SIGCHLD, or reaps all its children.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:
-    """Forks the monitor process, and waits until it serves the store, if it is to.
+    """Forks the monitor process. If the plan says so, waits until it serves the store.
 
     Raises:
         StoreError: naming host and port, if the store cannot be served there.
@@ -83,17 +79,17 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     theirs.close()
     ours.settimeout(plan.patience)
     try:
-        said = json.loads(ours.recv(65536) or b'{"error": "the monitor process ended"}')
+        reply = json.loads(ours.recv(65536) or b'{"error": "the monitor process ended"}')
     except TimeoutError:
-        said = {"error": f"the monitor process was not up within {plan.patience} s"}
+        reply = {"error": f"the monitor process was not up within {plan.patience} s"}
     ours.settimeout(None)
-    if "error" in said:
+    if "error" in reply:
         ours.close()
         os.waitpid(pid, 0)
-        raise StoreError(said["error"])
+        raise StoreError(reply["error"])
     endpoint = plan.endpoint
     if plan.serve and endpoint is not None:
-        endpoint = (endpoint[0], said["port"])
+        endpoint = (endpoint[0], reply["port"])
     return MonitorHandle(pid, ours, endpoint)
 
 
@@ -121,7 +117,7 @@ def _replace_descriptors(plan: MonitorPlan, end: socket.socket) -> socket.socket
     opens standard streams of its own.
     """
     target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
-    # Where the main process has closed these three, anything may have got their numbers.
+    # Where the main process has closed descriptors 0 to 2, other files may have these numbers.
     keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)
     log = fcntl.fcntl(
         os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fcntl.F_DUPFD, 3

@@ -1,14 +1,14 @@
-"""When a rank counts as hung: fixed timeouts, or one that follows the job's own pace.
+"""The adaptive soft timeout, which follows the pace of the job.
 
 `Adaptive` learns from the gaps between pings, as TCP learns its retransmission timeout from
 round-trip times (RFC 6298): a smoothed mean and a smoothed mean deviation, and the limit is
 
     mean + deviations * deviation, but at least factor * the longest recent gap, and `floor`.
 
-The hard timeout follows at ten times the limit, and at least five seconds. So a hang is seen in a
+The hard timeout is ten times the limit, and at least five seconds. So a hang is detected within a
 few step times. Until `warmup` gaps are known, the limit is `initial`. Phases that are known to be
-long are declared (`CallWrapper.long_phase`); their time is neither judged by the limit nor learned
-from.
+long are declared (`CallWrapper.long_phase`); the limit does not apply to them, and nothing is
+learned from their duration.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Adaptive:
     """A soft timeout that follows the gaps between pings; give it as `soft_timeout=`.
 
     Attributes:
-        initial: the soft timeout until enough gaps are known, and in a declared long phase that
-            names none of its own.
-        floor: the limit never gets below it.
-        factor: the limit is at least so many times the longest of the recent gaps.
-        deviations: mean deviations above the mean gap.
-        warmup: how many gaps to see first. The first steps of a job are its slowest.
+        initial: the soft timeout until enough gaps are known, and in a declared long phase
+            without a limit of its own.
+        floor: the lower bound of the limit.
+        factor: the limit is at least this many times the longest of the recent gaps.
+        deviations: the limit is this many mean deviations above the mean gap.
+        warmup: the number of gaps to see first. The first steps of a job are its slowest.
     """
 
     initial: Duration = datetime.timedelta(seconds=60)
@@ -55,7 +55,7 @@ class Adaptive:
 
 
 class GapEstimator:
-    """The limit, in seconds, from the gaps seen so far."""
+    """Estimates the limit, in seconds, from the gaps seen so far."""
 
     # Weights of RFC 6298, section 2.
     _MEAN_WEIGHT = 1 / 8
@@ -82,7 +82,7 @@ class GapEstimator:
 
     @property
     def limit(self) -> float:
-        """How long without a ping is healthy, in seconds."""
+        """The soft timeout in force, in seconds."""
         initial = seconds(self.settings.initial)
         if self._seen < self.settings.warmup:
             return initial

@@ -1,11 +1,11 @@
-"""The thread that takes progress timestamps by itself, and sees the monitor process die.
+"""The heartbeat thread: takes progress timestamps, and sees the end of the monitor process.
 
-Until the function pings, "the interpreter gets on" counts as progress: in the main thread a
-pending call (`Py_AddPendingCall`) that runs between two bytecodes writes the time. A thread that
-hangs in C, with the GIL or without it, runs no pending call. Of another thread than the main one
-the stack is looked at: the same frame at the same instruction is no progress.
+Until the function pings, progress means that the interpreter executes bytecode. In the main thread
+a pending call (`Py_AddPendingCall`), which runs between two bytecodes, writes the timestamp. A
+thread that hangs in C, with or without the GIL, runs no pending calls. Of a thread other than the
+main one the stack is examined: the same frame at the same instruction is no progress.
 
-The end of the monitor process is an event: it closes its end of a socket.
+The end of the monitor process is an event: the system closes its end of a socket.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from collections.abc import Callable
 from outlast.clock import Clock
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["Watchdog"]
+__all__ = ["HeartbeatThread"]
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = (_PendingCall, ctypes.c_void_p)
 _add_pending_call.restype = ctypes.c_int
 
-_WATCHED = (Activity.USER, Activity.FUNCTION)
+_TIMED = (Activity.USER, Activity.FUNCTION)
 
 
-class Watchdog:
-    """Watches the thread that makes it.
+class HeartbeatThread:
+    """Watches the thread that creates it.
 
     Args:
-        page: where timestamps go.
-        clock: that takes them.
+        page: where the timestamps go.
+        clock: the source of the timestamps.
         interval: between two timestamps, in seconds.
         monitor: the socket to the monitor process.
-        monitor_lost: called once, in the watchdog's thread, when the monitor process has ended.
-        each: called in every interval, in the watchdog's thread.
+        on_monitor_end: called once, in the heartbeat thread, when the monitor process has ended.
+        every_interval: called in every interval, in the heartbeat thread.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Watchdog:
         clock: Clock,
         interval: float,
         monitor: socket.socket,
-        monitor_lost: Callable[[], None],
-        each: Callable[[], None] = lambda: None,
+        on_monitor_end: Callable[[], None],
+        every_interval: Callable[[], None] = lambda: None,
     ) -> None:
         self._page = page
         self._clock = clock
         self._interval = interval
         self._monitor = monitor
-        self._monitor_lost = monitor_lost
-        self._each = each
+        self._on_monitor_end = on_monitor_end
+        self._every_interval = every_interval
         self._watched = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
         self._position: tuple[int, int] = (0, 0)
-        # The interpreter keeps the address only: the object must live as long as the thread.
+        # The interpreter keeps only the address: the object must live as long as the thread.
         self._pending = _PendingCall(self._in_main_thread)
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._work, name="outlast-watchdog", daemon=True)
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._work, name="outlast-heartbeat", daemon=True)
         self._thread.start()
 
     @property
@@ -74,30 +74,30 @@ class Watchdog:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._wake.send(b"x")
+        self._stop.send(b"x")
         self._thread.join()
-        self._wake.close()
-        self._woken.close()
-        # A pending call that has not run yet would come back to a dead object.
+        self._stop.close()
+        self._stopped.close()
+        # A pending call that has not run yet would call into a freed object.
         while self._outstanding and self._is_main:
-            pass  # a loop's jump is where pending calls are run: at most a few rounds
+            pass  # pending calls run at the jump of a loop: this takes a few rounds at most
 
     def _work(self) -> None:
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
+        poll.register(self._stopped, select.POLLIN)
         poll.register(self._monitor, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poll.poll(self._interval * 1000)]
-            if self._woken.fileno() in ready:
+            if self._stopped.fileno() in ready:
                 return
             if self._monitor.fileno() in ready:
                 poll.unregister(self._monitor)
-                self._monitor_lost()
-            self._look()
-            self._each()
+                self._on_monitor_end()
+            self._take_timestamp()
+            self._every_interval()
 
-    def _look(self) -> None:
-        if self._page.activity not in _WATCHED or self._page.pings:
+    def _take_timestamp(self) -> None:
+        if self._page.activity not in _TIMED or self._page.pings:
             return
         if self._is_main:
             if not self._outstanding:
@@ -113,6 +113,6 @@ class Watchdog:
 
     def _in_main_thread(self, argument: int | None) -> int:
         self._outstanding = False
-        if self._page.activity in _WATCHED and not self._page.pings:
+        if self._page.activity in _TIMED and not self._page.pings:
             self._page.progress = self._clock.now()
         return 0

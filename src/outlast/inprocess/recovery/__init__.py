@@ -1,1 +1,1 @@
-"""The recovery state machine, and the host that carries out its steps in this process."""
+"""The recovery of a rank: session, state machine, rank host, admission, views, launcher notices."""

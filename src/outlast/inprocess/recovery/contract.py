@@ -1,4 +1,4 @@
-"""The interface between the state machine (`machine.py`) and the rank host (`rank_host.py`)."""
+"""The interface between the state machine (`machine.py`) and its host (`rank_host.py`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from outlast.clock import Clock
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
+from outlast.inprocess.attribution import Interruption
 
 __all__ = [
+    "AssignedRank",
     "GrowPolicy",
     "Host",
     "Interrupted",
     "Limits",
-    "Phase",
-    "Place",
     "Raised",
+    "RecoveryState",
     "Returned",
 ]
 
 
-class Phase(enum.Enum):
-    """Where a member is."""
+class RecoveryState(enum.Enum):
+    """The states of the state machine; `machine.py` draws the transitions."""
 
     ENTER = "enter"
     JOIN = "join"
@@ -40,7 +41,7 @@ class Phase(enum.Enum):
 
 
 class GrowPolicy(enum.Enum):
-    """When a process that asks to join is taken in."""
+    """When a process that asks to join is admitted."""
 
     AT_ONCE = "at once"
     AT_NEXT_RESTART = "at the next restart"
@@ -49,13 +50,14 @@ class GrowPolicy(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The timeouts of the machine, in seconds.
+    """The timeouts of the state machine, in seconds.
 
     Attributes:
         barrier: of the barriers between iterations.
-        completion: from this rank's return to everybody's.
-        backstop: a waiting member looks for itself this often (the pause doubles).
-        await_size, await_seconds: hold a restart until there are this many members, this long.
+        completion: from the return of this rank to the return of all.
+        backstop: a waiting member checks by itself this often (the pause doubles).
+        await_size, await_seconds: a restart is held until there are this many members, for this
+            long at most.
     """
 
     barrier: float
@@ -66,8 +68,8 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A member's place in an iteration."""
+class AssignedRank:
+    """The rank of a member in one iteration, after rank assignment and filter."""
 
     rank: int
     world_size: int
@@ -83,7 +85,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The function raised an `Exception`, or asked for a restart, by itself."""
+    """The function itself raised an `Exception`, or asked for a restart."""
 
     fault: FaultRecord
 
@@ -94,7 +96,7 @@ class Interrupted:
 
 
 class Host(Protocol):
-    """What is rank-local. Exceptions that these methods raise go up, and end this member."""
+    """The rank-local side. An exception that one of these methods raises ends this member."""
 
     clock: Clock
     token: str
@@ -102,16 +104,16 @@ class Host(Protocol):
     grow: GrowPolicy
     limits: Limits
 
-    def at(self, phase: Phase, iteration: int, member: int) -> None:
-        """The machine is about to be in `phase`."""
+    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
+        """Called before the machine enters `state`."""
         ...
 
-    def assign(self, record: ViewRecord, member: int) -> Place:
-        """Works out this member's place: rank assignment and filter."""
+    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+        """Applies the rank assignment and the rank filter to the view."""
         ...
 
     async def publish(self, link: Link, iteration: int) -> None:
-        """Says what the others must know before they start, as the store of the iteration."""
+        """Publishes what the others must know before they start: the store of the iteration."""
         ...
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
@@ -119,7 +121,7 @@ class Host(Protocol):
         ...
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        """Runs the function to its end, whatever that is."""
+        """Runs the function until it is left."""
         ...
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
@@ -127,15 +129,17 @@ class Host(Protocol):
         ...
 
     async def settle(self, iteration: int) -> None:
-        """Abort done, resources released, finalize, health check."""
+        """Waits for the abort, releases resources, runs finalize and the health check."""
         ...
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
-        """How this member was met, if it stood still while a soft timeout ended the iteration."""
+        """This member's hang report, if it made no progress while a soft timeout ended the
+        iteration.
+        """
         ...
 
-    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
-        """A fault of this member that has no exception."""
+    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
+        """A fault of this member without an exception."""
         ...
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
@@ -143,9 +147,9 @@ class Host(Protocol):
         ...
 
     def timing(self, name: str) -> AbstractContextManager[object]:
-        """Measures the wait at a barrier: `start`, `term`."""
+        """Measures the wait at the barrier `start` or `term`."""
         ...
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        """Everyone has left iteration k, and this is what had happened."""
+        """Called when every member has left iteration k, with the faults that ended it."""
         ...

@@ -1,12 +1,12 @@
-"""A store of its own for every iteration: where the function's process group comes together.
+"""A separate store for every iteration, through which the function creates its process group.
 
-torch keeps a group's addresses under names that are the same in every iteration, so two
-iterations must not share a store. Rank 0 of the iteration serves a fresh one in its main process,
-on a port that the system chooses, and `MASTER_ADDR` and `MASTER_PORT` name it while the function
-runs: a plain `init_process_group()` works in every iteration and under every launcher. It is gone
-with the iteration, so nothing adds up over a thousand restarts. That it dies with rank 0 does no
-harm: then the iteration is over. Who is just connecting to it finds rank 0's monitor process in its
-place, until all have left.
+torch keeps a group's addresses under names that are the same in every iteration, so two iterations
+must not share a store. Rank 0 of the iteration serves a new one in its main process, on a port that
+the system chooses; `MASTER_ADDR` and `MASTER_PORT` name it while the function runs. So a plain
+`init_process_group()` works in every iteration and under every launcher. The store ends with the
+iteration, so nothing accumulates over a thousand restarts. That it dies with rank 0 is harmless:
+the iteration is over then. A rank that is just connecting to it reaches rank 0's monitor process
+instead, which takes over the port until all ranks have left (`monitor/store_service.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["IterationStore", "local_address"]
 
 
 class IterationStore:
-    """Serves the store of one iteration after another, or connects to it.
+    """Serves the store of each iteration, or connects to it.
 
     Args:
-        address: of this host, as other ranks reach it.
+        address: of this host, as seen by other ranks.
     """
 
     def __init__(self, address: str) -> None:
@@ -40,22 +40,22 @@ class IterationStore:
         return host, int(port)
 
     def serve(self) -> str:
-        """Starts a server; returns where it is."""
+        """Starts a server; returns its address and port."""
         self.close()
-        # Multi-tenant: a function that insists on a server of its own in rank 0 shares this one.
+        # Multi-tenant: a function that creates a server of its own in rank 0 shares this one.
         self._server = TCPStore.serve(host_name=self.address, port=0, multi_tenant=True)
         self.where = f"{self.address}:{self._server.port}"
         return self.where
 
     def connect(self) -> Any:
-        """A connection to it, for `State.store`."""
+        """Connects to the present store, for `State.store`."""
         if not self.where:
             raise InternalError("the iteration has no store yet")
         host, port = self.endpoint
         return TCPStore(host_name=host, port=port)
 
     def close(self) -> None:
-        """Ends the server, if this rank has one."""
+        """Ends the server, if this rank serves the store."""
         self._server = None
         self.where = ""
 

@@ -1,8 +1,8 @@
-"""Tells a launcher what the job is at, so that it knows when replacements are of use.
+"""Tells the launcher the state of the job, so that it knows when a replacement is useful.
 
-One key in the launcher's store holds the newest call that has begun. Each change names what it
-replaces: another rank may be in the next call already, and a newcomer comes to a call that has
-ended.
+One key in the launcher's store holds the newest call that has begun. Every change is a
+compare-and-set: another rank may be in the next call already, and a newcomer arrives at a call that
+has ended.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import os
 
 from outlast.inprocess.distributed.connection import Connection
 
-__all__ = ["Announcement"]
+__all__ = ["LauncherNotice"]
 
 _KEY = "outlast/job"
 
 
-class Announcement:
-    """Of one call.
+class LauncherNotice:
+    """The notices of one call.
 
     Args:
         connection: to the job's store.
         call: the number of the call.
-        names_processes: whether the launcher is told who has completed the call.
+        names_processes: whether the notice of completion names the processes.
     """
 
     def __init__(self, connection: Connection, call: int, *, names_processes: bool) -> None:
@@ -43,8 +43,8 @@ class Announcement:
         self._change(self._running, self._record("aborted"))
 
     def completed(self) -> None:
-        """The call has completed. `outlast run` is also told by whom: one of these that fails
-        afterwards fails the job, and any other was lost on the way. No other launcher asks.
+        """The call has completed. `outlast run` also reads the ids of the processes that completed
+        it: if one of them fails afterwards, the job has failed; any other was lost on the way.
         """
         if not self._names_processes:
             self._change(self._running, self._record("completed"))

@@ -2,13 +2,13 @@
 
 ::
 
-    ENTER --place taken before--> JOIN <--not admitted yet--+
+    ENTER --rank taken before---> JOIN <--not admitted yet--+
       |                            |  |                     |
       |                            |  +---------------------+
       v                            v
     START <---------- ASSIGN <-- DECIDE <-- (restart) SETTLE <--+
       |                                                  ^      |
-      | barrier start/k, everybody's place is checked    |      |
+      | barrier start/k, all ranks are checked           |      |
       v                                                  |      |
     INITIALIZE --raised--> report the fault -------------+      |
       |                                                         |
@@ -17,20 +17,22 @@
       |                                                         |
       | returned (or: reserve rank)                             |
       v                                                         |
-    COMPLETE --somebody failed, or the others took too long ----+
+    COMPLETE --a rank failed, or the others took too long ------+
       |
       v
     DONE
 
-One method a transition; each returns the next state. SETTLE is: abort done, torch.distributed
-released, finalize, health check, barrier `term/k`: from then on no live member is in the function
-at k (R2). DECIDE claims the view of k+1 (R1: all members work from the one that won). Whatever
-goes up out of the machine is first recorded in the ledger, so that the others go on without this
-member (R5); an exception on one rank never leaves the others waiting.
+One method per state; each makes the transition, and returns the next state (`RecoveryState`).
 
-The machine is a coroutine without input or output of its own: what is rank-local (the function,
-abort, finalize, ...) is the `Host`'s business. The real host is `recovery/rank_host.py`; the
-simulation in `membership.py` runs the same machine.
+SETTLE consists of: abort done, torch.distributed released, finalize, health check, barrier
+`term/k`. After it, no live member is in the function at k (R2). DECIDE claims the view of k+1; all
+members work from the view that won (R1). Every exception that leaves the machine is first recorded
+in the ledger, so that the others continue without this member (R5): an exception on one rank never
+leaves the others waiting.
+
+The machine is a coroutine without input or output of its own. Everything rank-local (the function,
+abort, finalize, ...) is done by its `Host`: `recovery/rank_host.py`, or a simulated one in
+`outlast/testing`, where the same machine runs under every interleaving.
 """
 
 from __future__ import annotations
@@ -41,33 +43,39 @@ from typing import Any
 from outlast.coordination import barrier
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, ends, first_cause
+from outlast.coordination.records import FaultRecord, LostRecord, first_cause
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.errors import (
     InternalError,
     RankDiscarded,
-    RankFault,
     RankLostError,
     RestartAbort,
     RestartError,
     StoreError,
     TimeoutError,
 )
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery.admission import (
+    end_iteration_to_join,
+    hold_for_replacements,
+    wait_for_end_of_iteration,
+)
 from outlast.inprocess.recovery.contract import (
+    AssignedRank,
     GrowPolicy,
     Host,
-    Phase,
-    Place,
     Raised,
+    RecoveryState,
     Returned,
 )
+from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, cause_of_abort
 
 __all__ = ["Machine"]
 
 
 class Machine:
-    """Takes one member through the job.
+    """Takes one member through the membership.
 
     Args:
         host: the rank-local side.
@@ -82,41 +90,41 @@ class Machine:
         self.member = -1
         self.iteration = 0
         self.record = ViewRecord(0, tuple(range(world_size)))
-        self.place = Place(host.preferred_rank, world_size)
+        self.assigned = AssignedRank(host.preferred_rank, world_size)
         self.cause: FaultRecord | None = None
         self.value: Any = None
 
     async def run(self) -> Any:
-        """Goes through the states until the job is done; returns the function's value."""
+        """Runs the states until the job is done; returns the function's value."""
         transitions = {
-            Phase.ENTER: self._enter,
-            Phase.JOIN: self._join,
-            Phase.START: self._start,
-            Phase.INITIALIZE: self._initialize,
-            Phase.RUN: self._run,
-            Phase.COMPLETE: self._complete,
-            Phase.SETTLE: self._settle,
-            Phase.DECIDE: self._decide,
-            Phase.ASSIGN: self._assign,
+            RecoveryState.ENTER: self._enter,
+            RecoveryState.JOIN: self._join,
+            RecoveryState.START: self._start,
+            RecoveryState.INITIALIZE: self._initialize,
+            RecoveryState.RUN: self._run,
+            RecoveryState.COMPLETE: self._complete,
+            RecoveryState.SETTLE: self._settle,
+            RecoveryState.DECIDE: self._decide,
+            RecoveryState.ASSIGN: self._assign,
         }
-        phase = Phase.ENTER
+        state = RecoveryState.ENTER
         try:
-            while phase is not Phase.DONE:
-                self.host.at(phase, self.iteration, self.member)
-                phase = await transitions[phase]()
+            while state is not RecoveryState.DONE:
+                self.host.at(state, self.iteration, self.member)
+                state = await transitions[state]()
         except (StoreError, GeneratorExit):
-            raise  # nobody can be told, or nobody is to be told
+            raise  # the others cannot be told, or need not be
         except BaseException as error:
-            # A store that is gone by now must not hide what is raised.
+            # An error of the store must not hide this one.
             with contextlib.suppress(StoreError):
                 await self._leave(error)
             raise
-        self.host.at(Phase.DONE, self.iteration, self.member)
+        self.host.at(RecoveryState.DONE, self.iteration, self.member)
         return self.value
 
     # -- transitions -------------------------------------------------------------------------
 
-    async def _enter(self) -> Phase:
+    async def _enter(self) -> RecoveryState:
         member = await self.membership.register(self.host.preferred_rank, self.host.token)
         if member is None:
             if self.host.grow is GrowPolicy.NEVER:
@@ -128,109 +136,102 @@ class Machine:
                 self.host.preferred_rank, self.host.token
             )
             self.iteration = await self.membership.current()
-            return Phase.JOIN
+            return RecoveryState.JOIN
         self.member = member
-        return Phase.ASSIGN
+        return RecoveryState.ASSIGN
 
-    async def _join(self) -> Phase:
-        """Waits for the next view. The newcomer needs nobody's help for it: it waits for the
-        barrier that ends iteration k and then decides as the others do, so that it comes in even
-        when all others are dead by then.
+    async def _join(self) -> RecoveryState:
+        """Waits, as a newcomer, for the next view. It needs no other member for that: it waits for
+        the barrier that ends iteration k and then decides as the others do, so it is admitted even
+        if all others are dead by then.
         """
         k = self.iteration
         view = await self.membership.view(k)
         if view is not None and self.member in view.expected:
             self.record = view
-            return Phase.ASSIGN
-        left = view is None or await barrier.check(self.link, f"term/{k}", view.expected)
-        if self.host.grow is GrowPolicy.AT_ONCE or not left:
-            await self.membership.end(k, RESTART)
-        if await self._wait_end_of_others(k) == COMPLETED:
-            return Phase.DONE
-        return Phase.DECIDE
+            return RecoveryState.ASSIGN
+        await end_iteration_to_join(self.membership, self.host.grow, k, view)
+        how, self.iteration = await wait_for_end_of_iteration(self.membership, self.host, k)
+        return RecoveryState.DONE if how == COMPLETED else RecoveryState.DECIDE
 
-    async def _start(self) -> Phase:
-        k, place = self.iteration, self.place
+    async def _start(self) -> RecoveryState:
+        k, assigned = self.iteration, self.assigned
         name = f"start/{k}"
         await barrier.arrive(
             self.link,
             name,
             self.member,
             self.record.expected,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=assigned.rank,
+            world_size=assigned.world_size,
         )
         with self.host.timing("start"):
             await self._pass(name, self.record.expected)
         arrived = await barrier.arrivals(self.link, name)
         if self._same_view(arrived) and await self.membership.over(k) is None:
-            return Phase.INITIALIZE
+            return RecoveryState.INITIALIZE
         await self.membership.end(k, RESTART)
-        return Phase.SETTLE
+        return RecoveryState.SETTLE
 
-    async def _initialize(self) -> Phase:
+    async def _initialize(self) -> RecoveryState:
         fault = await self.host.initialize(self.link, self.iteration)
         if fault is None:
-            return Phase.RUN
+            return RecoveryState.RUN
         await self.membership.report_fault(fault)
-        return Phase.SETTLE
+        return RecoveryState.SETTLE
 
-    async def _run(self) -> Phase:
-        if self.place.rank == 0:
-            # Not the last few: a newcomer may still be reading what it found there.
+    async def _run(self) -> RecoveryState:
+        if self.assigned.rank == 0:
+            # Recent iterations are kept: a newcomer may still be reading their keys.
             await self.membership.forget(self.iteration - 8)
-        if not self.place.active:
-            return Phase.COMPLETE
+        if not self.assigned.active:
+            return RecoveryState.COMPLETE
         outcome = await self.host.call(self.iteration)
         match outcome:
             case Returned(value):
                 self.value = value
-                return Phase.COMPLETE
+                return RecoveryState.COMPLETE
             case Raised(fault):
                 await self.membership.report_fault(fault)
-        return Phase.SETTLE
+        return RecoveryState.SETTLE
 
-    async def _complete(self) -> Phase:
-        k, active = self.iteration, self.place.active
-        await self.membership.finish(k, self.place.world_size)
+    async def _complete(self) -> RecoveryState:
+        k, active = self.iteration, self.assigned.active
+        await self.membership.finish(k, self.assigned.world_size)
         try:
             how = await self.host.wait_over(
                 self.link, k, self.host.limits.completion if active else None
             )
         except KeyTimeout:
             cause = f"the other ranks did not return within {self.host.limits.completion} s"
-            await self.membership.report_fault(self.host.fault(k, "EXCEPTION", cause))
-            return Phase.SETTLE
+            await self.membership.report_fault(self.host.fault(k, Interruption.EXCEPTION, cause))
+            return RecoveryState.SETTLE
         if how == COMPLETED:
-            return Phase.DONE
+            return RecoveryState.DONE
         self.value = None
-        return Phase.SETTLE
+        return RecoveryState.SETTLE
 
-    async def _settle(self) -> Phase:
+    async def _settle(self) -> RecoveryState:
         k = self.iteration
         await self.host.settle(k)
-        told = self.host.testimony(k, await self.membership.faults(k))
-        if told is not None:
-            await self.membership.report_fault(told)
+        hang_report = self.host.testimony(k, await self.membership.faults(k))
+        if hang_report is not None:
+            await self.membership.report_fault(hang_report)
         await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
         with self.host.timing("term"):
             await self._pass(f"term/{k}", self.record.expected)
-        return Phase.DECIDE
+        return RecoveryState.DECIDE
 
-    async def _decide(self) -> Phase:
+    async def _decide(self) -> RecoveryState:
         k = self.iteration
-        faults = await self._faults(k)
+        faults = await agreed_faults(self.membership, k)
         ender = await self.membership.end_of_job()
-        if ender is None:
-            self.cause = first_cause(faults) or self.cause
-        else:
-            # That a member gave up is no cause, if there is one that it gave up because of.
-            enders = {record.member for record in await self.membership.ledger() if record.ends_job}
-            causes = [f for f in faults if f.member not in enders]
-            self.cause = first_cause(causes) or self.cause or first_cause(faults)
+        if ender is not None:
+            self.cause = await cause_of_abort(self.membership, faults, self.cause)
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
+        self.cause = first_cause(faults) or self.cause
         if self.host.limits.await_size:
-            await self._await_replacements()
+            await hold_for_replacements(self.membership, self.host, k)
         self.record = await self.membership.propose(
             k + 1, grow=self.host.grow is not GrowPolicy.NEVER
         )
@@ -238,39 +239,31 @@ class Machine:
             await self.membership.wake_holders()
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
-            cause = None  # nobody failed: what broke, broke because the job was made to grow
+            cause = None  # no rank failed: connections broke because the job was made to grow
         self.host.restarting(cause, faults)
         self.iteration = k + 1
         if self.member in self.record.expected:
-            return Phase.ASSIGN
+            return RecoveryState.ASSIGN
         if self.member in await barrier.lost_members(self.link):
             reason = next(
                 r.reason for r in await self.membership.ledger() if r.member == self.member
             )
-            raise RankLostError(f"the other ranks went on without this one: {reason}")
-        return Phase.JOIN
+            raise RankLostError(f"the other ranks continued without this one: {reason}")
+        return RecoveryState.JOIN
 
-    async def _assign(self) -> Phase:
-        self.place = self.host.assign(self.record, self.member)
+    async def _assign(self) -> RecoveryState:
+        self.assigned = self.host.assign(self.record, self.member)
         await self.host.publish(self.link, self.iteration)
-        return Phase.START
+        return RecoveryState.START
 
     # -- parts of transitions ----------------------------------------------------------------
 
     async def _leave(self, error: BaseException) -> None:
-        """Records that this member is out, with what made it leave."""
+        """Records that this member has left the job, and why."""
         if self.member < 0:
             return
+        add_cause(error, self.cause)
         discarded = isinstance(error, RankDiscarded)
-        cause = None if self.cause is None else self.cause
-        if (
-            cause is not None
-            and error.__cause__ is None
-            and isinstance(error, RestartError | RestartAbort)
-        ):
-            error.__cause__ = RankFault(
-                cause.cause, rank=cause.rank, host=cause.host, remote_traceback=cause.traceback
-            )
         fault = self.host.fault_of(self.iteration, error)
         await self.membership.report_lost(
             LostRecord(self.member, fault.cause, discarded, isinstance(error, RestartAbort)),
@@ -279,8 +272,8 @@ class Machine:
         )
 
     async def _pass(self, name: str, expected: frozenset[int]) -> None:
-        """Waits at a barrier. The pause between own looks is a backstop against the death of
-        whoever should have completed it; a healthy recovery never gets to it.
+        """Waits at a barrier. The check after each pause is a backstop, for the death of the member
+        that should have completed the barrier; a healthy recovery never needs it.
         """
         limits, now = self.host.limits, self.host.clock.now
         deadline = now() + limits.barrier
@@ -294,77 +287,20 @@ class Machine:
             except KeyTimeout:
                 missing = await barrier.check(self.link, name, expected)
                 if missing and now() >= deadline:
-                    raise TimeoutError(await self._who_is_missing(name, missing)) from None
+                    raise TimeoutError(self._describe_missing(name, missing)) from None
                 pause *= 2
 
-    async def _who_is_missing(self, name: str, missing: frozenset[int]) -> str:
+    def _describe_missing(self, name: str, missing: frozenset[int]) -> str:
         slots = self.record.slots()
         ranks = sorted(slots.index(m) for m in missing if m in slots)
         return (
-            f"rank {self.place.rank}: barrier {name} was not passed within barrier_timeout="
+            f"rank {self.assigned.rank}: barrier {name} was not passed within barrier_timeout="
             f"{self.host.limits.barrier} s: ranks {ranks} did not come"
         )
 
-    async def _wait_end_of_others(self, k: int) -> bytes:
-        """Of a newcomer: waits until iteration k has ended, and everyone has left it."""
-        pause = self.host.limits.backstop
-        while True:
-            try:
-                how = await self.link.wait_for(f"over/{k}", pause)
-                if how == RESTART:
-                    await self.link.wait_for(barrier.done_key(f"term/{k}"), pause)
-                return how
-            except KeyTimeout:
-                pause = min(2 * pause, 60.0)
-                newest = await self.membership.current()
-                if newest > k:  # it has been ended, decided and perhaps forgotten meanwhile
-                    self.iteration = newest - 1
-                    return RESTART
-                view = await self.membership.view(k)
-                if view is not None:
-                    await barrier.check(self.link, f"start/{k}", view.expected)
-                    if not await barrier.check(self.link, f"term/{k}", view.expected):
-                        await self.membership.end(k, RESTART)  # nobody is left who would
-
-    async def _await_replacements(self) -> None:
-        """Holds the restart until the job has its size again, or the time is over."""
-        limits, now = self.host.limits, self.host.clock.now
-        deadline = now() + limits.await_seconds
-        roster, _ = await self.membership.roster(self.iteration)
-        while True:
-            seen = int(await self.link.read("joined") or b"0")
-            gone = await barrier.lost_members(self.link)
-            joins = await self.membership.joiners()
-            present = (set(roster.values()) | {j.member for j in joins}) - gone
-            decided = await self.membership.view(self.iteration + 1) is not None
-            if decided or len(present) >= limits.await_size or now() >= deadline:
-                return
-            try:
-                await self.link.wait_for(f"joined/{seen + 1}", deadline - now())
-            except KeyTimeout:
-                return
-
-    async def _faults(self, k: int) -> list[FaultRecord]:
-        """The faults that iteration k ended with: the same ones on every member. An end may be
-        told while some members have read them already. So the first one of a member counts, and
-        that of nobody who came to the barrier `term/k`, or had no part in k.
-        """
-        faults = await self.membership.faults(k)
-        if any(ends(fault) for fault in faults):
-            came = await barrier.arrivals(self.link, f"term/{k}")
-            view = await self.membership.view(k)
-            missing = set() if view is None else set(view.expected - came.keys())
-            kept = []
-            for fault in faults:
-                if not ends(fault) or fault.member in missing:
-                    kept.append(fault)
-                    missing -= {fault.member} if ends(fault) else set()
-            faults = kept
-        return faults
-
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
-        """R1, checked where it counts: ranks dense from 0, sizes equal. A gap is a member that
-        was lost on the way here. Two members at one place can only be a wrong assignment.
+        """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
+        it arrived. Two members with one rank can only come from a wrong rank assignment.
         """
         ranks = sorted(said["rank"] for said in arrived.values())
         sizes = {said["world_size"] for said in arrived.values()}
@@ -373,4 +309,4 @@ class Machine:
                 f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "
                 "it must give every rank once, and one world size, on all members"
             )
-        return ranks == list(range(self.place.world_size))
+        return ranks == list(range(self.assigned.world_size))

@@ -1,8 +1,8 @@
-"""From an agreed view to the places of its members: rank assignment and filter, applied.
+"""From an agreed view to the ranks of its members: applies rank assignment and rank filter.
 
-Pure functions, as far as the assignment and the filter are (`FilterGroupedByKey` with a string
-asks the store). Every member works from the same `ViewRecord`, so they all come to places that fit
-together (R1) without a word.
+These are pure functions, as far as the assignment and the filter are (`FilterGroupedByKey` with a
+string reads the store). Every member starts from the same `ViewRecord`, so all of them come to a
+consistent assignment (R1) without communication.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def place_of(
     Args:
         record: the agreed view.
         member: one of `record.slots()`.
-        state: of that member, as it is; it is not changed.
-        assignment: given the member's place in `record.slots()`, the number of the places, and
-            the empty ones as the terminated ranks.
-        rank_filter: given the result with everyone active; `None` leaves it so.
+        state: of that member; it is not changed.
+        assignment: is given the member's index in `record.slots()` as its rank, the number of
+            slots, and the empty slots as terminated ranks.
+        rank_filter: is given the result with all ranks active; `None` leaves it so.
 
     Returns:
         The state with the new rank, sizes and iteration; its status is `INACTIVE` for a rank of
         the reserve, and `INITIALIZED` otherwise.
 
     Raises:
-        RestartError: if the assignment leaves terminated ranks unhandled, or gives a place that
-            does not exist; names them. What the assignment and the filter raise (`RankDiscarded`
-            among it) goes up as it is.
+        RestartError: if the assignment leaves terminated ranks unhandled, or gives a rank that
+            does not exist; names them. Exceptions of the assignment and the filter, such as
+            `RankDiscarded`, are not changed.
         ValueError: if `member` is not in the view.
     """
     slots = record.slots()
@@ -57,14 +57,14 @@ def place_of(
     after, unhandled = assignment(before, empty)
     if unhandled:
         raise RestartError(
-            f"{assignment!r} leaves terminated ranks {sorted(unhandled)} unhandled: it is to be "
+            f"{assignment!r} leaves terminated ranks {sorted(unhandled)} unhandled: it must be "
             "followed by a policy that drops them, as in Compose(ShiftRanks(), ...)"
         )
     if not 0 <= after.rank < after.world_size:
         raise RestartError(
             f"{assignment!r} gave rank {after.rank} of a world size of {after.world_size}"
         )
-    # An assignment of the user's need not know that some ranks may be a reserve.
+    # A user's assignment need not know of reserve ranks.
     after = after.copy(active_world_size=after.world_size)
     if rank_filter is None:
         return after
@@ -82,8 +82,8 @@ def next_places(
 ) -> dict[int, State]:
     """The states of all members of the view, by member, as `place_of` gives them to each.
 
-    A member that the assignment discards is left out. Each stands for a process that came into
-    the place that it has in `record.slots()`, and has no store.
+    A member that the assignment discards is left out. The states are those of processes whose
+    initial rank is their index in `record.slots()`, without a store.
 
     Raises:
         RestartError: if the assignment leaves terminated ranks unhandled.

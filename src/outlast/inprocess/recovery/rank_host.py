@@ -1,12 +1,12 @@
-"""The rank-local side of the state machine: what happens in this process, in which thread.
+"""The rank-local side of the recovery: what happens in this process, and in which thread.
 
-`RankHost` is driven by `recovery/machine.py` in the function's thread. It enters and leaves the
-function, judges how it ended, and runs abort, finalize and health check at their places.
+`RankHost` is driven by `recovery/machine.py`, in the function's thread. It enters and leaves the
+function, classifies how the function ended, and runs finalize and the health check. The abort
+runs in the monitor thread (`interruption/monitor_thread.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -26,57 +26,72 @@ from outlast.events import (
     BarrierPassed,
     Emitter,
     Entered,
-    Fault,
     FinalizeDone,
     HealthCheckDone,
     InitializeDone,
     Joined,
     LeftFunction,
 )
-from outlast.events.hang_report import HUNG
+from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.release import Releaser
-from outlast.inprocess.environment import Launch, publish_place
-from outlast.inprocess.interruption.atomic import AtomicGate
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, let_go
+from outlast.inprocess.environment import Launch, publish_rank
+from outlast.inprocess.interruption.atomic import AtomicSection
+from outlast.inprocess.interruption.fault_echo import (
+    is_consequence,
+    is_interrupt,
+    release_frames,
+)
 from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.interruption.monitor_thread import Guard, Watcher
-from outlast.inprocess.interruption.stack_sample import Standstill
+from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
-from outlast.inprocess.recovery.contract import Interrupted, Limits, Phase, Place, Raised, Returned
+from outlast.inprocess.recovery.contract import (
+    AssignedRank,
+    Interrupted,
+    Limits,
+    Raised,
+    RecoveryState,
+    Returned,
+)
 from outlast.inprocess.recovery.iteration_store import IterationStore
 from outlast.inprocess.recovery.next_view import place_of
+from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.state import LazyStore, State, Status
-from outlast.system.error_text import first_line, traceback_text
+from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
 
 __all__ = ["RankHost"]
 
 log = logging.getLogger("outlast.inprocess")
 
-_TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
-
 
 class RankHost:
-    """See the module. The session sets `watcher`, `call_function` and `repair`."""
+    """The `Host` of a real rank.
 
-    watcher: Watcher
+    Attributes:
+        monitor_thread, call_function, replace_lost_monitor: set by the session.
+        watch: of the present iteration; `None` between two iterations.
+        error: the exception that the function, or initialize, raised in this iteration.
+        joining: whether this process has asked to join, and has not been admitted yet.
+    """
+
+    monitor_thread: MonitorThread
     call_function: Callable[[State], Any]
-    repair: Callable[[], None]
+    replace_lost_monitor: Callable[[], None]
 
     def __init__(
         self,
         settings: Settings,
         launch: Launch,
         page: SharedPage,
-        gate: AtomicGate,
+        atomic_section: AtomicSection,
         interrupter: Interrupter,
         emitter: Emitter,
         prefix: str,
         address: str,
     ) -> None:
         self.settings, self.launch, self.page = settings, launch, page
-        self.gate, self.interrupter, self.emitter = gate, interrupter, emitter
+        self.atomic_section, self.interrupter, self.emitter = atomic_section, interrupter, emitter
         self.prefix = prefix
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
@@ -84,37 +99,46 @@ class RankHost:
         self.pid = os.getpid()
         self.preferred_rank = launch.rank
         self.grow = settings.grow_policy
-        held = settings.await_replacements
+        hold = settings.await_replacements
         self.limits = Limits(
             barrier=settings.barrier_timeout.total_seconds(),
             completion=settings.completion_timeout.total_seconds(),
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
-            await_size=0 if held is None else launch.world_size,
-            await_seconds=held or 0.0,
+            await_size=0 if hold is None else launch.world_size,
+            await_seconds=hold or 0.0,
         )
-        self.state = State(
+        state = State(
             rank=launch.rank,
             world_size=launch.world_size,
             initial_rank=launch.rank,
             initial_world_size=launch.world_size,
         )
+        self.faults = RankFaults(page, emitter, state)
         self.releaser = Releaser()
-        self.guard: Guard | None = None
+        self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
-        self.found: Standstill | None = None
 
-    # -- places ------------------------------------------------------------------------------
+    @property
+    def state(self) -> State:
+        """Of this rank, in the present iteration."""
+        return self.faults.state
 
-    def at(self, phase: Phase, iteration: int, member: int) -> None:
+    @state.setter
+    def state(self, state: State) -> None:
+        self.faults.state = state
+
+    # -- between two iterations ----------------------------------------------------------------
+
+    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
         self.page.activity = Activity.WAITING
         self.emitter.place(iteration=iteration, member=member)
-        if phase is Phase.JOIN and not self.joining:
+        if state is RecoveryState.JOIN and not self.joining:
             self.joining = True
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
 
-    def assign(self, record: ViewRecord, member: int) -> Place:
+    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
         before = self.state.copy(
@@ -139,9 +163,9 @@ class RankHost:
                 seconds=self.clock.now() - start,
             )
         )
-        return Place(state.rank, state.world_size, state.active)
+        return AssignedRank(state.rank, state.world_size, state.active)
 
-    # -- in the iteration --------------------------------------------------------------------
+    # -- in an iteration -----------------------------------------------------------------------
 
     async def publish(self, link: Link, iteration: int) -> None:
         if self.state.rank == 0:
@@ -152,14 +176,14 @@ class RankHost:
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         where = await link.read(f"store/{iteration}")
         if where is None:
-            raise InternalError(f"rank 0 named no store for iteration {iteration}")
+            raise InternalError(f"rank 0 published no store for iteration {iteration}")
         self.iteration_store.where = where.decode()
-        self.repair()
-        self.gate.reset()
+        self.replace_lost_monitor()
+        self.atomic_section.reset()
         self.page.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
-        self.guard = self.watcher.guard(f"{self.prefix}over/{iteration}")
-        publish_place(
+        self.watch = self.monitor_thread.watch_iteration(f"{self.prefix}over/{iteration}")
+        publish_rank(
             self.state.rank, self.state.active_world_size, iteration, self.iteration_store.endpoint
         )
         initialize = self.settings.initialize
@@ -169,109 +193,78 @@ class RankHost:
                     self.state = initialize(self.state)
             except Exception as e:  # noqa: BLE001 - a fault of this rank, whatever it is
                 self.error = e
-                return self._own_fault(e, "initialize: ")
+                return self.faults.own_fault(e, "initialize: ")
         self._check_health(None)
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        guard, page = self._guard(), self.page
+        watch, page = self._watch(), self.page
         self.state.status = Status.ACTIVE
         self.emitter.emit(Entered())
         page.progress = self.clock.now()
         page.activity = Activity.FUNCTION
         value: Any = None
-        error: BaseException | None = RankShouldRestart("over before it began")
-        if not guard.seen.is_set():
-            # Every `init_process_group` wraps the hook that prints uncaught exceptions once more.
+        error: BaseException | None = RankShouldRestart(
+            "the iteration was over before the function was called"
+        )
+        if not watch.ending.is_set():
+            # Every `init_process_group` wraps the hook for uncaught exceptions once more.
             hook = sys.excepthook
             value, error = self.interrupter.run(lambda: self.call_function(self.state))
             if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
                 sys.excepthook = hook
             if os.getpid() != self.pid:
                 end_stray_child(error)
-            self.gate.left()
-        # In this order: once `left` is set, the watcher does not touch `activity` any more.
-        guard.left.set()
-        if not guard.seen.is_set():
+            self.atomic_section.function_left()
+        # In this order: once `left` is set, the monitor thread does not write `activity` any more.
+        watch.left.set()
+        if not watch.ending.is_set():
             page.activity = Activity.WAITING
-        outcome = self._judge(value, error, guard.seen.is_set())
-        kind = (
-            "interrupted"
-            if isinstance(outcome, Interrupted)
-            else ("raised" if isinstance(outcome, Raised) else "returned")
-        )
-        self.emitter.emit(LeftFunction(outcome=kind))
+        outcome = self._classify(value, error, watch.ending.is_set())
+        self.emitter.emit(LeftFunction(outcome=type(outcome).__name__.lower()))
         return outcome
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         if not self.state.active:
             self.emitter.emit(Entered(active=False))
-        guard = self._guard()
-        guard.left.set()
-        return guard.wait(timeout)
+        watch = self._watch()
+        watch.left.set()
+        return watch.wait(timeout)
 
     async def settle(self, iteration: int) -> None:
-        guard, self.guard = self.guard, None
+        watch, self.watch = self.watch, None
         self.state.status = Status.ABORTING
-        if guard is not None:
-            guard.left.set()
-            with self._user_code():  # the abort, in the other thread: the hard timeout applies
-                guard.wait(None)
-        self.found = None if guard is None else guard.found
+        if watch is not None:
+            watch.left.set()
+            with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
+                watch.wait(None)
+        self.faults.sample = None if watch is None else watch.sample
         self.state.status = Status.ABORTED
         error, self.error = self.error, None
         train_ex = None if error is None or is_consequence(error) else error
         if error is not None:
-            let_go(error)
+            release_frames(error)
         with self._user_code(), self.emitter.span(FinalizeDone):
             self.releaser.release()
             if self.settings.finalize is not None:
                 self.state, train_ex = self.settings.finalize(self.state, train_ex)
         self._check_health(train_ex)
-        self.repair()
+        self.replace_lost_monitor()
 
     # -- faults ------------------------------------------------------------------------------
 
-    def fault(self, iteration: int, interruption: str, cause: str) -> FaultRecord:
-        return self._record(iteration, interruption, cause, "", False)
+    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
+        return self.faults.fault(iteration, interruption, cause)
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        record = self._record(
-            iteration,
-            "BASE_EXCEPTION",
-            first_line(error, with_type=True),
-            traceback_text(error, _TRACEBACK_CHARS),
-            is_consequence(error),
-        )
-        self._emit(record)
-        return record
+        return self.faults.fault_of(iteration, error)
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
-        found = self.found
-        reported = [f.idle for f in faults if f.interruption == HUNG and not f.testimony]
-        if found is None or not reported:
-            return None
-        what = "until the soft timeout"
-        if self.page.reported_soft != iteration:
-            # Its own timeout had not come yet. Those that are timed out wait for one that stands
-            # still about as long: half as long at least, or it is one that gets on.
-            if found.declared or found.idle < min(reported) / 2:
-                return None
-            what = f"for {found.idle:.3f} s, when another rank's soft timeout ended the iteration"
-        cause = f"no progress {what}; it was at {found.where or 'an unknown place'}"
-        record = dataclasses.replace(
-            self._record(iteration, HUNG, cause, "", found.waits),
-            pings=found.pings,
-            collectives=found.collectives,
-            idle=found.idle,
-            testimony=True,
-        )
-        self._emit(record)
-        return record
+        return self.faults.testimony(iteration, faults)
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        # Not before everyone has left: torch's client that finds no server tries again and again,
-        # in C++, where no interrupt gets it out.
+        # Only now, when every rank has left: a client of torch that finds no server retries without
+        # end, in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
         if cause is None:
@@ -285,14 +278,14 @@ class RankHost:
                 cause.cause,
             )
 
-    def let_go(self) -> None:
-        """The end of the call: session and host hold each other, and so all that is theirs, until
-        a garbage collection comes.
+    def release(self) -> None:
+        """Ends the call: breaks the reference cycle of session and host, which would keep all that
+        they hold alive until the next garbage collection.
         """
-        self.repair = _nothing
+        self.replace_lost_monitor = _nothing
         self.call_function = _nothing
-        self.guard = None
-        del self.watcher
+        self.watch = None
+        del self.monitor_thread
 
     @contextmanager
     def timing(self, name: str) -> Iterator[object]:
@@ -301,64 +294,23 @@ class RankHost:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _guard(self) -> Guard:
-        if self.guard is None:
-            raise InternalError("the function is entered without a guard")
-        return self.guard
+    def _watch(self) -> IterationWatch:
+        if self.watch is None:
+            raise InternalError("the function is entered without a watch over the iteration")
+        return self.watch
 
-    def _judge(
-        self, value: Any, error: BaseException | None, seen: bool
+    def _classify(
+        self, value: Any, error: BaseException | None, ending: bool
     ) -> Returned | Raised | Interrupted:
         if error is None:
             return Returned(value)
-        if seen and (is_interrupt(error) or is_consequence(error)):
-            let_go(error)
+        if ending and (is_interrupt(error) or is_consequence(error)):
+            release_frames(error)
             return Interrupted()
         if isinstance(error, Exception | RankShouldRestart):
             self.error = error
-            return Raised(self._own_fault(error))
+            return Raised(self.faults.own_fault(error))
         raise error
-
-    def _own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        record = self._record(
-            self.state.iteration,
-            "EXCEPTION",
-            where + first_line(error, with_type=True),
-            traceback_text(error, _TRACEBACK_CHARS),
-            is_consequence(error),
-        )
-        self._emit(record)
-        return record
-
-    def _record(
-        self, iteration: int, interruption: str, cause: str, text: str, consequence: bool
-    ) -> FaultRecord:
-        return FaultRecord(
-            iteration=iteration,
-            member=self.page.member,
-            rank=self.state.rank,
-            host=self.emitter.host,
-            pid=os.getpid(),
-            interruption=interruption,
-            cause=cause,
-            traceback=text,
-            consequence=consequence,
-            pings=self.page.pings,
-        )
-
-    def _emit(self, record: FaultRecord) -> None:
-        self.emitter.emit(
-            Fault(
-                iteration=record.iteration,
-                interruption=record.interruption,
-                cause=record.cause,
-                traceback=record.traceback,
-                consequence=record.consequence,
-                testimony=record.testimony,
-                pings=record.pings,
-                collectives=record.collectives,
-            )
-        )
 
     def _check_health(self, train_ex: BaseException | None) -> None:
         check = self.settings.health_check
@@ -376,7 +328,7 @@ class RankHost:
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
-        """User code around the function: the hard timeout applies to it."""
+        """Marks user code around the function: the hard timeout applies to it."""
         self.page.progress = self.clock.now()
         self.page.pings = 0
         self.page.activity = Activity.USER
@@ -387,4 +339,4 @@ class RankHost:
 
 
 def _nothing(*args: Any) -> None:
-    """In the place of what belongs to a call that is over."""
+    """Replaces callbacks of a call that is over."""

@@ -1,4 +1,4 @@
-"""The wrapper's arguments, checked."""
+"""The validated arguments of the wrapper."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that `Wrapper` was given; see there for what each means.
+    """The arguments of `Wrapper`, which documents them.
 
     Raises:
-        TypeError, ValueError: naming the argument that is wrong.
+        TypeError, ValueError: naming the invalid argument.
     """
 
     store_factory: Callable[..., Any]
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def soft(self) -> datetime.timedelta:
-        """The soft timeout; of an adaptive one, its upper bound."""
+        """The soft timeout; if it is adaptive, its upper bound."""
         return (
             as_timedelta("initial", self.soft_timeout.initial)
             if isinstance(self.soft_timeout, Adaptive)
@@ -76,7 +76,7 @@ class Settings:
 
     @property
     def await_replacements(self) -> float | None:
-        """How many seconds a restart is held for replacements; `None` for not at all."""
+        """How many seconds a restart is held for replacements; `None` if it is not held."""
         for part in iter_parts(self.rank_assignment):
             if isinstance(part, AwaitReplacements):
                 return seconds(part.timeout)
@@ -88,8 +88,8 @@ class Settings:
             raise TypeError(f"store_factory must be a subclass of StoreMixin, not {factory!r}")
         if issubclass(factory, PrefixStore):
             raise ValueError(
-                "store_factory must make a connection at each call, but all PrefixStores over one "
-                "store share its connection: give the factory of that store; each call of a "
+                "store_factory must open a connection at each call, but all PrefixStores over one "
+                "store share its connection: pass the factory of that store; each call of a "
                 "wrapped function has its own prefix anyway"
             )
         if not isinstance(self.store_kwargs, Mapping):

@@ -15,9 +15,9 @@ from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankShouldRestart, StoreError
 from outlast.events import AbortDone, Emitter, Event, MemorySink, Seen
-from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.interruption.monitor_thread import Guard, Watcher
+from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
 NET_S = 60.0
@@ -58,7 +58,7 @@ class Rig:
         self.connection = Answers()
         self.interrupter = Interrupter()
         self.interrupter.install()
-        self.gate = AtomicGate(self.interrupter)
+        self.atomic = AtomicSection(self.interrupter)
         self.page = SharedPage()
         self.emitter = Emitter(MemorySink(), clock=FakeClock(5.0))
         self.aborts: list[bool] = []
@@ -66,19 +66,21 @@ class Rig:
         connection: Any = self.connection
         self.next = Answers()
         renewed: Any = self.next
-        self.watcher = Watcher(
+        self.monitor = MonitorThread(
             connection,
-            self.gate,
+            self.atomic,
             self.interrupter,
             self.page,
             lambda again: self.abort(again),
             self.emitter,
-            renew=lambda: renewed,
+            reconnect=lambda: renewed,
         )
 
-    def run(self, answer: bytes | Exception, function: Callable[[], Any] | None = None) -> Guard:
+    def run(
+        self, answer: bytes | Exception, function: Callable[[], Any] | None = None
+    ) -> IterationWatch:
         """Is in the function when the answer comes; leaves as it must."""
-        guard = self.watcher.guard("over/0")
+        watch = self.monitor.watch_iteration("over/0")
         self.page.activity = Activity.FUNCTION
 
         def work() -> None:
@@ -87,12 +89,12 @@ class Rig:
                 pass
 
         value, error = self.interrupter.run(function or work)
-        guard.left.set()
+        watch.left.set()
         assert isinstance(error, RankShouldRestart) or function is not None, (value, error)
-        return guard
+        return watch
 
     def close(self) -> None:
-        self.watcher.close(NET_S)
+        self.monitor.close(NET_S)
         self.interrupter.restore()
         self.page.close()
 
@@ -111,28 +113,28 @@ def rig() -> Iterator[Rig]:
 
 def test_a_wait_that_timed_out_goes_on_for_who_asks_again(rig: Rig) -> None:
     with pytest.raises(KeyTimeout):
-        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+        rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
     rig.connection.answers.put(b"value")
-    assert rig.watcher.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
+    assert rig.monitor.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
     assert rig.connection.asked.get() == "key"
     assert rig.connection.asked.empty()
 
 
 def test_a_wait_that_nobody_wants_any_more_is_broken_off(rig: Rig) -> None:
     with pytest.raises(KeyTimeout):
-        rig.watcher.wait_for(Op("wait_for", "key", timeout=0.01))
+        rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
     rig.next.answers.put(b"value")
-    assert rig.watcher.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
+    assert rig.monitor.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
     assert rig.next.asked.get() == "other"
 
 
 def test_a_wait_is_answered_in_the_thread_that_asked(rig: Rig) -> None:
     rig.connection.answers.put(b"value")
-    assert rig.watcher.wait_for(Op("wait_for", "key")) == b"value"
+    assert rig.monitor.wait_for(Op("wait_for", "key")) == b"value"
     assert rig.connection.asked.get() == "key"
     rig.connection.answers.put(StoreError("lost"))
     with pytest.raises(StoreError, match="lost"):
-        rig.watcher.wait_for(Op("wait_for", "key"))
+        rig.monitor.wait_for(Op("wait_for", "key"))
 
 
 def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
@@ -144,33 +146,33 @@ def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
         seen.setdefault("landed", rig.interrupter.landed)
 
     rig.abort = abort
-    guard = rig.run(RESTART)
-    assert guard.wait(NET_S) == RESTART
-    assert guard.seen.is_set()
-    assert guard.found is not None
-    assert "test_watcher" in guard.found.where
-    assert not guard.found.waits
+    watch = rig.run(RESTART)
+    assert watch.wait(NET_S) == RESTART
+    assert watch.ending.is_set()
+    assert watch.sample is not None
+    assert "test_monitor_thread" in watch.sample.where
+    assert not watch.sample.waits_for_others
     assert seen == {"activity": Activity.LEAVING, "landed": 0}
     assert rig.aborts[0] is False
     assert all(rig.aborts[1:])
     assert rig.page.progress == 5.0
     assert [type(event) for event in rig.events[:2]] == [Seen, AbortDone]
-    with pytest.raises(RankShouldRestart), rig.gate:  # atomic() is not entered any more
+    with pytest.raises(RankShouldRestart), rig.atomic:  # atomic() is not entered any more
         pass
 
 
 def test_a_completed_iteration_is_left_alone(rig: Rig) -> None:
     rig.connection.answers.put(COMPLETED)
-    guard = rig.watcher.guard("over/0")
-    assert guard.wait(NET_S) == COMPLETED
-    assert not guard.seen.is_set()
+    watch = rig.monitor.watch_iteration("over/0")
+    assert watch.wait(NET_S) == COMPLETED
+    assert not watch.ending.is_set()
     assert (rig.aborts, rig.events) == ([], [])
 
 
 def test_a_lost_store_ends_the_iteration_and_is_told(rig: Rig) -> None:
-    guard = rig.run(StoreError("lost"))
+    watch = rig.run(StoreError("lost"))
     with pytest.raises(StoreError, match="lost"):
-        guard.wait(NET_S)
+        watch.wait(NET_S)
     assert isinstance(rig.events[0], Seen)
     assert rig.events[0].reason == "lost"
 
@@ -208,24 +210,24 @@ def test_a_full_disk_under_the_events_is_logged_and_stops_nobody(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.emitter.sink = FullDisk()
-    guard = rig.run(RESTART)
-    assert guard.wait(NET_S) == RESTART
-    assert guard.seen.is_set()
+    watch = rig.run(RESTART)
+    assert watch.wait(NET_S) == RESTART
+    assert watch.ending.is_set()
     assert [r.name for r in caplog.records].count("outlast.events") == 1
     rig.connection.answers.put(b"value")  # and the thread lives
-    assert rig.watcher.wait_for(Op("wait_for", "key")) == b"value"
+    assert rig.monitor.wait_for(Op("wait_for", "key")) == b"value"
 
 
 def test_a_guard_is_waited_for_within_a_limit() -> None:
     with pytest.raises(KeyTimeout, match=r"not over within 0\.0 s"):
-        Guard().wait(0.0)
+        IterationWatch().wait(0.0)
 
 
 def test_closing_breaks_off_a_wait(rig: Rig) -> None:
-    guard = rig.watcher.guard("over/0")
-    guard.left.set()
+    watch = rig.monitor.watch_iteration("over/0")
+    watch.left.set()
     assert rig.connection.asked.get() == "over/0"
-    rig.watcher.close(0.01)
+    rig.monitor.close(0.01)
     with pytest.raises(StoreError, match="broken off"):
-        guard.wait(NET_S)
+        watch.wait(NET_S)
     assert "outlast-monitor" not in [thread.name for thread in threading.enumerate()]

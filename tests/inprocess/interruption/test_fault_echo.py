@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, let_go
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.system.error_text import first_line
 
 
@@ -30,7 +30,7 @@ def test_an_error_raised_from_itself_is_no_endless_chain() -> None:
     circle = ValueError("mine")
     circle.__cause__ = circle
     assert not is_consequence(circle)
-    let_go(circle)
+    release_frames(circle)
 
 
 def test_an_error_without_a_message_is_described_by_its_type() -> None:

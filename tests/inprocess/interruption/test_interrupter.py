@@ -20,7 +20,7 @@ import pytest
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption import interrupter as interrupter_module
-from outlast.inprocess.interruption.atomic import AtomicGate
+from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import INTERRUPT_SIGNAL, Interrupter
 
 
@@ -317,8 +317,8 @@ LIBRARY = {
     Interrupter._let_requests_land.__code__,
     Interrupter.shield.__code__,
     Interrupter.unshield.__code__,
-    AtomicGate.__enter__.__code__,
-    AtomicGate.__exit__.__code__,
+    AtomicSection.__enter__.__code__,
+    AtomicSection.__exit__.__code__,
 }
 
 
@@ -329,37 +329,39 @@ class Told:
         self.inside = self.after = 0
 
 
-def user(gate: AtomicGate, told: Told) -> str:
+def user(atomic: AtomicSection, told: Told) -> str:
     """Enters two atomic blocks, one in the other; keeps account of what it went through."""
-    with gate:
+    with atomic:
         told.inside += 1
-        with gate:
+        with atomic:
             told.inside += 1
         told.after += 1
     return "done"
 
 
-def check_after(interrupter: Interrupter, gate: AtomicGate, told: Told, where: str | None) -> None:
+def check_after(
+    interrupter: Interrupter, atomic: AtomicSection, told: Told, where: str | None
+) -> None:
     """Nothing of the library is half done."""
     assert interrupter._shields == 0, where
-    assert gate._depth == 0, where
-    assert gate._changed.acquire(blocking=False), where  # nobody holds the lock
-    gate._changed.release()
+    assert atomic._depth == 0, where
+    assert atomic._changed.acquire(blocking=False), where  # nobody holds the lock
+    atomic._changed.release()
     assert told.inside in (0, 2), where  # an atomic block runs to its end or not at all
     assert told.after == told.inside / 2, where
     # And the next call is not disturbed.
-    assert interrupter.run(lambda: user(gate, Told())) == ("done", None), where
+    assert interrupter.run(lambda: user(atomic, Told())) == ("done", None), where
 
 
-def interleavings(act: Callable[[int, Interrupter, AtomicGate, Told], At]) -> int:
+def interleavings(act: Callable[[int, Interrupter, AtomicSection, Told], At]) -> int:
     """Goes through n = 1, 2, ... until the call ends before its n-th bytecode."""
     n, landed = 0, 0
     while True:
         n += 1
         interrupter = Interrupter()
-        gate, told = AtomicGate(interrupter), Told()
-        at = act(n, interrupter, gate, told)
-        function = functools.partial(user, gate, told)
+        atomic, told = AtomicSection(interrupter), Told()
+        at = act(n, interrupter, atomic, told)
+        function = functools.partial(user, atomic, told)
         before = sys.gettrace()
         sys.settrace(at.trace)
         try:
@@ -372,14 +374,14 @@ def interleavings(act: Callable[[int, Interrupter, AtomicGate, Told], At]) -> in
         else:
             assert isinstance(error, RankShouldRestart), at.reached
             landed += 1
-        check_after(interrupter, gate, told, at.reached)
+        check_after(interrupter, atomic, told, at.reached)
         if at.reached is None:
             assert n > 150  # it was traced indeed
             return landed
 
 
 def test_a_signal_at_any_bytecode_of_the_library() -> None:
-    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+    def act(n: int, interrupter: Interrupter, atomic: AtomicSection, told: Told) -> At:
         def handle(frame: FrameType) -> None:
             if interrupter._inside:  # as `request` does
                 interrupter._wanted = True
@@ -391,7 +393,7 @@ def test_a_signal_at_any_bytecode_of_the_library() -> None:
 
 
 def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
-    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+    def act(n: int, interrupter: Interrupter, atomic: AtomicSection, told: Told) -> At:
         def request(frame: FrameType) -> None:
             asked = _thread.allocate_lock()
             asked.acquire()
@@ -412,7 +414,7 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
     """
     sleep = time.sleep
 
-    def act(n: int, interrupter: Interrupter, gate: AtomicGate, told: Told) -> At:
+    def act(n: int, interrupter: Interrupter, atomic: AtomicSection, told: Told) -> At:
         looked, go_on = threading.Event(), threading.Event()
         look = interrupter._still_inside
 
@@ -466,18 +468,18 @@ class HeldUp(At):
 def test_a_generator_that_dies_in_an_atomic_block_later_harms_nothing(
     interrupter: Interrupter,
 ) -> None:
-    gate = AtomicGate(interrupter)
+    atomic = AtomicSection(interrupter)
 
     def generate() -> Iterator[int]:
-        with gate:
+        with atomic:
             yield 1
 
     held = generate()
     assert interrupter.run(lambda: next(held)) == (1, None)
-    gate.reset()
+    atomic.reset()
     interrupted(interrupter, spin)  # the next iteration is not shielded by it
     held.close()
-    gate.begin_termination()  # and it is not counted twice
+    atomic.begin_termination()  # and it is not counted twice
     assert interrupter._shields == 0
 
 

@@ -1,6 +1,6 @@
-"""The watchdog, in real threads: the interpreter gets on or does not, and the monitor is lost.
+"""The heartbeat thread, with real threads: progress, a hang in C, and the end of the monitor.
 
-That a thread hangs in C is known here, not hoped: it is in `system(3)`, and the shell says so.
+A thread is known to hang in C, since it is in `system(3)` and the shell reports that it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outlast.inprocess.progress.heartbeat_thread import Watchdog
+from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
 INTERVAL = 0.002
@@ -33,13 +33,13 @@ class Ticks:
 
 
 class Page(SharedPage):
-    """Has `on_look` called whenever the watchdog's thread begins to look."""
+    """Has `on_look` called whenever the heartbeat thread's thread begins to look."""
 
     on_look: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def activity(self) -> int:  # type: ignore[override]
-        if threading.current_thread().name == "outlast-watchdog":
+        if threading.current_thread().name == "outlast-heartbeat":
             self.on_look()
         return int(self.ints[0])
 
@@ -57,7 +57,7 @@ def page() -> Iterator[Page]:
 
 
 class Watched:
-    """A watchdog over the thread that enters this."""
+    """A heartbeat thread over the thread that enters this."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -66,7 +66,7 @@ class Watched:
 
     def __enter__(self) -> Watched:
         self.near, self.far = socket.socketpair()
-        self.watchdog = Watchdog(self.page, Ticks(), INTERVAL, self.near, self._lost)
+        self.heartbeat = HeartbeatThread(self.page, Ticks(), INTERVAL, self.near, self._lost)
         return self
 
     def _lost(self) -> None:
@@ -74,12 +74,12 @@ class Watched:
         self.was_lost.set()
 
     def __exit__(self, *error: object) -> None:
-        self.watchdog.close()
+        self.heartbeat.close()
         self.near.close()
         self.far.close()
 
     def looks(self, count: int) -> None:
-        """Waits until the watchdog has looked so often."""
+        """Waits until the heartbeat thread has looked so often."""
         enough, seen = threading.Event(), [0]
 
         def look() -> None:
@@ -105,7 +105,7 @@ def thread(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def get_on_until(met: Callable[[], bool]) -> None:
+def run_until(met: Callable[[], bool]) -> None:
     while not met():
         pass
 
@@ -113,9 +113,9 @@ def get_on_until(met: Callable[[], bool]) -> None:
 def test_progress_is_stamped_while_python_runs(page: Page, thread: Any) -> None:
     def work() -> None:
         with Watched(page):
-            get_on_until(lambda: page.progress > 0)
+            run_until(lambda: page.progress > 0)
             first = page.progress
-            get_on_until(lambda: page.progress > first)  # not only once
+            run_until(lambda: page.progress > first)  # not only once
 
     thread(work)
 
@@ -143,7 +143,7 @@ def test_a_thread_that_hangs_in_c_makes_no_progress(page: Page, thread: Any) -> 
         with Watched(page):
             os.system(f"printf x >/dev/fd/{say}; read line </dev/fd/{wait}")
             hung_until = page.progress
-            get_on_until(lambda: page.progress > hung_until)  # and on it goes
+            run_until(lambda: page.progress > hung_until)  # and on it goes
 
     try:
         thread(work)

@@ -1,0 +1,124 @@
+"""What the monitor process reports: a hang, the death of its main process, a silent member."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.events import Emitter, Fault, Lost
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.store_access import StoreAccess
+
+__all__ = ["FaultReports"]
+
+
+class FaultReports:
+    """Writes faults to the store and to the event log.
+
+    Args:
+        plan: of the monitor.
+        main: process id of the main process.
+        emitter: of the events.
+        membership, store: where the faults are recorded.
+    """
+
+    def __init__(
+        self,
+        plan: MonitorPlan,
+        main: int,
+        emitter: Emitter,
+        membership: MembershipProtocol,
+        store: StoreAccess,
+    ) -> None:
+        self._plan, self._page, self._main = plan, plan.page, main
+        self._emitter, self._membership, self._store = emitter, membership, store
+        self.hard_timeout_cause = ""
+
+    def soft_timeout(self, idle: float, limit: float) -> None:
+        """The function made no progress for `idle` seconds: ends the iteration."""
+        cause = f"no progress for {idle:.3f} s (soft timeout {limit:.3f} s)"
+        fault = dataclasses.replace(self._fault(Interruption.SOFT_TIMEOUT, cause), idle=idle)
+        # Written before the store, where the other ranks can see the end of the iteration.
+        self._page.reported_soft = fault.iteration
+        self._emit(fault)
+        self._store.perform(self._membership.report_fault(fault))
+
+    def death(self) -> None:
+        """The main process has ended without leaving the wrapped call."""
+        if self._page.killed_hard:
+            kind, cause = Interruption.HARD_TIMEOUT, self.hard_timeout_cause
+        else:
+            kind = Interruption.TERMINATED
+            cause = f"process {self._main} ended without a report (killed or crashed)"
+        fault = self._fault(kind, cause)
+        self._emit(fault)
+        self._emit_lost(fault)
+        self._report_killed(fault.member, fault)
+
+    def departure(self) -> None:
+        """The main process failed before it had a rank. It lives, but no member waits for it."""
+        cause = f"process {self._main} failed before it took its rank"
+        fault = self._fault(Interruption.BASE_EXCEPTION, cause)
+        self._emit(fault)
+        self._report_killed(-1, fault)
+
+    def unresponsive(self, member: int) -> None:
+        """The heartbeat of `member` has stopped."""
+        iteration = self._page.iteration
+        view = self._store.perform(self._membership.view(iteration))
+        slots = () if view is None else view.slots()
+        fault = FaultRecord(
+            iteration=iteration,
+            member=member,
+            rank=slots.index(member) if member in slots else -1,
+            host="(unknown: no heartbeat)",
+            pid=-1,
+            interruption=Interruption.UNRESPONSIVE.value,
+            cause=f"no heartbeat for {self._plan.heartbeat:.3f} s (heartbeat timeout)",
+        )
+        self._emit(fault)
+        self._emit_lost(fault)
+        lost = LostRecord(member, fault.cause)
+        self._store.perform(self._membership.report_lost(lost, iteration, fault))
+
+    def _report_killed(self, member: int, fault: FaultRecord) -> None:
+        plan = self._plan
+        self._store.perform(self._membership.report_killed(plan.rank, plan.token, member, fault))
+
+    def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
+        page = self._page
+        return FaultRecord(
+            iteration=max(page.iteration, 0),
+            member=page.member,
+            rank=page.rank if page.rank >= 0 else self._plan.rank,
+            host=self._emitter.host,
+            pid=self._main,
+            interruption=kind.value,
+            cause=cause,
+            pings=page.pings,
+        )
+
+    def _emit(self, fault: FaultRecord) -> None:
+        self._emitter.emit(
+            Fault(
+                iteration=fault.iteration,
+                member=fault.member,
+                rank=fault.rank,
+                host=fault.host,
+                interruption=fault.interruption,
+                cause=fault.cause,
+                pings=fault.pings,
+            )
+        )
+
+    def _emit_lost(self, fault: FaultRecord) -> None:
+        self._emitter.emit(
+            Lost(
+                iteration=fault.iteration,
+                member=fault.member,
+                rank=fault.rank,
+                reason=fault.cause,
+            )
+        )

@@ -1,0 +1,100 @@
+"""The soft and the hard timeout, and what follows the hard one: SIGTERM, then SIGKILL."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+from outlast.clock import Clock
+from outlast.inprocess.monitor.fault_reports import FaultReports
+from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.system.processes import send_signal
+
+__all__ = ["ProgressTimeouts", "timeouts_in_force"]
+
+# The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
+_HARD_PER_SOFT = 10.0
+_HARD_AT_LEAST_S = 5.0
+
+_TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
+
+
+def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> tuple[float, float]:
+    """Seconds without progress until the soft and the hard timeout, in the present activity."""
+    if page.activity != Activity.FUNCTION:
+        return plan.hard, plan.hard
+    if page.long_limit:
+        soft = page.long_limit if page.long_limit > 0 else plan.soft
+        return soft, max(plan.hard, soft + plan.hard - plan.soft)
+    if not page.soft_limit:
+        return plan.soft, plan.hard
+    # The hard timeout follows a learned soft timeout, because a rank that holds the GIL can only
+    # be terminated. To terminate a process costs more than an interrupt, so it gets more time.
+    soft = page.soft_limit
+    return soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S))
+
+
+class ProgressTimeouts:
+    """Applies the timeouts to the main process.
+
+    Args:
+        plan: of the monitor.
+        clock: the monotonic clock that the main process uses too.
+        reports: takes the soft timeout.
+        pidfd: of the main process; `None` if that has ended.
+    """
+
+    def __init__(
+        self, plan: MonitorPlan, clock: Clock, reports: FaultReports, pidfd: int | None
+    ) -> None:
+        self._plan, self._page, self._clock = plan, plan.page, clock
+        self._reports, self._pidfd = reports, pidfd
+        self._kill_at: float | None = None
+
+    def next_check(self) -> float:
+        """The time of the next timeout, if the main process makes no progress until then."""
+        page = self._page
+        if self._kill_at is not None:
+            return self._kill_at
+        if page.activity not in _TIMED:
+            return math.inf
+        soft, hard = timeouts_in_force(self._plan, page)
+        return page.progress + (hard if page.reported_soft == page.iteration else soft)
+
+    def check(self) -> None:
+        """Reports a soft timeout, and terminates the main process at the hard one."""
+        page, now = self._page, self._clock.now()
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._kill_at = math.inf
+                self._signal(signal.SIGKILL)
+            return
+        if page.activity not in _TIMED:
+            return
+        idle = now - page.progress
+        soft, hard = timeouts_in_force(self._plan, page)
+        if idle >= hard:
+            self._terminate(idle, now)
+        elif (
+            page.activity == Activity.FUNCTION
+            and idle >= soft
+            and page.reported_soft != page.iteration
+        ):
+            self._reports.soft_timeout(idle, soft)
+
+    def _terminate(self, idle: float, now: float) -> None:
+        """Sends SIGTERM; SIGKILL follows after the grace time. The loop reports the death when it
+        is a fact. Until then it goes on: a process that exits in order, by its handler of SIGTERM,
+        dismisses its monitor, and gets no SIGKILL.
+        """
+        self._page.killed_hard = 1
+        self._reports.hard_timeout_cause = (
+            f"no progress for {idle:.3f} s (hard timeout): terminated by its monitor process"
+        )
+        self._kill_at = now + self._plan.grace
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._pidfd is not None
+        send_signal(self._pidfd, number)

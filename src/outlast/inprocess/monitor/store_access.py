@@ -1,0 +1,69 @@
+"""The monitor process's access to the store, which it may lose and then does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from outlast.clock import Clock
+from outlast.coordination.ops import Op, drive, perform_on
+from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess.distributed.connection import Connection, connect
+from outlast.inprocess.monitor.plan import MonitorPlan
+
+__all__ = ["StoreAccess"]
+
+T = TypeVar("T")
+
+
+class StoreAccess:
+    """A connection that is dropped on the first error. The main process sees a lost store by
+    itself; the monitor then goes on watching the main process, without the store.
+    """
+
+    def __init__(self, plan: MonitorPlan, clock: Clock) -> None:
+        self._plan, self._clock = plan, clock
+        self._connection: Connection | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
+    def connect(self, give_up: Callable[[], bool]) -> None:
+        """Connects to the store, for `plan.patience` at most, or until `give_up` says so."""
+        plan = self._plan
+        deadline = self._clock.now() + plan.patience
+        while self._connection is None and self._clock.now() < deadline:
+            try:
+                self._connection = connect(
+                    plan.factory, plan.kwargs, plan.endpoint, 1.0, plan.ready
+                )
+            except (StoreError, TimeoutError) as e:
+                print(e)
+                if give_up():
+                    return
+
+    def perform(self, coroutine: Coroutine[Op, Any, T]) -> T | None:
+        """Runs the store operations of `coroutine`; `None` if the store is lost."""
+        if self._connection is None:
+            coroutine.close()
+            return None
+        try:
+            result: T = drive(coroutine, perform_on(self._connection))
+        except StoreError as e:
+            print(e)
+            self._connection = None
+            return None
+        return result
+
+    def add(self, key: str, amount: int) -> int | None:
+        """Adds to the counter `key` of the call; `None` if the store is lost."""
+        if self._connection is None:
+            return None
+        try:
+            return self._connection.add(self._plan.prefix + key, amount)
+        except StoreError as e:
+            print(e)
+            self._connection = None
+            return None

@@ -1,0 +1,130 @@
+"""The main process's side of its monitor process: starts it, replaces a lost one, dismisses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outlast.clock import Clock
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import drive, perform_on
+from outlast.errors import StoreError
+from outlast.events import Emitter, MonitorRestarted
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.distributed.connection import Connection
+from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
+from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
+from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.recovery.rank_host import RankHost
+from outlast.inprocess.recovery.settings import Settings
+
+__all__ = ["MonitorSupervisor"]
+
+
+class MonitorSupervisor:
+    """Of one wrapped call. Starts the monitor process at once.
+
+    Args:
+        settings: of the wrapper.
+        plan: makes the plan of a monitor process; the argument says whether it serves the store.
+        serves: whether the first monitor process serves the store.
+        host: of this rank.
+        membership: where the end of a monitor process is reported.
+        clock: for the progress timestamps.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Callable[[bool], MonitorPlan],
+        serves: bool,
+        host: RankHost,
+        membership: MembershipProtocol,
+        clock: Clock,
+    ) -> None:
+        self._settings, self._plan, self._serves = settings, plan, serves
+        self._host, self._membership, self._clock = host, membership, clock
+        self._page: SharedPage = host.page
+        self._emitter: Emitter = host.emitter
+        self._heartbeat: HeartbeatThread | None = None
+        self._lost = False
+        self._handle: MonitorHandle = start_monitor(plan(serves))
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present monitor process."""
+        return self._handle.pid
+
+    @property
+    def endpoint(self) -> tuple[str, int] | None:
+        """Of the store that the monitor process has reached, or serves."""
+        return self._handle.endpoint
+
+    def start_heartbeat(self, control: Connection) -> None:
+        """Starts the heartbeat thread, and has the monitor process watch the library's threads.
+
+        Args:
+            control: the connection of the function's thread; broken off when it hangs for
+                `barrier_timeout`.
+        """
+
+        def report_loss() -> None:
+            self._lost = True
+            fault = self._host.fault(
+                self._page.iteration,
+                Interruption.EXCEPTION,
+                f"its monitor process {self._handle.pid} ended",
+            )
+            try:
+                drive(self._membership.report_fault(fault), perform_on(control))
+            except StoreError:
+                return  # the monitor thread sees the same, and tells the function's thread
+
+        settings = self._settings
+        patience = settings.barrier_timeout.total_seconds()
+        self._heartbeat = HeartbeatThread(
+            self._page,
+            self._clock,
+            settings.progress_watchdog_interval.total_seconds(),
+            self._handle.socket,
+            report_loss,
+            lambda: control.break_off_overdue(patience),
+        )
+        self._page.thread_1 = self._heartbeat.native_id
+        self._page.thread_2 = self._host.monitor_thread.native_id
+        self._handle.watch_threads()
+
+    def replace_if_lost(self, control: Connection) -> None:
+        """Replaces a lost monitor process; called in the function's thread, between iterations.
+
+        The new one does not serve the store: the contents of the lost one's are gone.
+        """
+        if not self._lost:
+            return
+        self.stop_heartbeat()
+        self._handle.socket.close()
+        self._handle.reap()
+        self._serves = False
+        self._handle = start_monitor(self._plan(False))
+        self._lost = False
+        self._emitter.emit(MonitorRestarted())
+        self.start_heartbeat(control)
+
+    def stop_heartbeat(self) -> None:
+        """Ends the heartbeat thread."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def dismiss(self, *, completed: bool) -> None:
+        """Dismisses the monitor process at the end of the call.
+
+        Args:
+            completed: whether the call has completed on all ranks; if not, they may need the
+                store that this monitor process serves for as long as they run.
+        """
+        self._page.activity = Activity.DONE
+        patience = self._settings.barrier_timeout.total_seconds()
+        if (self._serves and not completed) or self._page.store_port:
+            patience = 0.0
+        self._handle.dismiss(patience)

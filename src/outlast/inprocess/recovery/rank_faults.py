@@ -1,0 +1,113 @@
+"""A rank's own faults: as records for the store, and as events. Includes its hang report."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from outlast.coordination.records import FaultRecord
+from outlast.events import Emitter, Fault
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.interruption.fault_echo import is_consequence
+from outlast.inprocess.interruption.stack_sample import StackSample
+from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.state import State
+from outlast.system.error_text import first_line, traceback_text
+
+__all__ = ["RankFaults"]
+
+_TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
+
+
+class RankFaults:
+    """Makes the fault records of this rank.
+
+    Args:
+        page: has the member id and the pings.
+        emitter: takes the events.
+
+    Attributes:
+        state: of this rank in the present iteration.
+        sample: of the function's thread when the last iteration ended.
+    """
+
+    def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
+        self._page, self._emitter = page, emitter
+        self.state = state
+        self.sample: StackSample | None = None
+
+    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
+        """A fault without an exception; no event is emitted."""
+        return FaultRecord(
+            iteration=iteration,
+            member=self._page.member,
+            rank=self.state.rank,
+            host=self._emitter.host,
+            pid=os.getpid(),
+            interruption=interruption.value,
+            cause=cause,
+            pings=self._page.pings,
+        )
+
+    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
+        """The fault of an exception that ends this member."""
+        return self._of_error(iteration, Interruption.BASE_EXCEPTION, "", error)
+
+    def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
+        """The fault of an exception of the function, or of initialize, that restarts the job."""
+        return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
+
+    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+        """The hang report of this rank, if it made no progress when a soft timeout ended the
+        iteration: where it was, and how far it had come.
+        """
+        sample, hung = self.sample, Interruption.SOFT_TIMEOUT
+        reported = [f.idle for f in faults if f.interruption == hung.value and not f.testimony]
+        if sample is None or not reported:
+            return None
+        duration = "until the soft timeout"
+        if self._page.reported_soft != iteration:
+            # The soft timeout of this rank was not over yet. The ranks that are timed out wait for
+            # one that hangs about as long as they wait: one that has been idle for less than half
+            # of that time makes progress.
+            if sample.declared or sample.idle < min(reported) / 2:
+                return None
+            duration = (
+                f"for {sample.idle:.3f} s, when another rank's soft timeout ended the iteration"
+            )
+        cause = f"no progress {duration}; it was at {sample.where or 'an unknown place'}"
+        record = dataclasses.replace(
+            self.fault(iteration, hung, cause),
+            consequence=sample.waits_for_others,
+            pings=sample.pings,
+            collectives=sample.collectives,
+            idle=sample.idle,
+            testimony=True,
+        )
+        self._emit(record)
+        return record
+
+    def _of_error(
+        self, iteration: int, interruption: Interruption, where: str, error: BaseException
+    ) -> FaultRecord:
+        record = dataclasses.replace(
+            self.fault(iteration, interruption, where + first_line(error, with_type=True)),
+            traceback=traceback_text(error, _TRACEBACK_CHARS),
+            consequence=is_consequence(error),
+        )
+        self._emit(record)
+        return record
+
+    def _emit(self, record: FaultRecord) -> None:
+        self._emitter.emit(
+            Fault(
+                iteration=record.iteration,
+                interruption=record.interruption,
+                cause=record.cause,
+                traceback=record.traceback,
+                consequence=record.consequence,
+                testimony=record.testimony,
+                pings=record.pings,
+                collectives=record.collectives,
+            )
+        )
