@@ -81,7 +81,7 @@ def test_a_destruction_that_fails_holds_nothing_up(
     releaser.release()
     releaser.join()
     assert_nothing_is_left()
-    assert "the restart goes on" in caplog.text
+    assert "the restart continues" in caplog.text
 
 
 def test_without_groups_there_is_nothing_to_do(releaser: Releaser) -> None:
