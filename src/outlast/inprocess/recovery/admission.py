@@ -1,9 +1,8 @@
 """Admission of new processes: a newcomer waits for the next view; a restart waits for newcomers.
 
-A replacement asks to join (`MembershipProtocol.ask_to_join`), waits here until the present iteration
-has ended, and takes part in the decision about the next one, which admits it
-(`coordination/view.py`). With `AwaitReplacements`, the members that restart wait here until lost
-ranks were replaced.
+A replacement asks to join (`MembershipProtocol.ask_to_join`), waits here until the iteration has
+ended, and takes part in the decision about the next one, which admits it (`coordination/view.py`).
+With `AwaitReplacements`, the members that restart wait here until lost ranks were replaced.
 """
 
 from __future__ import annotations
