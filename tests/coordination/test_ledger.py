@@ -37,7 +37,7 @@ class Mortal:
 def ledgers(world_size: int, store: Store | None = None) -> tuple[MemoryStore, list[CallLedger]]:
     table = MemoryStore()
     used = table if store is None else store
-    return table, [CallLedger(used, used, "p", rank, world_size) for rank in range(world_size)]
+    return table, [CallLedger(used, "p", rank, world_size) for rank in range(world_size)]
 
 
 def failure(rank: int, call: int = 0) -> CallFailure:
@@ -94,7 +94,7 @@ def test_a_death_between_two_steps_never_makes_a_call_done(order: list[int], ste
 
     table, ranks = ledgers(3)
     mortal = Mortal(table, steps)
-    ranks[2] = CallLedger(mortal, mortal, "p", 2, 3)  # type: ignore[arg-type]
+    ranks[2] = CallLedger(mortal, "p", 2, 3)  # type: ignore[arg-type]
     died = False
     for rank in order:
         try:
@@ -140,7 +140,7 @@ def test_a_part_is_text() -> None:
     table, (ledger,) = ledgers(1)
     with pytest.raises(ValueError, match="utf-8"):
         ledger.finish(0, b"\xff")
-    for payload, why in ((b"\xff", "utf-8"), (b"", "says something")):
+    for payload, why in ((b"\xff", "utf-8"), (b"", "is empty")):
         with pytest.raises(ValueError, match=why):
             ledger.conclude(0, payload)
     assert table.table == {}

@@ -133,7 +133,7 @@ class Checkpointer:
         everywhere = dist.is_available() and dist.is_initialized()
         global_rank = dist.get_rank() if everywhere else 0
         self._session.memo.move(global_rank, self.rank, self.world_size)
-        restores = connect_ledger("restore", group)
+        restores = ledger.child("restore")
         self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)
         try:
             self._restorer.open(self._owner_name())
@@ -142,7 +142,7 @@ class Checkpointer:
                 self._session.close(0.0)
             raise
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        structures = connect_ledger("structure", group)
+        structures = ledger.child("structure")
         self._outcomes = SaveOutcomes(self._session, keep or Retention(), policy, self._emitter)
         self._pipeline = SavePipeline(
             self._session,

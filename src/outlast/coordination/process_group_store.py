@@ -1,28 +1,50 @@
-"""The store of a process group, on connections of our own.
+"""The store of a process group, on connections of this library's own.
 
-A group keeps its store for life, and its backend talks through it at any time. One connection
-serves one operation at a time, so a thread that waits on it would hold up the backend and all
-other threads: everything here is a connection apart from the group's.
+The backend of a group talks through the group's connection at any time, and a connection serves one
+operation at a time: a wait on it would hold up the backend. So all ledgers of a process share one
+`GroupStore` per group, whose connections are clones of the group's.
 """
 
 from __future__ import annotations
 
+import secrets
+import weakref
+from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from outlast.coordination import Store, TorchStore
+from outlast.coordination import KeyTimeout, TorchStore
+from outlast.coordination.collectives import least
 from outlast.errors import StoreError
 from outlast.system.error_text import first_line
 
-__all__ = ["connections", "place_in"]
+__all__ = ["GroupStore", "place_in", "shared_store", "unique_prefix"]
 
 _torch: Any = dist  # its stubs do not name the stores
 
 
+class _Shared:
+    """What the ledgers of one process group share in this process.
+
+    The number and the counts live as long as the group. They must not end with the last ledger:
+    that moment depends on the garbage collector and differs between ranks, and then one rank would
+    enter the all-reduce of `unique_prefix` and another would not. The connections do end with the
+    last ledger that uses them, or with its last blocked wait.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.ledgers: Counter[str] = Counter()  # how many were made, by purpose
+        self.store: weakref.ref[GroupStore] | None = None
+
+
+_shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()  # by group
+
+
 def place_in(group: Any) -> tuple[int, int, str] | None:
-    """This rank, the world size and the group's name; `None` if there is nobody to talk to.
+    """This rank, the world size and the group's name; `None` for a process alone.
 
     Raises:
         ValueError: if this rank is not in the group.
@@ -37,25 +59,106 @@ def place_in(group: Any) -> tuple[int, int, str] | None:
     return (rank, size, str(_resolved(group).group_name)) if size > 1 else None
 
 
-def connections(group: Any, count: int) -> list[Store]:
-    """New connections to the group's store.
+def unique_prefix(purpose: str, group: Any) -> str:
+    """A prefix for the keys of one ledger, equal on all ranks and never used before.
+
+    All ranks make the ledgers of a group in the same order, for the life of the group: the first
+    one is a collective, in which they agree on a random number, and each rank counts the ledgers
+    of each purpose. The number is needed because a store may outlive a group, and a launcher that
+    restarts all workers keeps it: the verdict on a call of an earlier ledger must never be taken
+    for one of this.
+    """
+    resolved = _resolved(group)
+    shared = _shared.setdefault(resolved, _Shared())
+    if shared.number is None:
+        shared.number = least(secrets.randbits(62), group)
+    shared.ledgers[purpose] += 1
+    count = shared.ledgers[purpose]
+    return f"outlast/{purpose}/{resolved.group_name}/{shared.number:x}/{count}"
+
+
+def shared_store(group: Any) -> GroupStore:
+    """The store that all ledgers of this group share in this process. Not a collective.
 
     Raises:
-        StoreError: when it cannot be reached.
+        StoreError: if the group's store cannot be reached.
     """
-    store = distributed_c10d._get_process_group_store(_resolved(group))
-    base = store
-    while isinstance(base, _torch.PrefixStore):
-        base = base.underlying_store
-    where = f"{base.host}:{base.port}" if isinstance(base, _torch.TCPStore) else type(base).__name__
-    try:
-        return [TorchStore(_cloned(store, base), where) for _ in range(count)]
-    except RuntimeError as e:
-        raise StoreError(f"the store at {where} cannot be reached: {first_line(e)}") from e
+    resolved = _resolved(group)
+    shared = _shared.setdefault(resolved, _Shared())
+    store = None if shared.store is None else shared.store()
+    if store is None:
+        store = GroupStore(distributed_c10d._get_process_group_store(resolved))
+        shared.store = weakref.ref(store)
+    return store
+
+
+class GroupStore:
+    """A `Store` for any number of threads, on few connections.
+
+    Operations that the server answers at once share one connection: torch lets them take turns. A
+    wait has a connection to itself, since it occupies the connection until the key appears. One
+    connection for several waits would let one waiter hold up another, for ever if the second waits
+    for what the first thread's rank says only after its own wait has ended. torch can wait for
+    several keys only until *all* of them exist, so one thread could not serve several waiters
+    either. Therefore a wait takes an idle connection, or opens one if there is none, and returns it
+    afterwards: there are as many waiting connections as there ever were waits at one time, and a
+    pair of connections in all where nothing waits at the same time.
+
+    New connections are clones of the first one and not of the group's: nothing here keeps the store
+    of a destroyed group alive. A wait that is blocked then ends as soon as its key appears (an
+    abort fails the call, which sets the key) or the server ends, and with it the connections.
+
+    Args:
+        store: of the process group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        base = _base(store)
+        tcp = isinstance(base, _torch.TCPStore)
+        self._where = f"{base.host}:{base.port}" if tcp else type(base).__name__
+        self._store = self._connect(store)
+        self._idle = [self._connect(store)]  # taken and returned without a lock: see `wait_for`
+        self.put, self.claim, self.read = self._store.put, self._store.claim, self._store.read
+        self.add, self.append = self._store.add, self._store.append
+        self.delete = self._store.delete
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        """See `Store`. Any number of threads may wait at a time."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:  # in one step: another thread may have taken the last one just now
+            # Connecting to a server that is gone would take minutes of attempts; the connection
+            # that exists reports its end at once.
+            value = self.read(key)
+            if value is not None:
+                return value
+            connection = self._connect(self._store.torch_store)
+        try:
+            value = connection.wait_for(key, timeout)
+        except KeyTimeout:
+            self._idle.append(connection)
+            raise
+        # After any other error, or an interrupt, an answer may be half read: the connection goes.
+        self._idle.append(connection)
+        return value
+
+    def _connect(self, store: Any) -> TorchStore:
+        try:
+            return TorchStore(_cloned(store, _base(store)), self._where)
+        except RuntimeError as e:
+            raise StoreError(
+                f"the store at {self._where} cannot be reached: {first_line(e)}"
+            ) from e
 
 
 def _resolved(group: Any) -> Any:
     return distributed_c10d._get_default_group() if group is None else group
+
+
+def _base(store: Any) -> Any:
+    while isinstance(store, _torch.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _cloned(store: Any, base: Any) -> Any:

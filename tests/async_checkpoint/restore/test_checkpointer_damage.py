@@ -228,6 +228,6 @@ def test_with_all_damaged_each_is_named(path: Path) -> None:
 def test_a_later_format_is_not_guessed_at(path: Path) -> None:
     manifest = folder_of(path, 2) / MANIFEST
     manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2', 1))
-    with Checkpointer(path) as checkpointer, pytest.raises(CheckpointError, match="of format 2"):
+    with Checkpointer(path) as checkpointer, pytest.raises(CheckpointError, match="has format 2"):
         checkpointer.verify(2)
     assert restored(path) == 1

@@ -118,7 +118,7 @@ class Training:
 
     def _train(self, rank: int) -> None:
         store = Stepped(self.store, self.turns, f"rank {rank}")
-        agreement = StopAgreement(CallLedger(store, store, "stop", rank, self.ranks), 1)
+        agreement = StopAgreement(CallLedger(store, "stop", rank, self.ranks), 1)
         try:
             if (rank, 0) in self.requests:
                 agreement.request("before the first step")
@@ -192,9 +192,7 @@ class _Lost(dict[str, bytes]):
 
 
 def agreements(store: MemoryStore, ranks: int, begun: int = 1) -> list[StopAgreement]:
-    return [
-        StopAgreement(CallLedger(store, store, "stop", rank, ranks), begun) for rank in range(ranks)
-    ]
+    return [StopAgreement(CallLedger(store, "stop", rank, ranks), begun) for rank in range(ranks)]
 
 
 def await_decision(agreement: StopAgreement) -> None:
@@ -241,7 +239,7 @@ def test_repeated_requests() -> None:
 
 def test_a_rank_that_never_answers_is_an_error_after_the_timeout() -> None:
     store = MemoryStore()
-    alone = StopAgreement(CallLedger(store, store, "stop", 0, 2), 1)
+    alone = StopAgreement(CallLedger(store, "stop", 0, 2), 1)
     alone.request("now")
     while store.read("stop/0/part/0") is None:
         time.sleep(0.001)
@@ -284,7 +282,7 @@ def test_a_lost_store_is_an_error_only_after_a_request() -> None:
 
 def test_a_store_lost_before_the_decision() -> None:
     store = Fragile()
-    alone = StopAgreement(CallLedger(store, store, "stop", 1, 2), 1)
+    alone = StopAgreement(CallLedger(store, "stop", 1, 2), 1)
     alone.request("now")
     while store.read("stop/0/part/1") is None:
         time.sleep(0.001)

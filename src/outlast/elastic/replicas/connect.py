@@ -29,7 +29,7 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     place = process_group_store.place_in(group)
     assert place is not None
     rank, world_size, name = place
-    (store,) = process_group_store.connections(group, 1)
+    store = process_group_store.shared_store(group)
     keys = [f"outlast/{prefix}-there/{name}/{other}" for other in range(world_size)]
     store.put(keys[rank], b"1")
     late = threading.Event()
