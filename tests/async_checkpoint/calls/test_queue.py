@@ -225,12 +225,12 @@ def test_abort_kills_and_drops(make: Make, tmp_path: Path) -> None:
             request_of(work.wait_then_write, gate, tmp_path / "o", [], then=lambda: ran.append(1))
         )
     gate.arrived()
-    watcher = queue._watcher
-    assert watcher is not None
+    reporter = queue._reporter
+    assert reporter is not None
     queue.abort()
     queue.abort()
     queue.close()
-    assert watcher.join(60.0)
+    assert reporter.join(60.0)
     assert queue.get_num_unfinalized_calls() == 0
     assert queue.maybe_finalize_async_calls() == []
     assert ran == []

@@ -1,4 +1,4 @@
-"""One call of a queue, as its main thread knows it, and its finalize functions."""
+"""A pending call of a queue, and its finalize functions. For the main thread."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from outlast.async_checkpoint.calls.reporter import Watcher
+from outlast.async_checkpoint.calls.reporter import Reporter
 from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe
 
-__all__ = ["Call", "abandon"]
+__all__ = ["PendingCall", "abandon"]
 
 log = logging.getLogger("outlast.async_checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A call that was scheduled, and neither finalized nor given up.
+class PendingCall:
+    """A call that was scheduled, and is neither finalized nor failed.
 
     Attributes:
         index: in the order of scheduling.
         name: of its function, for messages.
-        finalize_fns: as they were when it was scheduled.
+        finalize_fns: at the time of scheduling.
     """
 
     index: int
@@ -33,13 +33,13 @@ class Call:
     finalize_fns: tuple[Callable[[], Any], ...]
 
     @classmethod
-    def of(cls, request: AsyncRequest, index: int) -> Call:
-        """The call that a request is scheduled as."""
+    def of(cls, request: AsyncRequest, index: int) -> PendingCall:
+        """The pending call for a request."""
         return cls(index, name_of(request.async_fn), tuple(request.finalize_fns))
 
     def finalize(self) -> AsyncCallError | None:
-        """Calls the finalize functions in order. Returns the error if one raises; those behind it
-        are not called then.
+        """Calls the finalize functions in order. If one raises, the later ones are not called, and
+        the error is returned.
         """
         for fn in self.finalize_fns:
             try:
@@ -54,9 +54,9 @@ class Call:
         return None
 
 
-def abandon(watcher: Watcher, calls: deque[Call]) -> None:
-    """For a queue that is gone, or a program that ends, with nobody having closed the queue."""
+def abandon(reporter: Reporter, calls: deque[PendingCall]) -> None:
+    """Drops the calls of a queue that was collected, or of a program that ends, without a close."""
     if calls:
         what = ", ".join(f"{call.index} ({call.name})" for call in calls)
-        log.warning("background calls dropped, as their queue was never closed: %s", what)
-    watcher.give_up({call.index: call.name for call in calls}, "its queue was never closed")
+        log.warning("background calls dropped because their queue was never closed: %s", what)
+    reporter.give_up({call.index: call.name for call in calls}, "its queue was never closed")

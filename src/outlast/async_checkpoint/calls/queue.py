@@ -6,10 +6,10 @@
     queue.maybe_finalize_async_calls()           # now and then; never waits
     queue.close()                                # waits for what is left
 
-How a call ends is decided once for all ranks, in the ledger (`call_ledger.py` says why it cannot be
-seen differently on two of them). A background process that ends is seen, and told, by a thread
-(`calls/reporter.py`). This file is the main thread's side: it looks at the ledger, calls the
-finalize functions, oldest call first, and raises what has failed.
+The ledger decides how a call ends, once for all ranks (`call_ledger.py` explains why two ranks
+cannot see it differently). A thread (`reporter.py`) reports the end of background processes to the
+ledger. This file is the main thread's side: it reads the ledger, calls the finalize functions,
+oldest call first, and raises the errors of failed calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Literal
 
-from outlast.async_checkpoint.calls.finalizers import Call, abandon
+from outlast.async_checkpoint.calls.finalizers import PendingCall, abandon
 from outlast.async_checkpoint.calls.fork_runner import ForkRunner
-from outlast.async_checkpoint.calls.reporter import Watcher
+from outlast.async_checkpoint.calls.reporter import Reporter
 from outlast.async_checkpoint.calls.request import AsyncRequest
 from outlast.async_checkpoint.calls.runner_protocol import Outcome
 from outlast.async_checkpoint.calls.verdicts import Verdicts
@@ -37,27 +37,27 @@ from outlast.system.error_text import describe, traceback_text
 __all__ = ["AsyncCallsQueue"]
 
 _STORE_S = 10.0
-"""How long `close()` waits for a store that should answer at once."""
+"""How long `close()` waits for the store, in seconds."""
 
 
 class AsyncCallsQueue:
     """Background calls of a group of ranks. All ranks schedule the same calls in the same order.
 
-    It belongs to the thread that made it. As a context manager it is closed at the end of the
-    block, and aborted when the block raises.
+    Use it in one thread. As a context manager it is closed at the end of the block, and aborted if
+    the block raises.
 
     Args:
-        persistent: whether one process, started once, runs all calls one after the other; their
-            functions and arguments are pickled. Otherwise each call is a fork of this process.
+        persistent: run all calls in one process, one after the other; functions and arguments are
+            pickled. By default each call is a fork of this process.
         group: the ranks; the default process group, or this process alone if there is none.
-        on_failure: what to do about a failed call: raise `AsyncCallError`, or a policy that may
-            let it pass.
+        on_failure: on a failed call raise `AsyncCallError`, or apply a policy, which may ignore
+            the failure.
         max_unfinalized: how many calls may be in flight; scheduling one more waits for the
-            oldest. `None` for any number.
+            oldest. `None` for no limit.
         nice: niceness of the background processes, 0 to 19.
 
     Raises:
-        ValueError: for a `max_unfinalized` below 1, or an `on_failure` that is none of these.
+        ValueError: if `max_unfinalized` is below 1, or `on_failure` is something else.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class AsyncCallsQueue:
         self._max_unfinalized = max_unfinalized
         self._runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
         self._next_index = 0
-        self._calls: deque[Call] = deque()
+        self._calls: deque[PendingCall] = deque()
         self._failed_before: deque[AsyncCallError] = deque()  # to be raised at the next check
         self._ledger: CallLedger | None = None
-        self._watcher: Watcher | None = None
+        self._reporter: Reporter | None = None
         self._verdicts: Verdicts | None = None
         self._closed = False
         self._abandon: weakref.finalize[Any, Any] | None = None
@@ -89,34 +89,33 @@ class AsyncCallsQueue:
     # -- what users call -----------------------------------------------------------------------
 
     def schedule_async_request(self, request: AsyncRequest) -> int:
-        """Starts a request's function in the background. Called on all ranks, in one order.
+        """Starts a request's function in the background. Called on all ranks, in the same order.
 
-        What failed before does not keep a call from being scheduled: it is raised at the next
-        check. So the ranks stay in step, whichever of them hears of a failure first. After a
-        `TypeError`, `AsyncCallError` or `OSError` of this method the call has failed for all
-        ranks; later calls go on.
+        An earlier failure does not prevent this: it is raised by the next check. So the ranks stay
+        in step, whichever of them sees a failure first. After a `TypeError`, `AsyncCallError` or
+        `OSError` of this method the call has failed for all ranks; later calls go on.
 
         Returns:
             The index of the call: 0, 1, 2, ...
 
         Raises:
-            TypeError: naming the function, if it cannot be given to a persistent worker.
+            TypeError: if the function cannot be pickled for a persistent worker; names it.
             AsyncCallError: if another rank has scheduled another function as this call.
-            OSError: if the system has no room for another process.
+            OSError: if the system cannot start another process.
             RuntimeError: if the queue is closed.
-            StoreError: when the other ranks cannot be reached.
+            StoreError: if the store cannot be reached.
         """
-        ledger, watcher = self._open()
+        ledger, reporter = self._open()
         if self._max_unfinalized is not None:
             while len(self._calls) >= self._max_unfinalized:
                 self._settle_oldest(None)
-        call = Call.of(request, self._next_index)
+        call = PendingCall.of(request, self._next_index)
         self._next_index += 1
         self._calls.append(call)
         try:
             if request.async_fn is not None:
                 ledger.announce(call.index, call.name)
-            watcher.start(
+            reporter.start(
                 call.index,
                 call.name,
                 request.async_fn,
@@ -124,9 +123,9 @@ class AsyncCallsQueue:
                 request.async_fn_kwargs,
             )
         except BaseException as e:
-            # It is raised here; the others hear of it from the ledger.
-            watcher.say(call.index, call.name, Outcome(describe(e), traceback_text(e)))
-            watcher.leave(call.index)
+            # Raised here; the other ranks read it from the ledger.
+            reporter.report(call.index, call.name, Outcome(describe(e), traceback_text(e)))
+            reporter.leave(call.index)
             self._calls.remove(call)
             raise
         return call.index
@@ -136,18 +135,18 @@ class AsyncCallsQueue:
 
         Args:
             blocking: waits for all calls.
-            no_dist: looks at the ledger, which needs no other rank's presence; ranks may finalize
-                a call at different checks. With `False` all ranks must make this check, in step:
-                one small all-reduce has the same calls finalized at the same check on all of them.
+            no_dist: read the ledger only; ranks may finalize a call at different checks. With
+                `False` all ranks must make this check together: a small all-reduce makes them
+                finalize the same calls.
 
         Returns:
             The indices of the calls that were finalized.
 
         Raises:
-            AsyncCallError: when a call has failed on any rank, or a finalize function has on this
-                one; naming call, rank, host and cause. Calls before it are finalized, it is not,
-                and later ones are at the next check.
-            StoreError: when the other ranks cannot be reached.
+            AsyncCallError: if a call has failed on any rank, or a finalize function on this one;
+                names call, rank, host and cause. Earlier calls are finalized, this one is not, and
+                later ones are finalized by the next check.
+            StoreError: if the store cannot be reached.
         """
         finalized: list[int] = []
         if blocking:
@@ -169,18 +168,18 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls were scheduled and are neither finalized nor known to have failed."""
+        """How many calls are scheduled, and neither finalized nor known to have failed."""
         return len(self._calls)
 
     def close(self, timeout: datetime.timedelta | None = None) -> None:
-        """Waits for all calls, finalizes them, and gives everything back.
+        """Waits for all calls, finalizes them, and ends the background processes.
 
         Args:
-            timeout: how long to wait; then what is left is dropped, as by `abort`.
+            timeout: how long to wait; unfinished calls are then dropped, as by `abort`.
 
         Raises:
-            AsyncCallError: when a call has failed, or was not finished in time; the first of
-                several, and the queue is closed all the same.
+            AsyncCallError: if a call has failed or was not finished in time: the first one. The
+                queue is closed all the same.
         """
         if self._closed:
             return
@@ -190,17 +189,17 @@ class AsyncCallsQueue:
                 pass
             if self._calls:
                 self._drop(f"it was not finished within the {timeout} that close() had")
-                # Each has its verdict now, as soon as the store has it; and it may be that all
-                # ranks have finished it after all: then it is finalized on all of them.
+                # Each has a verdict as soon as the store has it. If all ranks have finished a call
+                # meanwhile, it is finalized on all of them.
                 while self._calls and self._settle_oldest(_STORE_S):
                     pass
         except BaseException:
             self.abort()
             raise
-        watcher, left = self._watcher, [f"{call.index} ({call.name})" for call in self._calls]
+        reporter, left = self._reporter, [f"{call.index} ({call.name})" for call in self._calls]
         self._end()
-        if watcher is not None:
-            watcher.join(_STORE_S)
+        if reporter is not None:
+            reporter.join(_STORE_S)
         if left:
             self._failed_before.append(
                 AsyncCallError(f"the store did not say how these calls ended: {', '.join(left)}")
@@ -209,18 +208,18 @@ class AsyncCallsQueue:
             raise self._failed_before.popleft()
 
     def abort(self) -> None:
-        """Kills what is in flight and drops it, for all ranks; for a restart in place.
+        """Kills and drops the calls in flight, for all ranks; for a restart in place.
 
-        A call that all ranks had finished before stays finished: other ranks may finalize it,
-        this one does not. Does not wait, for other ranks, the store or a process, and may be
-        called at any time, more than once. The queue is closed.
+        A call that all ranks have finished stays finished: other ranks may finalize it, this one
+        does not. Does not wait for other ranks, the store or a process, and may be called at any
+        time, more than once. The queue is closed.
         """
         if self._closed:
             return
-        if self._watcher is not None:
+        if self._reporter is not None:
             calls = {call.index: call.name for call in self._calls}
-            self._watcher.give_up(calls, "the queue was aborted")
-            self._watcher = None
+            self._reporter.give_up(calls, "the queue was aborted")
+            self._reporter = None
         self._end()
 
     def __enter__(self) -> AsyncCallsQueue:
@@ -239,45 +238,45 @@ class AsyncCallsQueue:
 
     # -- private -------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[CallLedger, Watcher]:
+    def _open(self) -> tuple[CallLedger, Reporter]:
         if self._closed:
             raise RuntimeError("the queue is closed")
         if self._ledger is None:
             self._ledger = connect_ledger("async_calls", self._group)
-        if self._watcher is None:
+        if self._reporter is None:
             self._verdicts = Verdicts(self._ledger)
-            self._watcher = Watcher(
+            self._reporter = Reporter(
                 self._runner, self._ledger, self._verdicts.give_up, self._verdicts.await_wait
             )
-            self._abandon = weakref.finalize(self, abandon, self._watcher, self._calls)
-        return self._ledger, self._watcher
+            self._abandon = weakref.finalize(self, abandon, self._reporter, self._calls)
+        return self._ledger, self._reporter
 
     def _known(self) -> Verdicts:
         assert self._verdicts is not None, "there is a call"
         return self._verdicts
 
     def _decided_until(self) -> int:
-        """The index of the oldest call that is not decided."""
+        """The index of the oldest call without a verdict."""
         for call in self._calls:
             if self._known().look(call.index) is None:
                 return call.index
         return self._next_index
 
     def _settle_oldest(self, timeout: float | None) -> bool:
-        """Waits for the oldest call, and settles it. Returns whether it was decided in time."""
+        """Waits for the oldest call and settles it. Returns whether there was a verdict in time."""
         call = self._calls[0]
         verdict = self._known().wait(call.index, timeout)
         if verdict is not None:
             self._settle(call, verdict)
         return verdict is not None
 
-    def _settle(self, call: Call, verdict: Verdict) -> bool:
-        """Finalizes the oldest call, if it is done. Returns whether that was so, and went well;
-        otherwise the error waits in `_failed_before`, unless the policy lets it pass.
+    def _settle(self, call: PendingCall, verdict: Verdict) -> bool:
+        """Finalizes the oldest call if it is done. Returns whether it was done and finalized;
+        otherwise the error is kept in `_failed_before`, unless the policy ignores it.
         """
-        assert self._watcher is not None
+        assert self._reporter is not None
         self._calls.popleft()  # before its functions run: one that raises is not run again
-        self._watcher.leave(call.index)
+        self._reporter.leave(call.index)
         self._known().settled(call.index)
         error = None if verdict.failure is None else verdict.failure.to_error()
         if error is None:
@@ -291,19 +290,19 @@ class AsyncCallsQueue:
         return False
 
     def _drop(self, cause: str) -> None:
-        if self._watcher is not None:
-            self._watcher.drop({call.index: call.name for call in self._calls}, cause)
+        if self._reporter is not None:
+            self._reporter.drop({call.index: call.name for call in self._calls}, cause)
 
     def _end(self) -> None:
         self._closed = True
         if self._abandon is not None:
             self._abandon.detach()
-        if self._watcher is not None:
+        if self._reporter is not None:
             for call in self._calls:
-                self._watcher.leave(call.index)
-            self._watcher.end()
+                self._reporter.leave(call.index)
+            self._reporter.end()
         self._calls.clear()
-        self._ledger = self._watcher = self._verdicts = None  # and so its connections
+        self._ledger = self._reporter = self._verdicts = None  # and so the connections
 
 
 def _left(deadline: float | None) -> float | None:

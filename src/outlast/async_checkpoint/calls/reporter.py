@@ -1,10 +1,10 @@
-"""The one thread of a queue: sees background processes end, and tells the other ranks at once.
+"""The thread of a queue that reports the end of background processes to the other ranks.
 
-It waits for events only: a process's end, a word from the main thread. So other ranks hear of this
-rank's part whatever its main thread is doing meanwhile, a long step or a collective say.
+It waits for events: the end of a process, or a wake-up from the main thread. So the other ranks see
+this rank's outcome even while its main thread is busy, in a long step or in a collective.
 
-It is also who says to the ledger that a call can be forgotten: after this rank's outcome was said
-*and* its main thread is through with the call, since nothing may be said of a call after that.
+The same thread lets the ledger forget a call: after this rank's outcome was reported *and* the main
+thread needs the call no more, since nothing may be reported after that.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import AsyncCallError, OutlastError, StoreError
 from outlast.system.waiting import readable
 
-__all__ = ["Watcher"]
+__all__ = ["Reporter"]
 
 log = logging.getLogger("outlast.async_checkpoint")
 
 
-class Watcher:
-    """Owns a runner. Its methods are for the main thread.
+class Reporter:
+    """Owns a runner. The public methods are for the main thread.
 
     Args:
         runner: runs the calls.
-        ledger: where outcomes are said.
-        on_error: told, in the watcher's thread, why the other ranks do not hear of this one's
-            outcomes any more: the store cannot be reached.
-        before_forgetting: called in the watcher's thread with the index of a call that is decided,
-            before its keys may be deleted.
+        ledger: that outcomes are reported to.
+        on_error: called in the reporter's thread if outcomes cannot be reported any more: the
+            store cannot be reached.
+        before_forgetting: called in the reporter's thread with the index of a call that has a
+            verdict, before its keys may be deleted.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Watcher:
         self._on_error = on_error
         self._before_forgetting = before_forgetting
         self._guard = threading.Lock()  # for all that follows, and for the runner
-        self._names: dict[int, str] = {}  # of the calls whose outcome is not said
-        self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be said
-        self._left: set[int] = set()  # the main thread is through with them
+        self._names: dict[int, str] = {}  # of calls without a reported outcome
+        self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be reported
+        self._left: set[int] = set()  # the main thread needs them no more
         self._drop: tuple[dict[int, str], str] | None = None
         self._given_up: tuple[dict[int, str], str] | None = None
         self._ending = False
@@ -72,68 +72,68 @@ class Watcher:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Starts a call; raises what `Runner.start` raises. Without a function it is done."""
+        """Starts a call; raises what `Runner.start` raises. A call without a function is done."""
         with self._guard:
             if fn is None:
                 self._outcomes.append((index, Outcome()))
             else:
                 self._runner.start(index, fn, args, kwargs)
             self._names[index] = name
-        self._stir()
+        self._wake_up()
 
-    def say(self, index: int, name: str, outcome: Outcome) -> None:
-        """Has an outcome told to the other ranks that no background process had a part in."""
+    def report(self, index: int, name: str, outcome: Outcome) -> None:
+        """Reports an outcome that does not come from a background process."""
         with self._guard:
             self._names[index] = name
             self._outcomes.append((index, outcome))
-        self._stir()
+        self._wake_up()
 
     def leave(self, index: int) -> None:
-        """The main thread is through with the call."""
+        """Tells that the main thread needs the call no more."""
         with self._guard:
             self._left.add(index)
-        self._stir()
+        self._wake_up()
 
     def drop(self, calls: Mapping[int, str], cause: str) -> None:
-        """Kills what is in flight, and has these calls fail on all ranks, unless all have finished
-        them. Waits neither for the processes nor for the store.
+        """Kills the calls in flight, and fails these calls on all ranks, except those that all
+        ranks have finished. Waits neither for the processes nor for the store.
 
         Args:
-            calls: index and name of those that this rank may have finished, but others not.
-            cause: why.
+            calls: index and name of the calls that other ranks may not have finished.
+            cause: of the failure.
         """
         with self._guard:
-            earlier, first_cause = self._drop or ({}, cause)  # which the thread has not seen yet
+            earlier, first_cause = self._drop or ({}, cause)  # that the thread has not seen yet
             self._drop = ({**calls, **earlier}, first_cause)
             self._runner.kill()
-        self._stir()
+        self._wake_up()
 
     def end(self) -> None:
-        """Has the watcher end, once it has said what there is to say; what still runs is killed:
-        its call has failed on another rank. Does not wait.
+        """Ends the thread after it has reported all outcomes. Processes that still run are killed:
+        their calls have failed on another rank. Does not wait.
         """
         with self._guard:
             self._ending = True
         self.drop({}, "the queue was closed")
 
     def give_up(self, calls: Mapping[int, str], cause: str) -> None:
-        """Does what `leave` of these calls, `drop` and `end` do, in the watcher's own time. Takes
-        no lock: it may be called where the program was interrupted, and by the garbage collector
-        in any thread, the watcher's too.
+        """Makes the thread do `leave` for these calls, `drop` and `end`. Takes no lock: it may be
+        called where the program was interrupted, and by the garbage collector in any thread, also
+        the reporter's.
         """
         self._given_up = (dict(calls), cause)
-        self._stir()
+        self._wake_up()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for its end, at most `timeout` seconds; returns whether it has ended."""
+        """Waits for the end of the thread, at most `timeout` seconds; returns whether it ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _stir(self) -> None:
+    def _wake_up(self) -> None:
         try:
             self._wake.send(b"w")
         except (BlockingIOError, OSError):
-            return  # it is awake and has not looked yet; or it has ended
+            return  # it is awake already, or has ended
 
     # -- in the thread -----------------------------------------------------------------------
 
@@ -142,9 +142,9 @@ class Watcher:
             while not self._step():
                 self._wait()
         except Exception as e:
-            # A defect, or a system that has no room for anything: nobody must wait for this.
-            log.exception("the thread that watches background calls has failed")
-            self._on_error(AsyncCallError(f"background calls are not watched any more: {e!r}"))
+            # A defect, or a system without resources: the main thread must not wait for outcomes.
+            log.exception("the thread that reports background calls has failed")
+            self._on_error(AsyncCallError(f"background calls are not reported any more: {e!r}"))
         finally:
             with self._guard:
                 self._runner.close()
@@ -163,7 +163,7 @@ class Watcher:
             return
 
     def _step(self) -> bool:
-        """Says what there is to say. Returns whether the thread is to end."""
+        """Reports all outcomes so far. Returns whether the thread must end."""
         if self._given_up is not None:
             (calls, why), self._given_up = self._given_up, None
             with self._guard:
@@ -176,30 +176,30 @@ class Watcher:
             dropped: dict[int, str] = {}
             cause = ""
             if self._drop is not None:
-                # What has ended well before counts; the rest, and what was killed, is dropped.
+                # Calls that have ended well count; the rest, killed or not, is dropped.
                 (dropped, cause), self._drop = self._drop, None
                 outcomes = [(index, outcome) for index, outcome in outcomes if not outcome.cause]
                 dropped = dropped | self._names
             names = dict(self._names)
             ending = self._ending
         for index, outcome in outcomes:
-            if index in names:  # else it was given up while it was being scheduled
-                self._say(index, names[index], outcome)
+            if index in names:  # otherwise it was given up while it was being scheduled
+                self._report(index, names[index], outcome)
         for index, name in dropped.items():
-            # Also where this rank has just finished: others may not have, and never will be
-            # waited for. If all have, this claim comes too late, and changes nothing.
-            self._say(index, name, Outcome(cause))
+            # Also a call that this rank has just finished: others may not have, and nothing waits
+            # for them any more. If all have, this claim comes too late and changes nothing.
+            self._report(index, name, Outcome(cause))
         with self._guard:
             for index in [*dropped, *(index for index, _ in outcomes)]:
                 self._names.pop(index, None)
-            through = sorted(self._left - self._names.keys())
-            self._left -= set(through)
-        for index in through:
+            finished = sorted(self._left - self._names.keys())
+            self._left -= set(finished)
+        for index in finished:
             self._before_forgetting(index)
             self._try(functools.partial(self._ledger.forget, index))
         return ending and not self._names
 
-    def _say(self, index: int, name: str, outcome: Outcome) -> None:
+    def _report(self, index: int, name: str, outcome: Outcome) -> None:
         if outcome.cause is None:
             self._try(functools.partial(self._ledger.finish, index))
             return
