@@ -25,6 +25,7 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_memory import InMemory
 from outlast.async_checkpoint.restore.verified_read import Source, StorageSource
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.snapshot.description import HeldSnapshot
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
@@ -145,7 +146,7 @@ class Restorer:
 
     # -------------------------------------------------------------------------- candidates
 
-    def _snapshots(self) -> dict[str, dict[str, Any]]:
+    def _snapshots(self) -> dict[str, HeldSnapshot]:
         """This rank's snapshots in memory, by save."""
         buffers = [*self._session.pool.buffers, *self._session.pool.handed_over]
         if not any(buffer.snapshot is not None for buffer in buffers):

@@ -296,8 +296,8 @@ class SavePipeline:
             snapshot.sealed.wait()
             if snapshot.error is not None:
                 raise snapshot.error
-        files = description["files"] if snapshot.hashed else answer.files
-        part = {"files": files, "places": snapshot.places, "id": snapshot.save_id}
+        files = description.get("files") if snapshot.hashed else answer.files
+        part = {"files": files, "places": description["places"], "id": snapshot.save_id}
         return json.dumps(part, separators=(",", ":")).encode()
 
     def _await_verdict(self, save: Save) -> Verdict:

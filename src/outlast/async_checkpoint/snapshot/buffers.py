@@ -9,12 +9,12 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
 from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
+from outlast.async_checkpoint.snapshot.description import SnapshotDescription
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, populate
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
@@ -45,7 +45,7 @@ class SnapshotBuffer:
     structure: Structure | None = None
     targets: Sequence[torch.Tensor] = ()
     busy: bool = False
-    snapshot: dict[str, Any] | None = None
+    snapshot: SnapshotDescription | None = None
     values: bytes = b""
     copy: OverlappedCopy | EagerCopy | None = None
     turn: int = 0
@@ -213,4 +213,4 @@ def _pin(memory: SharedMemory) -> None:
 
 
 def _age(buffer: SnapshotBuffer) -> int:
-    return -1 if buffer.snapshot is None else int(buffer.snapshot["number"])
+    return -1 if buffer.snapshot is None else buffer.snapshot["number"]

@@ -23,6 +23,7 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import (
     copy_by_torch,
     is_contiguous_cpu,
 )
+from outlast.async_checkpoint.snapshot.description import SnapshotDescription
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.writer.messages import SnapshotCopied, SnapshotSealed, SnapshotTorn
@@ -38,7 +39,6 @@ class Snapshot:
     Attributes:
         description: says what it is, for the writer and for a process that finds it in memory.
         values: the pickled values.
-        places: offset and size of each value in `values`.
         buffer, turn: what it is copied into, and which use of that.
         hashed: whether the copy takes the checksums; the writer does otherwise.
         copy: the copy beside the training, if there is one.
@@ -46,9 +46,8 @@ class Snapshot:
         error: why the snapshot must not be used, once it is sealed.
     """
 
-    description: dict[str, Any]
+    description: SnapshotDescription
     values: bytes
-    places: list[list[int]]
     buffer: SnapshotBuffer
     turn: int
     hashed: bool = False
@@ -59,12 +58,12 @@ class Snapshot:
     @property
     def save_id(self) -> str:
         """Of its save."""
-        return str(self.description["save_id"])
+        return self.description["save_id"]
 
     @property
     def size_bytes(self) -> int:
         """Of all its files."""
-        return int(sum(size for _, _, size in self.description["layout"])) + len(self.values)
+        return sum(size for _, _, size in self.description["layout"]) + len(self.values)
 
     def seal(self) -> None:
         """Waits for the copy and checks it. Called where no write to the tensors is in progress."""
@@ -147,7 +146,7 @@ class Snapshotter:
         values, places = structure.pickle_values(state_dict)
         save_id = f"{self._job}{index:08x}"
         working, final = self._session.storage.names_for(step, save_id)
-        description = {
+        description: SnapshotDescription = {
             "step": step,
             "number": index,
             "save_id": save_id,
@@ -161,7 +160,7 @@ class Snapshotter:
             "places": places,
             "socket": str(self._session.socket_path(self._rank, self._world_size)),
         }
-        return Snapshot(description, values, places, buffer, buffer.turn)
+        return Snapshot(description, values, buffer, buffer.turn)
 
     def _copy(self, snapshot: Snapshot, leaves: Sequence[Any], structure: Structure) -> None:
         buffer, writer = snapshot.buffer, self._session.writer

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from typing import Any
 
+from outlast.async_checkpoint.snapshot.description import HeldSnapshot, SnapshotDescription
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.writer.copy_progress import CopyProgress
 from outlast.async_checkpoint.writer.handover import HandedOver
@@ -29,7 +30,7 @@ class HeldBuffer:
 
     memory: SharedMemory | None = None
     index: bytes = b""
-    snapshot: dict[str, Any] | None = None
+    snapshot: SnapshotDescription | None = None
     values: bytes = b""
     written: tuple[str, dict[str, Any]] | None = None
     progress: dict[str, CopyProgress] = dataclasses.field(default_factory=dict)
@@ -82,9 +83,9 @@ class HeldBuffers:
             for progress in list(buffer.progress.values()):
                 progress.wake()
 
-    def described(self) -> list[dict[str, Any]]:
+    def described(self) -> list[HeldSnapshot]:
         """The snapshots that are complete, with their checksums."""
-        found = []
+        found: list[HeldSnapshot] = []
         for number, buffer in list(self._buffers.items()):
             snapshot, memory = buffer.snapshot, buffer.memory
             if snapshot is None or memory is None:

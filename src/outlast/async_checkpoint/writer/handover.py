@@ -17,8 +17,9 @@ import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+from outlast.async_checkpoint.snapshot.description import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.waiting import readable
 
@@ -33,7 +34,7 @@ _PATIENCE_S = 10.0
 class HandedOver:
     """A snapshot: its description, its pickled values, the descriptor of its buffer."""
 
-    snapshot: dict[str, Any]
+    snapshot: HeldSnapshot
     values: bytes
     descriptor: int
 
@@ -85,7 +86,7 @@ def _give(connection: socket.socket, snapshots: Sequence[HandedOver]) -> None:
     channel = Channel(connection)
     with contextlib.suppress(OSError, EOFError):  # the replacement died as well
         for snapshot in snapshots:
-            channel.send(pack(snapshot.snapshot, snapshot.values), [snapshot.descriptor])
+            channel.send(pack(dict(snapshot.snapshot), snapshot.values), [snapshot.descriptor])
         channel.send(b"")
         if readable(channel.fileno(), timeout=_PATIENCE_S):
             channel.receive()
@@ -115,8 +116,8 @@ def take_over(path: Path) -> list[HandedOver]:
             payload, descriptors = channel.receive()
             if not payload:
                 break
-            snapshot, values = unpack(payload)
-            found.append(HandedOver(snapshot, values, descriptors[0]))
+            header, values = unpack(payload)
+            found.append(HandedOver(cast(HeldSnapshot, header), values, descriptors[0]))
         channel.send(b"thanks")
     except (OSError, EOFError):  # what has arrived is usable: checksums decide
         pass

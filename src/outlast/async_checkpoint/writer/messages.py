@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Generic, TypeVar
 
+from outlast.async_checkpoint.snapshot.description import HeldSnapshot, SnapshotDescription
 from outlast.system.channel import pack, unpack
 
 __all__ = [
@@ -107,7 +108,7 @@ class SnapshotSealed(Message):
     """The snapshot is complete; `blob` holds its pickled values."""
 
     buffer: int
-    snapshot: dict[str, Any]
+    snapshot: SnapshotDescription
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,7 @@ class RemovalErrors(Message):
 class Snapshots(Message):
     """The snapshots that are complete, with their checksums."""
 
-    snapshots: list[dict[str, Any]]
+    snapshots: list[HeldSnapshot]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
