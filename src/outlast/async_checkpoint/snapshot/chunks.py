@@ -27,9 +27,9 @@ import xxhash
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
 from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at
 from outlast.async_checkpoint.state_dict.last import Last
-from outlast.async_checkpoint.storage.manifest import checksum, pieces
+from outlast.async_checkpoint.storage.manifest import pieces
 
-__all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "checksums_of_content", "cut"]
+__all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "cut"]
 
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
@@ -38,12 +38,6 @@ _CACHED_BYTES = 768 << 10
 def are_private(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether only this process can write to the tensors."""
     return not any(tensor.is_shared() for tensor in tensors if tensor.device.type == "cpu")
-
-
-def checksums_of_content(name: str, content: bytes) -> dict[str, dict[str, Any]]:
-    """What `Chunks.checksums` returns for a file of this content."""
-    checksums = [checksum(content[at : at + n]) for at, n in pieces(len(content))]
-    return {name: {"size_bytes": len(content), "checksums": checksums}}
 
 
 @dataclasses.dataclass(frozen=True)

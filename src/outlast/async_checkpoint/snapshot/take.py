@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunks import ChunkCache, are_private, checksums_of_content
+from outlast.async_checkpoint.snapshot.chunks import ChunkCache, are_private
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
 from outlast.async_checkpoint.snapshot.copy_overlapped import (
     CopyPair,
@@ -27,6 +27,7 @@ from outlast.async_checkpoint.snapshot.description import SnapshotDescription
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.writer.messages import SnapshotCopied, SnapshotSealed, SnapshotTorn
+from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
 
 __all__ = ["Snapshot", "Snapshotter"]
@@ -174,8 +175,11 @@ class Snapshotter:
                 description = snapshot.description
                 if chunks.hashed:
                     name = description["values"]
-                    small = checksums_of_content(name, snapshot.values) if name else {}
-                    description["files"] = {**chunks.checksums(), **small}
+                    values = {name: snapshot.values} if name else {}
+                    description["files"] = {
+                        **chunks.checksums(),
+                        **checksums_of(memory.view, (), values),
+                    }
                 buffer.snapshot, buffer.values = description, snapshot.values
                 writer.tell(
                     SnapshotSealed(buffer=number, snapshot=description, blob=snapshot.values)
