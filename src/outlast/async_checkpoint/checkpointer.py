@@ -37,7 +37,7 @@ from outlast.async_checkpoint.save.folder_session import session_for
 from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.snapshot.take import Snapshotter
+from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger

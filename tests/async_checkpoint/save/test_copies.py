@@ -19,10 +19,10 @@ from outlast.async_checkpoint.snapshot import chunks as chunks_module
 from outlast.async_checkpoint.snapshot import nontemporal_copy
 from outlast.async_checkpoint.snapshot.chunks import ChunkCache, Chunks, cut
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
+from outlast.system.shared_memory import SharedMemory
 
 LARGE = 3 << 20  # elements: several chunks
 

@@ -14,13 +14,13 @@ import torch
 
 from async_checkpoint.checkpoints import NET, folder_of, left_over, valid_steps
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.async_checkpoint.writer.messages import AwaitRemovals
 from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
+from outlast.system.shared_memory import SharedMemory
 
 ELEMENTS = 1 << 18
 

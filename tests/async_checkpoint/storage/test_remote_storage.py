@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from async_checkpoint.storage.s3 import Server, call, keys, serving, uploads
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode
 from outlast.async_checkpoint.storage.remote import RemoteStorage
@@ -24,6 +23,7 @@ from outlast.async_checkpoint.storage.remote_files import OrderedUpload, as_os_e
 from outlast.async_checkpoint.storage.remote_lock import OWNER
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, write_files
 from outlast.errors import CheckpointError
+from outlast.system.shared_memory import SharedMemory
 
 PART = 5 << 20
 

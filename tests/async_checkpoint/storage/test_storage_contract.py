@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from async_checkpoint.storage.s3 import Server, serving
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
@@ -25,6 +24,7 @@ from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, Dropped, write_files
 from outlast.errors import CheckpointError
+from outlast.system.shared_memory import SharedMemory
 
 PART = 5 << 20  # the least that S3 takes for a part which is not the last
 

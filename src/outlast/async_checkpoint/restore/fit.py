@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from outlast.async_checkpoint.restore.verified_read import Piece, Source, read_verified
-from outlast.async_checkpoint.snapshot.shared_memory import memory_at
 from outlast.async_checkpoint.snapshot.structure import local_part
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import look_up
 from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
 from outlast.errors import CheckpointError
 from outlast.system.error_text import first_line
+from outlast.system.shared_memory import memory_at
 
 __all__ = [
     "Index",

@@ -25,13 +25,13 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_memory import InMemory
 from outlast.async_checkpoint.restore.verified_read import Source, StorageSource
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.snapshot.description import HeldSnapshot
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, RemoveFolders
+from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger

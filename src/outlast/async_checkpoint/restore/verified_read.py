@@ -19,11 +19,11 @@ import xxhash
 
 from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
-from outlast.async_checkpoint.snapshot.shared_memory import memory_at
 from outlast.async_checkpoint.storage.manifest import FileEntry, read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
+from outlast.system.shared_memory import memory_at
 
 __all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
+from outlast.async_checkpoint.save.structure_memo import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
-from outlast.async_checkpoint.state_dict.memo import StructureMemo
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient

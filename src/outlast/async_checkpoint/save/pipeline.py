@@ -36,7 +36,7 @@ from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.save import ABORTED, Save, error_of, save_name
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.snapshot.take import Snapshotter
+from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.snapshot.take import Snapshot
-from outlast.async_checkpoint.state_dict.catalog import Catalog
+from outlast.async_checkpoint.save.catalog import Catalog
+from outlast.async_checkpoint.save.take_snapshot import Snapshot
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_failure import CallFailure

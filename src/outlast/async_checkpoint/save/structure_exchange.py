@@ -14,9 +14,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outlast.async_checkpoint.save.catalog import Catalog
+from outlast.async_checkpoint.save.structure_memo import StructureMemo
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict.catalog import Catalog
-from outlast.async_checkpoint.state_dict.memo import StructureMemo
 from outlast.async_checkpoint.state_dict.sharding import (
     Item,
     Key,

@@ -14,12 +14,12 @@ import torch
 
 from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
 from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
-from outlast.async_checkpoint.snapshot.description import SnapshotDescription
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, populate
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
 from outlast.async_checkpoint.writer.messages import BufferReused, ReleaseBuffer, SnapshotSealed
+from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescription
+from outlast.system.shared_memory import SharedMemory, populate
 
 __all__ = ["BufferPool", "SnapshotBuffer"]
 

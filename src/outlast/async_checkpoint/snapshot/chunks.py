@@ -25,9 +25,9 @@ import torch
 import xxhash
 
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, memory_at
 from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.storage.manifest import pieces
+from outlast.system.shared_memory import SharedMemory, memory_at
 
 __all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "cut"]
 

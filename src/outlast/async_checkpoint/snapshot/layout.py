@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory, page_up
 from outlast.async_checkpoint.state_dict.sharding import Item
+from outlast.system.shared_memory import SharedMemory, page_up
 
 __all__ = ["Frame", "Layout", "TensorExtent", "frame", "lay_out"]
 

@@ -6,11 +6,11 @@ import dataclasses
 import threading
 from typing import Any
 
-from outlast.async_checkpoint.snapshot.description import HeldSnapshot, SnapshotDescription
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.writer.copy_progress import CopyProgress
 from outlast.async_checkpoint.writer.handover import HandedOver
+from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, SnapshotDescription
 from outlast.async_checkpoint.writer.write_files import checksums_of
+from outlast.system.shared_memory import SharedMemory
 
 __all__ = ["HeldBuffer", "HeldBuffers"]
 

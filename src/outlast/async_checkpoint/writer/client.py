@@ -17,7 +17,6 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.writer.messages import (
     BufferReused,
     Goodbye,
@@ -37,6 +36,7 @@ from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.channel import Channel, pack
 from outlast.system.exit_text import exit_text
+from outlast.system.shared_memory import SharedMemory
 
 __all__ = ["WriterClient", "WriterFailed"]
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from outlast.async_checkpoint.snapshot.description import HeldSnapshot
+from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.waiting import readable
 

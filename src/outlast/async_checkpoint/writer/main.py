@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from outlast.async_checkpoint.snapshot.shared_memory import SharedMemory
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer import messages
 from outlast.async_checkpoint.writer.buffers import HeldBuffers
@@ -33,6 +32,7 @@ from outlast.system.background_process import settle
 from outlast.system.channel import Channel, unpack
 from outlast.system.error_text import describe, traceback_text
 from outlast.system.processes import open_process
+from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
 
 __all__ = ["main"]

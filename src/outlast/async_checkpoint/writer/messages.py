@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Generic, TypeVar
 
-from outlast.async_checkpoint.snapshot.description import HeldSnapshot, SnapshotDescription
+from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, SnapshotDescription
 from outlast.system.channel import pack, unpack
 
 __all__ = [

@@ -23,10 +23,10 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import (
     copy_by_torch,
     is_contiguous_cpu,
 )
-from outlast.async_checkpoint.snapshot.description import SnapshotDescription
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.writer.messages import SnapshotCopied, SnapshotSealed, SnapshotTorn
+from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescription
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict.catalog import Catalog
 from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.state_dict.sharding import (
     Item,

@@ -1,11 +1,8 @@
-"""Shared memory for a snapshot, laid out as the files that are written from it.
+"""Anonymous shared memory between processes.
 
-An memory is an anonymous file in memory (`memfd_create`): the main process copies tensors into it,
-the writer process, which was handed the descriptor, writes it to storage and checksums it. Nothing
-of it has a name in any file system, so nothing is left behind when the last process that holds it
-ends; and it lives on with the writer when the main process dies.
-
-Nothing here imports torch: the writer process runs without it.
+It is an anonymous file in memory (`memfd_create`): one process makes it and sends the descriptor to
+another. It has no name in any file system, so nothing is left behind when the last process that
+holds it ends; and it outlives the process that made it, as long as another one holds it.
 """
 
 from __future__ import annotations
