@@ -20,7 +20,7 @@ from outlast.inprocess.recovery.contract import (
     Returned,
 )
 from outlast.inprocess.recovery.machine import Machine
-from outlast.testing.bare_host import BareHost
+from outlast.testing.minimal_host import MinimalHost
 
 __all__ = ["CountedStore", "Member"]
 
@@ -52,7 +52,7 @@ class CountedStore:
         return self.operations.total(), self.received_bytes
 
 
-class Member(BareHost):
+class Member(MinimalHost):
     """One member, and its rank-local side: member `k` fails in iteration k, until `restarts`.
 
     Attributes:

@@ -1,1 +1,23 @@
-"""The deterministic simulation: the real protocol, in one process, in every interleaving."""
+"""The deterministic simulation: the real membership protocol, in one process, in any interleaving.
+
+The state machine of a rank (`inprocess/recovery/machine.py`) and the protocol
+(`coordination/membership.py`) are coroutines that yield store operations. A seeded scheduler runs
+N members, one operation at a time, on a store in memory and a fake clock. The seed decides the
+interleaving, every death, fault, newcomer and delay. A failure prints its seed; to replay it::
+
+    from outlast.testing.schedule import Schedule
+    from outlast.testing.simulate import simulate
+
+    simulate(4711)                       # the schedule that belongs to the seed
+    simulate(4711, Schedule(members=3))  # or one of your own
+
+The same seed and schedule give the same run, step by step, as long as the code is the same.
+
+* `scheduler`: runs coroutines, one operation at a time.
+* `schedule`: what may happen in a run, and how often.
+* `minimal_host`: the rank-local side that all members without a process share.
+* `simulated_member`: a rank of the simulated job.
+* `simulated_job`: its members and monitors; deaths, suspicions, newcomers.
+* `invariants`: what must hold in every step, and at the end.
+* `simulate`: one run, from a seed.
+"""

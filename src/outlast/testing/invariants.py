@@ -1,8 +1,8 @@
-"""What must hold in every step of a simulated job, and at its end: R1, R2, R5 and R6."""
+"""What must hold in every step of a simulated run, and at its end: R1, R2, R5 and R6."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outlast.coordination import barrier
 from outlast.coordination.membership import COMPLETED
@@ -10,25 +10,23 @@ from outlast.coordination.records import FaultRecord, lines
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankLostError, RestartAbort, RestartError
 from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.testing.schedule import Schedule
 from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_host import HOLD_S, SimulatedHost
-
-if TYPE_CHECKING:
-    from outlast.testing.membership import Schedule
+from outlast.testing.simulated_member import HOLD_S, SimulatedMember
 
 __all__ = ["Invariants"]
 
 
 class Invariants:
-    """See `membership.py`.
+    """Checks a run; `simulate.py` lists what is checked.
 
     Args:
         schedule, sim: of the run.
-        hosts: who lives, kept up to date by the world.
+        hosts: the live members, kept up to date by the simulated job.
     """
 
     def __init__(
-        self, schedule: Schedule, sim: Simulation, hosts: dict[Task, SimulatedHost]
+        self, schedule: Schedule, sim: Simulation, hosts: dict[Task, SimulatedMember]
     ) -> None:
         self.schedule, self.sim, self.hosts = schedule, sim, hosts
         self.sizes: dict[int, int] = {}
@@ -44,11 +42,11 @@ class Invariants:
         return frozenset(record["member"] for record in lines(table.get(barrier.LEDGER)))
 
     def must(self, holds: bool, what: str) -> None:
-        """Keeps what is broken: whoever finds it may die before it can say so."""
+        """Records a broken invariant: the member that finds it may die before it can raise."""
         if not holds:
             self.broken.append(what)
 
-    def started(self, host: SimulatedHost) -> None:
+    def started(self, host: SimulatedMember) -> None:
         """R1 and R2, when a member has passed the barrier `start/k`."""
         k, assigned, expected = host.iteration, host.assigned, host.machine.record.expected
         assert assigned is not None
@@ -75,8 +73,8 @@ class Invariants:
             )
 
     def deciding(self, k: int) -> None:
-        """Somebody is about to decide the view of k+1: all have left k (R2), and what is known by
-        now must be in the view.
+        """A member is about to decide the view of k+1: all have left k (R2), and the view must
+        contain what is known by now.
         """
         lost = self._ledger()
         for other in self.hosts.values():
@@ -89,7 +87,7 @@ class Invariants:
         self.known.setdefault(k + 1, (lost, asked))
 
     def decided(self, record: ViewRecord) -> None:
-        """R1 of a view, when a member goes by it."""
+        """R1 of a view, when a member follows it."""
         if record.iteration not in self.known:
             return
         lost, asked = self.known[record.iteration]
@@ -97,11 +95,11 @@ class Invariants:
         if self.schedule.grow is GrowPolicy.NEVER:
             return
         left_out = set(asked) - record.expected - self._ledger()
-        self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, who asked before")
+        self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, which asked before")
 
     def caused(self, iteration: int, cause: FaultRecord | None) -> None:
-        """R6: all members name the same first cause. Not of one that was taken for dead, and may
-        still come to the barrier while the others read what happened.
+        """R6: all members name the same first cause. Not checked once a live member was reported as
+        lost: it may still arrive at the barrier while the others read the faults.
         """
         if self.suspected:
             return
@@ -109,8 +107,11 @@ class Invariants:
         named = self.causes.setdefault(iteration, member)
         self.must(named == member, f"R6: the cause of {iteration} is member {named}, and {member}")
 
+    def returned(self, iteration: int, member: int) -> None:
+        self.finished.setdefault(iteration, set()).add(member)
+
     def check_holds(self) -> None:
-        """A hold that was over in vain: the job had not got its size, nor had anyone decided."""
+        """R5: a hold for replacements times out only if the job is not full, and not decided."""
         table = self.sim.store.table
         for task, key in self.sim.timeouts[self.timeouts_seen :]:
             self.timeouts_seen += 1
@@ -123,12 +124,12 @@ class Invariants:
                 full = len(present) >= self.schedule.members
                 told = range(1, int(table.get("joined", b"0")) + 1)
                 if not all(f"joined/{number}" in table for number in told):
-                    continue  # who was to end the hold died before it could
+                    continue  # the member that was to end the hold died before it could
                 self.must(not full, f"R5: the restart of {k} was held, and the job was full")
                 ahead = any(other.iteration > k for other in self.hosts.values())
                 self.must(not ahead, f"R5: {k} was held, and was decided")
 
-    def completed(self, task: Task, host: SimulatedHost) -> None:
+    def completed(self, task: Task, host: SimulatedMember) -> None:
         k, record, table = host.iteration, host.machine.record, self.sim.store.table
         assert table.get(f"over/{k}") == COMPLETED, f"R5: {host.name} completed {k}, which is not"
         if host.member not in record.expected or record.iteration != k:
@@ -141,7 +142,7 @@ class Invariants:
         wanted = host.name if host.assigned.active else None
         assert task.value == wanted, f"R5: {host.name} returned {task.value!r}"
 
-    def failed(self, error: BaseException, host: SimulatedHost) -> None:
+    def failed(self, error: BaseException, host: SimulatedMember) -> None:
         allowed = error is host.given
         if isinstance(error, RestartAbort):
             allowed |= any(said.get("ends_job") for said in self._lost_records())
@@ -154,8 +155,8 @@ class Invariants:
     def _lost_records(self) -> list[dict[str, Any]]:
         return lines(self.sim.store.table.get(barrier.LEDGER))
 
-    def finish(self, ended: list[tuple[Task, SimulatedHost]], born: int) -> None:
-        """What must hold when everybody has ended."""
+    def finish(self, ended: list[tuple[Task, SimulatedMember]], born: int) -> None:
+        """What must hold when all members have ended."""
         self.check_holds()
         assert not self.broken, "; ".join(self.broken)
         completed = {host.iteration for task, host in ended if task.error is None}
@@ -164,7 +165,7 @@ class Invariants:
         assert not (completed and enders - self.suspected), "R5: a job that was ended has completed"
         if completed:
             done = self.sim.store.table.get(barrier.done_key("goodbye"))
-            assert done is not None, "R5: the store's host waits for a goodbye for ever"
-        # Each decision may be held once, and once more by a newcomer after the death of all.
+            assert done is not None, "R5: the store's host waits for a goodbye forever"
+        # Each decision may be held once, and once more by a newcomer after all others have died.
         held = HOLD_S * (len(self.known) + born)
         assert self.sim.clock.now() <= held, f"R5: it took {self.sim.clock.now()} s"

@@ -1,10 +1,10 @@
-"""Deterministic simulation: many members in one process, every interleaving picked by a seed.
+"""The scheduler of the simulation: many tasks in one process, interleaved by a seed.
 
-A `Simulation` drives coroutines (see `ops.py`) against one table and a fake clock. At each step
-it picks, by its seeded generator, one task that can go on, performs the one operation that the
-task asks for, and runs the task to its next operation. Between any two operations a task may be
-stopped for good (`kill`). Time moves only when nobody can go on: then the earliest deadline of a
-waiting task is over. The same seed gives the same run, so a failure is replayed by its seed.
+A `Simulation` drives coroutines (see `coordination/ops.py`) against one table and a fake clock. At
+each step its seeded generator picks one task that can go on; the simulation performs the operation
+that the task has yielded, and runs the task to its next operation. Between any two operations a
+task may be stopped for good (`kill`). Time moves only when no task can go on: then the earliest
+deadline of a waiting task expires. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 
 
 class Deadlock(AssertionError):
-    """No task can go on and none waits for a deadline; or the steps are used up."""
+    """No task can go on, and none waits for a deadline; or the steps are used up."""
 
 
 @dataclass(eq=False)
@@ -34,10 +34,10 @@ class Task:
 
     Attributes:
         name: for traces.
-        op: what it asks for; `None` when it has ended.
-        deadline: when its wait is over, in simulated seconds; `None` for never.
+        op: the operation that it has yielded; `None` when it has ended.
+        deadline: when its wait expires, in simulated seconds; `None` for never.
         error, value: how it ended.
-        slow: picked this many times less often than others.
+        slow: how many times less often than other tasks it is picked.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Task:
 
 
 class Simulation:
-    """A seeded scheduler. `trace` says what happened, `timeouts` which waits were over in vain.
+    """A seeded scheduler. `trace` lists the steps, `timeouts` the waits that expired.
 
     Args:
-        seed: decides everything.
+        seed: of the one random generator.
         choose: for operations that are not the store's (a coroutine may yield any `Op`): returns
             a function that performs it now, or `None` while it cannot go on.
     """
@@ -82,12 +82,12 @@ class Simulation:
         return task
 
     def add(self, task: Task) -> None:
-        """Adds a task that was made before, and runs it up to its first operation."""
+        """Adds a task that exists already, and runs it up to its first operation."""
         self.tasks.append(task)
         self._resume(task, None, None)
 
     def kill(self, task: Task) -> None:
-        """Stops a task between two operations, for good. It is not told."""
+        """Stops a task between two operations, for good."""
         self.trace.append(f"{self.steps}: {task.name} killed")
         task.killed, task.op = True, None
         self.tasks.remove(task)
@@ -134,14 +134,14 @@ class Simulation:
         try:
             result = performers[task]() if task in performers else self._perform(task.op)
             error = None
-        except Exception as e:  # noqa: BLE001 - handed to the task
+        except Exception as e:  # noqa: BLE001 - raised in the task
             result, error = None, e
         self._resume(task, result, error)
 
     def _let_time_pass(self) -> None:
         waiting = [t for t in self.tasks if t.deadline is not None]
         if not waiting:
-            raise Deadlock(f"nobody can go on: {self._where()}")
+            raise Deadlock(f"no task can go on: {self._where()}")
         task = min(waiting, key=lambda t: t.deadline or 0.0)
         assert task.deadline is not None
         assert task.op is not None
@@ -155,7 +155,7 @@ class Simulation:
             op = task.coroutine.send(result) if error is None else task.coroutine.throw(error)
         except StopIteration as stop:
             task.value, task.op = stop.value, None
-        except BaseException as e:  # noqa: BLE001 - the task's own end, looked at by the caller
+        except BaseException as e:  # noqa: BLE001 - how the task ended; the caller checks it
             task.error, task.op = e, None
         else:
             task.op = op

@@ -1,9 +1,8 @@
-"""What may happen to a simulated job: deaths, suspicions, newcomers, and how calls end."""
+"""A simulated job: deaths, suspicions, newcomers, and the results of calls, as the seed decides."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
@@ -11,47 +10,40 @@ from outlast.coordination.records import LostRecord, lines
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
 from outlast.testing.invariants import Invariants
+from outlast.testing.schedule import Budget, Schedule
 from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_host import SimulatedHost
+from outlast.testing.simulated_member import SimulatedMember
 
-if TYPE_CHECKING:
-    from outlast.testing.membership import Schedule
-
-__all__ = ["SimulatedWorld"]
+__all__ = ["SimulatedJob"]
 
 
-class SimulatedWorld:
-    """The members, the monitors of the dead, and the budgets that a schedule gives."""
+class SimulatedJob:
+    """The members, the monitors of the dead ones, and what may still happen to them."""
 
     def __init__(self, seed: int, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.budget = dataclasses.asdict(schedule)
         self.sim = Simulation(seed, self._choose)
-        self.hosts: dict[Task, SimulatedHost] = {}
-        self.reporters: dict[Task, SimulatedHost] = {}
-        self.ended: list[tuple[Task, SimulatedHost]] = []
+        self.budget = Budget(schedule, self.sim.random)
+        self.hosts: dict[Task, SimulatedMember] = {}
+        self.reporters: dict[Task, SimulatedMember] = {}
+        self.ended: list[tuple[Task, SimulatedMember]] = []
         self.invariants = Invariants(schedule, self.sim, self.hosts)
         self.born = 0
         for rank in range(schedule.members):
             self.start(rank)
 
-    # -- what may happen ---------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def start(self, rank: int) -> None:
         """A new process, started as `rank`."""
         self.born += 1
-        host = SimulatedHost(self, f"p{self.born}", rank)
+        host = SimulatedMember(
+            f"p{self.born}", rank, self.sim.clock, self.schedule, self.budget, self.invariants
+        )
         slow = self.sim.random.choice([1, 1, 1, 10])
         task = Task(host.name, host.live(), slow=slow, on_end=self._ended)
         self.hosts[task] = host
         self.sim.add(task)
-
-    def spend(self, what: str, probability: float) -> bool:
-        """Whether one of a budget is spent now."""
-        if self.budget[what] > 0 and self.sim.random.random() < probability:
-            self.budget[what] -= 1
-            return True
-        return False
 
     def before_step(self) -> None:
         """Deaths, of main processes and of reporting monitors, suspicions, and newcomers."""
@@ -59,48 +51,48 @@ class SimulatedWorld:
         assert not self.invariants.broken
         if not self.hosts:
             return
-        if self.spend("deaths", self.schedule.p_death):
+        if self.budget.spend("deaths", self.schedule.p_death):
             task = self.sim.random.choice(list(self.hosts))
             host = self.hosts.pop(task)
             self.sim.kill(task)
             self._watch(host, self._monitor(host))
-            if self.spend("joins", 0.7):
+            if self.budget.spend("joins", 0.7):
                 self.start(host.preferred_rank)
-        elif self.reporters and self.spend("double_deaths", 0.05):
+        elif self.reporters and self.budget.spend("double_deaths", 0.05):
             task = self.sim.random.choice(list(self.reporters))
             host = self.reporters.pop(task)
             self.sim.kill(task)
             self._watch(host, self._observer(host))
-        elif self.spend("suspicions", 0.01):
+        elif self.budget.spend("suspicions", 0.01):
             host = self.sim.random.choice(list(self.hosts.values()))
             self._watch(host, self._observer(host, suspected=True))
-        elif self.spend("joins", 0.002):
+        elif self.budget.spend("joins", 0.002):
             self.start(self.sim.random.randrange(self.schedule.members + 1))
 
-    def _watch(self, host: SimulatedHost, report: Any) -> None:
+    def _watch(self, host: SimulatedMember, report: Any) -> None:
         task = Task(f"{report.__name__} of {host.name}", report, on_end=self._ended)
         self.reporters[task] = host
         self.sim.add(task)
 
-    async def _monitor(self, host: SimulatedHost) -> None:
+    async def _monitor(self, host: SimulatedMember) -> None:
         """The monitor of a dead member tells the others."""
-        job = MembershipProtocol(Link(), self.schedule.members)
+        membership = MembershipProtocol(Link(), self.schedule.members)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
-        await job.report_killed(host.preferred_rank, host.token, host.member, fault)
+        await membership.report_killed(host.preferred_rank, host.token, host.member, fault)
 
-    async def _observer(self, host: SimulatedHost, suspected: bool = False) -> None:
-        """The monitor of another member hears no heartbeat of this one any more."""
+    async def _observer(self, host: SimulatedMember, suspected: bool = False) -> None:
+        """The monitor of another member no longer sees a heartbeat of this one."""
         member = self._id_of(host)
         at = await request(Op("heartbeat", str(member)))
         if at is None or not (suspected or self._is_silent(member)):
             return
         self.invariants.suspected.add(member)
         fault = host.fault(at, Interruption.UNRESPONSIVE, "no heartbeat")
-        job = MembershipProtocol(Link(), self.schedule.members)
-        await job.report_lost(LostRecord(member, fault.cause), at, fault)
+        membership = MembershipProtocol(Link(), self.schedule.members)
+        await membership.report_lost(LostRecord(member, fault.cause), at, fault)
 
-    def _id_of(self, host: SimulatedHost) -> int:
-        """The member that `host` is to the others, or that they wait for in its place."""
+    def _id_of(self, host: SimulatedMember) -> int:
+        """The member id of `host`, or the one under which the others wait for it."""
         table = self.sim.store.table
         if host.member >= 0:
             return host.member
@@ -116,14 +108,14 @@ class SimulatedWorld:
         return self._heartbeat(op) if op.name == "heartbeat" else self._function(op)
 
     def _heartbeat(self, op: Op) -> Any:
-        """Whoever has the member in its view sees it missing."""
+        """A member that has the silent one in its view reports it, at its own iteration."""
         watched = int(op.key)
         watching = [
             host.iteration
             for host in self.hosts.values()
             if host.member not in (-1, watched) and watched in host.machine.record.expected
         ]
-        if not self.hosts:  # the server's own monitor stays, and goes by the newest view
+        if not self.hosts:  # the server's own monitor stays, and follows the newest view
             ended = [host for _, host in self.ended]
             last = max(ended, key=lambda host: host.iteration, default=None)
             seen = last is not None and watched in last.machine.record.expected
@@ -136,11 +128,11 @@ class SimulatedWorld:
         def end() -> Any:
             if over is not None:
                 return self.sim.random.choice(["interrupt", "interrupt", "raise", "return"])
-            if self.spend("faults", 0.5):
+            if self.budget.spend("faults", 0.5):
                 return "raise"
-            if self.spend("leaves", 0.2):
+            if self.budget.spend("leaves", 0.2):
                 return SystemExit(3)
-            if self.spend("aborts", 0.1):
+            if self.budget.spend("aborts", 0.1):
                 return RestartAbort("function")
             return "return"
 

@@ -18,7 +18,8 @@ from outlast.inprocess.recovery.admission import hold_for_replacements
 from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.recovery.fault_history import agreed_faults
 from outlast.inprocess.recovery.machine import Machine
-from outlast.testing.membership import Result, Schedule, simulate
+from outlast.testing.schedule import Schedule
+from outlast.testing.simulate import Result, simulate
 
 SEEDS = 10_000
 _CHUNK = 500

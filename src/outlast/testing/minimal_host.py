@@ -1,4 +1,4 @@
-"""What is the same in all hosts that have no process of their own, nor a function in it."""
+"""The rank-local side that all members without a process of their own share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
-__all__ = ["BareHost"]
+__all__ = ["MinimalHost"]
 
 
-class BareHost:
-    """A base for hosts of simulated and of counted members: nothing to clean up, nobody to tell.
+class MinimalHost:
+    """A base of the hosts of simulated members: nothing to clean up, and no events to emit.
 
     Attributes:
-        preferred_rank, member: who it is, in its faults.
+        preferred_rank, member: its identity in faults.
     """
 
     preferred_rank: int

@@ -1,0 +1,74 @@
+"""What may happen in a simulated run, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from outlast.inprocess.recovery.contract import GrowPolicy
+
+__all__ = ["Budget", "Schedule"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What may happen. Probabilities are per step of the simulation, numbers per run.
+
+    Attributes:
+        members: the number of members at the start.
+        deaths, double_deaths: of main processes, and of monitors while they report one.
+        suspicions: live members that are reported as lost.
+        faults, leaves, aborts: exceptions that restart, that end a member, that end the job.
+        joins: new processes, mostly replacements of a dead one.
+        p_death: the probability of a death.
+        grow, divisor, reserve, await_full: the policies.
+    """
+
+    members: int = 4
+    deaths: int = 3
+    faults: int = 4
+    joins: int = 3
+    leaves: int = 1
+    aborts: int = 0
+    double_deaths: int = 1
+    suspicions: int = 0
+    p_death: float = 0.01
+    grow: GrowPolicy = GrowPolicy.AT_ONCE
+    divisor: int = 1
+    reserve: int = 0
+    await_full: bool = False
+
+    @classmethod
+    def of(cls, seed: int) -> Schedule:
+        """The schedule of a seed; all seeds together cover the options."""
+        r = random.Random(f"schedule {seed}")
+        return cls(
+            members=r.randint(1, 6),
+            deaths=r.randint(0, 4),
+            faults=r.randint(0, 4),
+            joins=r.randint(0, 4),
+            leaves=r.randint(0, 2),
+            aborts=int(r.random() < 0.1),
+            double_deaths=r.randint(0, 2),
+            suspicions=r.choice([0, 0, 0, 1, 2]),
+            p_death=r.choice([0.002, 0.01, 0.05]),
+            grow=r.choice(list(GrowPolicy)),
+            divisor=r.choice([1, 1, 1, 2]),
+            reserve=r.choice([0, 0, 1]),
+            await_full=r.random() < 0.2,
+        )
+
+
+class Budget:
+    """The events of a schedule that are left to happen in a run."""
+
+    def __init__(self, schedule: Schedule, random: random.Random) -> None:
+        self._left = dataclasses.asdict(schedule)
+        self._random = random
+
+    def spend(self, what: str, probability: float) -> bool:
+        """Whether an event happens now; then there is one less left."""
+        if self._left[what] > 0 and self._random.random() < probability:
+            self._left[what] -= 1
+            return True
+        return False
