@@ -10,7 +10,7 @@ log = logging.getLogger("outlast.async_checkpoint")
 
 
 class FailurePolicy:
-    """Tolerates failures, but not for ever: training that saves nothing is lost work.
+    """Tolerates failures, but not forever: training that saves nothing is lost work.
 
     A failure is logged as a warning, with its traceback. Every rank counts the same failures, so
     all ranks continue, or none.

@@ -1,4 +1,4 @@
-"""What `Checkpointer.save` returns: a save in progress."""
+"""The handle of a save, as returned by `Checkpointer.save`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Handle:
 
     @property
     def _state(self) -> str:
-        return "under way" if not self.done else "failed" if self._error else "committed"
+        return "in progress" if not self.done else "failed" if self._error else "committed"
 
 
 class SaveHandle(Handle):

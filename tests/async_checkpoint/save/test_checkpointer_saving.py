@@ -53,7 +53,7 @@ def test_a_handle_of_a_save_in_progress(tmp_path: Path, plan: Plan) -> None:
         handle = checkpointer.save(3, state_of(3))
         gate.arrived()
         assert (handle.step, handle.done, handle.exception) == (3, False, None)
-        assert repr(handle) == "<SaveHandle step=3 under way>"
+        assert repr(handle) == "<SaveHandle step=3 in progress>"
         with pytest.raises(TimeoutError, match="step 3 is not committed after"):
             handle.wait(AT_ONCE)
         with pytest.raises(TimeoutError, match="step 3"):
@@ -147,7 +147,7 @@ def test_an_error_is_raised_by_the_next_save_unless_it_was_seen(tmp_path: Path, 
         plan.set()
         with pytest.raises(CheckpointError, match="save of step 2"):
             checkpointer.save(3, state_of(3))
-        checkpointer.wait(NET)  # the one that raised is under way all the same
+        checkpointer.wait(NET)  # the one that raised is in progress all the same
     assert valid_steps(tmp_path / "c") == [3]
     assert left_over(tmp_path / "c") == []
 

@@ -1,4 +1,4 @@
-"""What a process keeps for one folder of checkpoints: the writer, the buffers, the lock.
+"""The session of a process with one folder of checkpoints: the writer, the buffers, the lock.
 
 It is made with the first checkpointer for a folder, and taken over by the next one for the same
 folder in this process: a training function that is restarted in place makes a new checkpointer,
@@ -70,7 +70,7 @@ class FolderSession:
         return self._sink
 
     def socket_path(self, rank: int, world_size: int) -> Path:
-        """Where the writer of a dead process waits for the replacement of this rank."""
+        """The socket at which the writer of a dead process waits for the replacement of a rank."""
         name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
         return runtime_folder() / f"{name}.sock"
 

@@ -145,7 +145,7 @@ class SavePipeline:
         try:
             self._outcomes.watch(save.handle)
             self._enqueue(save)
-        except BaseException:  # an interrupt: a later save would wait for the buffer for ever
+        except BaseException:  # an interrupt: else a later save would wait forever for the buffer
             if save not in self.pending:
                 self._session.pool.give_back(snapshot.buffer)
             raise
@@ -312,7 +312,7 @@ class SavePipeline:
         """Commits the checkpoint. On rank 0.
 
         Returns:
-            The manifest, if it is committed, and what the other ranks are told: the `size_bytes`
+            The manifest, if it is committed, and the result for the other ranks: the `size_bytes`
             of the checkpoint or an `error`.
         """
         try:
@@ -324,7 +324,7 @@ class SavePipeline:
         return manifest, {"size_bytes": manifest.size_bytes}
 
     def _await_conclusion(self, save: Save) -> dict[str, Any]:
-        """What rank 0 tells the others: see `_commit`."""
+        """The result that rank 0 sends: see `_commit`."""
         try:
             return dict(json.loads(self._ledger.await_conclusion(save.index, self._timeout)))
         except KeyTimeout:

@@ -46,7 +46,7 @@ class Save:
 
     @property
     def name(self) -> str:
-        """For messages. Ranks that save different steps at one index have different names."""
+        """Its name in messages, which differs between ranks that save different steps."""
         return save_name(self.step)
 
     def failure(self, cause: str, traceback: str = "") -> CallFailure:

@@ -34,13 +34,13 @@ __all__ = ["Agreement", "StructureExchange"]
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What this rank saves of a state dict.
+    """The part of a state dict that this rank saves.
 
     Attributes:
-        structure: of it.
-        leaves: of it, in the order of a walk.
-        new: whether the structure is new: all ranks of a new one have agreed on it here.
-        catalog: on rank 0, if it is known here.
+        structure: describes the part.
+        leaves: all leaves of the state dict, in order.
+        new: whether the structure was new, so that the ranks have already agreed on this save.
+        catalog: on rank 0, the contents of the checkpoint, if they are known already.
     """
 
     structure: Structure
@@ -50,7 +50,7 @@ class Agreement:
 
 
 class StructureExchange:
-    """One rank's part in it. Rank 0 coordinates.
+    """Agrees on structures with the other ranks. Rank 0 coordinates.
 
     Args:
         ledger: used for nothing else; its call i is the exchange of save i.
@@ -119,7 +119,7 @@ class StructureExchange:
         return self._memo.structure(items, keys, ledger.rank), catalog
 
     def unchanged(self, index: int) -> Catalog | None:
-        """Says that this rank has the same parts as before. Call it for every save whose
+        """Reports that this rank has the same parts as before. Call it for every save whose
         structure was not new, in order. Only rank 0 of several waits, and gets the catalog.
         """
         ledger = self._ledger
@@ -136,7 +136,7 @@ class StructureExchange:
         return catalog
 
     def refuse(self, index: int, cause: str) -> None:
-        """Says that this rank cannot save its state dict. Does nothing if it has sent its parts."""
+        """Reports that this rank cannot save its state; does nothing if it has sent its parts."""
         ledger = self._ledger
         if ledger.world_size == 1 or index <= self._sent:
             return

@@ -31,7 +31,7 @@ __all__ = ["StructureMemo"]
 
 
 class StructureMemo:
-    """What one process remembers."""
+    """The structures that one process remembers."""
 
     def __init__(self) -> None:
         self._ranks: tuple[int, ...] = ()

@@ -58,12 +58,12 @@ class Snapshot:
 
     @property
     def save_id(self) -> str:
-        """Of its save."""
+        """The id of its save."""
         return self.description["save_id"]
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files."""
+        """The size of all its files."""
         return sum(size for _, _, size in self.description["layout"]) + len(self.values)
 
     def seal(self) -> None:
@@ -133,7 +133,7 @@ class Snapshotter:
         return snapshot
 
     def release_optimizers(self) -> None:
-        """Keeps the training's optimizers alive no longer; there are no more snapshots."""
+        """Releases the optimizers of the training, after the last snapshot."""
         self._optimizers = ()
 
     def _describe(

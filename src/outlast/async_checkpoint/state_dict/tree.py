@@ -47,7 +47,7 @@ def torch_path(path: Path) -> Path:
 
 
 def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
-    """What must be equal for two states to have the same parts, and the leaves in order.
+    """The signature, which is equal for two states with the same parts, and the leaves in order.
 
     Every save calls this on the training thread: it must cost little, so it makes no paths.
     """

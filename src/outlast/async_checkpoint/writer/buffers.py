@@ -49,7 +49,7 @@ class HeldBuffer:
             memory.close()
 
     def progress_of(self, save_id: str) -> CopyProgress:
-        """How far the copy of a save is. Two threads ask: both get the same object."""
+        """The progress of the copy of a save. Two threads ask; both get the same object."""
         return self.progress.setdefault(save_id, CopyProgress())
 
     def take_checksums(self) -> None:
@@ -97,7 +97,7 @@ class HeldBuffers:
         return found
 
     def handover(self) -> list[HandedOver]:
-        """What a replacement of the main process can use."""
+        """The snapshots for a replacement of the main process."""
         found = []
         for snapshot in self.described():
             buffer = self._buffers[snapshot["buffer"]]

@@ -5,7 +5,7 @@ snapshot buffers, so a replaced writer gets them again; what the lost one was wr
 
 A restart in place interrupts the main thread anywhere. A message that was cut short breaks the
 channel, and an answer that may have been read in part ends the writer: its replacement gets the
-buffers again, and is told which snapshots are in them.
+buffers again, and the messages that say which snapshots are in them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WriterClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the writer process, if there is one."""
+        """The process id of the writer, if it is running."""
         process = self._process
         return process.pid if process is not None else None
 

@@ -1,7 +1,7 @@
-"""How far a snapshot has been copied, as the writer knows it: it writes during the copy.
+"""The progress of a copy into a buffer, as the writer knows it: it writes during the copy.
 
 When a writer dies, what it knew of copies is lost. The main process sends `SnapshotSealed` and
-`SnapshotTorn` again to its replacement, so no wait for a copy lasts for ever.
+`SnapshotTorn` again to its replacement, so no wait for a copy lasts forever.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from outlast.system.waiting import readable
 __all__ = ["HandedOver", "hand_over", "private_folder", "take_over"]
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-# A replacement that connects and then sends nothing must not keep the writer for ever.
+# A replacement that connects and then sends nothing must not keep the writer forever.
 _PATIENCE_S = 10.0
 
 

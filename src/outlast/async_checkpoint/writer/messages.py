@@ -252,7 +252,7 @@ def encode(message: Message, number: int = 0) -> bytes:
 
 
 def decode(payload: bytes) -> tuple[Message, int]:
-    """What `encode` was given."""
+    """The message and the number that `encode` was given."""
     header, blob = unpack(payload)
     number = header.pop("number")
     return _TYPES[header.pop("type")](**header, blob=blob), number

@@ -16,7 +16,7 @@ class _Outcome(TypedDict, total=False):
 
 
 class SnapshotDescription(_Outcome):
-    """What a snapshot is.
+    """Describes one snapshot.
 
     Attributes:
         step: of the training.

@@ -133,7 +133,7 @@ def write_files(
 def checksums_of(
     memory: memoryview, files: Files, small: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
-    """What `write_files` returns, for a snapshot that was never written."""
+    """The result of `write_files` for a snapshot that was never written."""
     parts = [_File(name, memory[at : at + size]) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
     for part in parts:
