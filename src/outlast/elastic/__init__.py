@@ -1,6 +1,6 @@
-"""State that comes back whole, at any size: saved once by a job, loaded by a job of another size.
+"""Elastic state: saved by a job of one size, loaded by a job of any other size.
 
-Nothing happens on import, and nothing is imported before it is asked for.
+An import has no side effects, and each name is imported when it is first used.
 """
 
 from __future__ import annotations

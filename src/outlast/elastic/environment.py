@@ -1,7 +1,7 @@
-"""The one place of this room that reads `os.environ`.
+"""The only module of this package that reads `os.environ`.
 
-Each value comes from the first variable that is set and not empty: ours, the torch launcher's,
-AdaptDL's. Nothing is kept: a restart in place may change them.
+Each value comes from the first variable that is set and not empty: of outlast, of the torch
+launcher, of AdaptDL. Values are not cached, because a restart in place may change them.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _RESTARTS = ("OUTLAST_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "ADAPTDL_NUM_
 
 
 def checkpoint_path() -> str | None:
-    """The folder of the checkpoints; `None`: nothing is saved, nothing is loaded."""
+    """The folder of the checkpoints; `None`, where nothing is saved or loaded, if it is not set."""
     return _first(_PATH)[1] or None
 
 
 def replica_rank() -> int:
-    """Which replica this process is; 0 where nothing says so.
+    """The rank of this replica; 0 if no variable is set.
 
     Raises:
-        ValueError: naming the variable that is no number, or out of range.
+        ValueError: names the variable that is not a number, or out of range.
     """
     return _place()[0]
 
 
 def num_replicas() -> int:
-    """How many replicas the job has; 1 where nothing says so.
+    """The number of replicas of the job; 1 if no variable is set.
 
     Raises:
-        ValueError: naming the variable that is no number, or out of range.
+        ValueError: names the variable that is not a number, or out of range.
     """
     return _place()[1]
 
 
 def num_restarts() -> int:
-    """How often the job was started again before; 0 where nothing says so.
+    """How many times the job was restarted; 0 if no variable is set.
 
     Raises:
-        ValueError: naming the variable that is no number, or negative.
+        ValueError: names the variable that is not a number, or negative.
     """
     variable, restarts = _number(_RESTARTS, 0)
     if restarts < 0:
@@ -58,8 +58,8 @@ def num_restarts() -> int:
 
 
 def from_ray() -> bool:
-    """Whether this is inside a Ray Tune trial: saving and loading then go through the trial's own
-    checkpoint, whatever `checkpoint_path()` says.
+    """Whether this process runs a Ray Tune trial. States are then saved into and loaded from the
+    trial's own checkpoint, and `checkpoint_path()` is ignored.
     """
     from outlast.elastic.states import ray_trial
 
@@ -80,7 +80,7 @@ def _place() -> tuple[int, int]:
 
 
 def _first(names: tuple[str, ...]) -> tuple[str, str]:
-    """The first variable that is set, and its value; empty strings if none is."""
+    """The first variable that is set, and its value; empty strings if there is none."""
     for name in names:
         value = os.environ.get(name, "")
         if value:

@@ -66,9 +66,9 @@ def test_replicas_that_disagree_on_what_is_registered(
 ) -> None:
     job = run("disagrees", nprocs=3)
     for (message,) in said(job, "raised", "message"):
-        assert "rank 0 has 'first', rank 1 has not" in message
-        assert "rank 0 has 'first', rank 2 has not" in message
-        assert "rank 2 has 'own', 'third', rank 0 has not" in message
+        assert "rank 0 has 'first', rank 1 does not" in message
+        assert "rank 0 has 'first', rank 2 does not" in message
+        assert "rank 2 has 'own', 'third', rank 0 does not" in message
     assert said(job, "state", "calls") == [[[]]] * 3
     assert said(job, "returned", "value") == [[str(folder / "states-00000001")]] * 3
 
@@ -119,10 +119,10 @@ def test_a_sync_that_a_replica_does_not_reach(
     job = run("one_does_not_come", when, nprocs=3, env={"MARKS": str(tmp_path)})
     messages = said(job, "raised", "message")
     for rank in (0, 2):
-        assert "rank 1 did not get there within 0:00:01" in messages[rank][0]
+        assert "rank 1 did not make the call within 0:00:01" in messages[rank][0]
         assert said(job, "raised", "type")[rank] == ["TimeoutError"]
     if when == "later":
-        assert "rank 1 did not get there" in messages[1][0]  # told, when it came
+        assert "rank 1 did not make the call" in messages[1][0]  # told, when it came
         assert names_in(folder) == ["states-00000001"]
     else:
         assert "rank 1 cannot reach the other ranks" in messages[1][0]
@@ -138,7 +138,7 @@ def test_a_replica_that_is_killed_in_its_sync(
     messages = said(job, "raised", "message")
     assert messages[1] == []
     for rank in (0, 2):
-        assert "the sync of state 'a': rank 1 did not get there" in messages[rank][0]
+        assert "the sync of state 'a': rank 1 did not make the call" in messages[rank][0]
     assert not folder.exists()
 
 

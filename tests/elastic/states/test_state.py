@@ -39,7 +39,7 @@ def test_no_two_names_share_a_file(names: list[str]) -> None:
 
 def test_two_live_states_of_one_name() -> None:
     first = Text("model")
-    with pytest.raises(ValueError, match="a state named 'model' is alive already"):
+    with pytest.raises(ValueError, match="a state named 'model' exists already"):
         Text("model")
     assert registered() == {"model": first}
 
@@ -83,7 +83,7 @@ def test_the_order_is_that_of_the_names() -> None:
 
 
 def test_a_name_is_text() -> None:
-    with pytest.raises(TypeError, match="is text, not int"):
+    with pytest.raises(TypeError, match="must be a string, not int"):
         Text(1)  # type: ignore[arg-type]
 
 
@@ -103,5 +103,5 @@ def test_a_state_may_think_of_equality_what_it_likes() -> None:
 
     states = [Equal("a"), Equal("b")]  # no hash either
     assert [name_of(state) for state in states] == ["a", "b"]
-    with pytest.raises(ValueError, match="'a' is alive"):
+    with pytest.raises(ValueError, match="'a' exists already"):
         Equal("a")

@@ -1,8 +1,9 @@
-"""The first call, in which the ranks of a process group connect: a collective.
+"""The first call of a process group, in which its ranks connect: a collective with a timeout.
 
-A rank that never comes would leave the others in it for the timeout of the group. So each says on
-the group's store that it is there, and when the time is over those that came end the collective,
-and name those that did not. What they said is taken back when they have met.
+If a rank never makes the call, the others would block in the collective for the timeout of the
+group. So each rank first sets a key in the group's store. When the time is up, the ranks that made
+the call end the collective, and name the ranks whose keys are missing. The keys are deleted once
+all ranks are connected.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ __all__ = ["connect"]
 
 
 def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
-    """As `connect_ledger`, but it does not wait longer than `timeout`.
+    """As `connect_ledger`, but waits no longer than `timeout`.
 
     Raises:
-        TimeoutError: naming the ranks that did not come. The process groups are of no use then.
-        CheckpointError: if the ranks cannot talk to each other.
+        TimeoutError: names the ranks that did not make the call. The process groups cannot be used
+            afterwards.
+        CheckpointError: if the ranks cannot reach each other.
     """
     place = process_group_store.place_in(group)
     assert place is not None
@@ -33,9 +35,9 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     keys = [f"outlast/{prefix}-there/{name}/{other}" for other in range(world_size)]
     store.put(keys[rank], b"1")
     late = threading.Event()
-    alarm = threading.Timer(timeout.total_seconds(), late.set)
-    alarm.daemon = True
-    alarm.start()
+    timer = threading.Timer(timeout.total_seconds(), late.set)
+    timer.daemon = True
+    timer.start()
     try:
         with CollectiveGuard(late, 0.0):
             ledger = connect_ledger(prefix, group)
@@ -47,12 +49,12 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
         missing = _missing(store, keys)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         raise TimeoutError(
-            f"the first call of outlast.elastic: {ranks} did not get there within {timeout}, "
+            f"the first call of outlast.elastic: {ranks} did not make the call within {timeout}, "
             f"rank {rank} waited"
         ) from e
     finally:
-        alarm.cancel()
-        alarm.join()
+        timer.cancel()
+        timer.join()
         late.set()  # ends the thread of the guard
     store.delete(keys[rank])
     return ledger

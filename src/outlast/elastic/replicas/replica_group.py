@@ -1,11 +1,11 @@
-"""The replicas of the job, and how they agree: together, or not at all.
+"""The replicas of the job, and their calls: what fails on one replica fails on all.
 
-With a process group of several ranks they talk through the group's store, in calls that all of
-them make in the same order. Without one, each is on its own: the environment then tells which of
-them writes.
+With a process group of several ranks, the replicas communicate through the group's store, in calls
+that all of them make in the same order. Without one, each replica is alone, and the environment
+says which of them writes.
 
-A wait on the store happens in another thread, since torch's stores wait in C++, where neither
-Ctrl-C nor a restart in place could interrupt it.
+Waits on the store run in another thread, because torch's stores wait in C++, where neither Ctrl-C
+nor a restart in place can interrupt them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ["TIMEOUT", "Replicas", "current"]
 T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)
-_LATE = "late"  # in place of what a call is for, where a replica did not come to it
+_LATE = "late"  # the name of the failure when a replica did not make a call in time
 _LINGER_S = 30.0
 _GROUP_GONE = "the process group of this call is gone"
 
 
 class Replicas:
-    """The replicas, as one of them sees them. One thread at a time may use it.
+    """The replicas of the job, seen from this one. One thread at a time may use it.
 
     Args:
-        ledger: through which they talk.
-        rank: this replica's, in the job.
-        world_size: how many the job has.
+        ledger: through which the replicas communicate.
+        rank: of this replica in the job.
+        world_size: the number of replicas in the job.
 
     Attributes:
-        writes: whether this replica is the one that writes.
-        timeout: how long each wait for others may take.
+        writes: whether this replica writes the checkpoints.
+        timeout: of each wait for other replicas.
     """
 
     def __init__(self, ledger: CallLedger, rank: int, world_size: int) -> None:
@@ -59,49 +59,48 @@ class Replicas:
         self._within: Replicas | None = None
         self._waiting: ThreadedWait[Any] | None = None
         self._given_up = False
-        self._over: list[int] = []  # calls that this replica needs no more
+        self._finished: list[int] = []  # calls whose keys can be deleted: see `_forget`
 
     @property
     def current(self) -> bool:
-        """Whether these are the replicas of the job still: a restart in place makes others."""
+        """Whether these are still the replicas of the job: a restart in place makes new ones."""
         if not self.several:
             return True
         return _current is not None and _current[1] is self and _current[0]() is _group()
 
     def give_up(self) -> None:
-        """From any thread: nobody will answer any more. Waits end with a `CheckpointError`."""
+        """Ends all waits with a `CheckpointError`, since no replica will answer. Any thread may do
+        so.
+        """
         self._given_up = True
         if self._waiting is not None:
             self._waiting.abandon(CheckpointError(_GROUP_GONE))
 
     @property
     def several(self) -> bool:
-        """Whether there are others to talk to."""
+        """Whether there are other replicas to communicate with."""
         return self._ledger.world_size > 1
 
     def together(self, what: str, work: Callable[[], T], *, collective: bool = False) -> T:
-        """Does `work`, and returns when all replicas have done theirs.
+        """Calls `work`, and returns when all replicas have finished theirs.
 
         Args:
-            what: is done, for errors.
+            what: names the work in errors.
             work: may raise anything.
-            collective: it may wait for the other replicas by itself. If it does so in vain,
-                because one of them has failed, the collectives of this process are ended; its
-                process groups are of no use then.
+            collective: whether `work` may wait for the other replicas in collectives. If one of
+                them has failed, the collectives of this process are shut down, and its process
+                groups cannot be used afterwards.
 
         Raises:
-            CheckpointError: on every replica, if it raised on one: naming that one, and its cause.
-            TimeoutError: on every replica, naming those that did not come to this call in time.
+            CheckpointError: on every replica, if `work` raised on one: names that replica and the
+                cause.
+            TimeoutError: on every replica: names those that did not make this call in time.
         """
         index = self._next()
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
         cause: Exception | None = None
         try:
-            with (
-                CollectiveGuard(wait.over)
-                if wait is not None and collective
-                else contextlib.nullcontext()
-            ):
+            with CollectiveGuard(wait.over) if wait and collective else contextlib.nullcontext():
                 value = work()
         except BaseException as e:
             self._say_failed(index, what, e)
@@ -112,7 +111,8 @@ class Replicas:
             try:
                 self._ledger.finish(index, b"{}")
             except StoreError:
-                # Another has failed, and left with the store. What it said was heard before.
+                # Another replica has failed, and the store ended with it, but its failure was
+                # received before that.
                 if wait is None or not wait.over.is_set():
                     raise
         try:
@@ -122,15 +122,15 @@ class Replicas:
                 raise _error(verdict.failure, self._ledger.world_size) from cause
             return value  # type: ignore[possibly-undefined]
         finally:
-            cause = None  # else it would refer to itself, and keep what its frames know
+            cause = None  # breaks the cycle from the exception to this frame, which it refers to
 
     def gather(self, what: str, part: Any, decide: Callable[[list[Any]], T]) -> T:
-        """What `decide` makes, on rank 0, of all parts, told to all replicas.
+        """Collects a part from every replica, and returns on all what `decide` returns on rank 0.
 
         Args:
-            what: is done, for errors.
-            part: what this replica says: what JSON takes.
-            decide: is given the parts in the order of the ranks; what it returns JSON takes too.
+            what: names the call in errors.
+            part: of this replica, as JSON takes it.
+            decide: gets the parts in the order of the ranks; returns what JSON takes.
 
         Raises:
             CheckpointError: on every replica, if `decide` raised.
@@ -165,8 +165,8 @@ class Replicas:
             cause = None  # as above
 
     def within(self) -> Replicas:
-        """The same replicas on connections of their own: for work that `together` does, which
-        holds up those of this one.
+        """The same replicas on separate connections, for calls inside the work of `together`, which
+        occupies the connections of this one.
         """
         if self._within is None:
             self._within = Replicas(connect_ledger("elastic-within"), self.rank, self.world_size)
@@ -174,18 +174,18 @@ class Replicas:
         return self._within
 
     def linger(self) -> None:
-        """Rank 0 may host the store: it waits until the others have heard what it said last, or
-        for a while.
+        """On rank 0, which may host the store: waits for a limited time until the others have read
+        its last answer.
         """
         if not self.several:
             return
         index = self._next()
-        with contextlib.suppress(StoreError, KeyTimeout):  # another left, knowing all it needs
+        with contextlib.suppress(StoreError, KeyTimeout):  # another replica left with its answer
             self._ledger.finish(index)
             if self._ledger.rank == 0:
                 limit = min(self._limit, _LINGER_S)
                 self._wait(lambda: self._ledger.await_verdict(index, limit)).result()
-            self._over.append(index)
+            self._finished.append(index)
 
     # ------------------------------------------------------------------------------ within
 
@@ -194,12 +194,13 @@ class Replicas:
         return self.timeout.total_seconds()
 
     def _say_failed(self, index: int, what: str, error: BaseException) -> None:
-        # If the store is out of reach, so it is for the others; this rank's own error comes first.
+        # If the store cannot be reached, the others cannot reach it either, and this rank's own
+        # error matters more.
         with contextlib.suppress(StoreError):
             self._ledger.fail(index, self._failure(index, what, error))
 
     def _failure(self, index: int, what: str, error: BaseException) -> CallFailure:
-        if isinstance(error, CheckpointError):  # it says all there is to say
+        if isinstance(error, CheckpointError):  # its message is complete
             return CallFailure.here(index, what, self.rank, str(error))
         return CallFailure.of(error, index, what, self.rank)
 
@@ -209,12 +210,12 @@ class Replicas:
             if verdict is not None:
                 return verdict
             wait = self._wait(lambda: self._ledger.await_verdict(index, None))
-        # Also one that is over by now is waited for: it must not wait for a key that is forgotten.
+        # Also join a wait that is over by now: it must not wait for a key that gets deleted.
         if wait.over.wait(self._limit):
             return wait.result()
         missing = [rank for rank, said in enumerate(self._ledger.parts(index)) if not said]
         late = self._late(what, missing)
-        # Now there is a verdict in any case, and so the wait ends.
+        # Now there is a verdict in any case, so the wait ends.
         self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, str(late)))
         return wait.result()
 
@@ -227,21 +228,22 @@ class Replicas:
     def _late(self, what: str, missing: list[int]) -> TimeoutError:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return TimeoutError(
-            f"{what}: {ranks} did not get there within {self.timeout}, rank {self.rank} waited"
+            f"{what}: {ranks} did not make the call within {self.timeout}, rank {self.rank} waited"
         )
 
     def _forget(self, index: int, verdict: Verdict) -> None:
-        """The keys of a call are deleted when a later one is done: only then is it certain that no
-        replica, whose time was over in the last moment, still reads who has come to it.
+        """Deletes the keys of earlier calls when a later one has succeeded. Only then is it certain
+        that no replica, whose timeout ended at the last moment, still reads which replicas made
+        the call.
         """
-        with contextlib.suppress(StoreError):  # it ended with a rank that knew all it needs
-            while verdict.done and self._over:
-                self._ledger.forget(self._over.pop())
-        self._over.append(index)
+        with contextlib.suppress(StoreError):  # the store ended with a rank that had its answer
+            while verdict.done and self._finished:
+                self._ledger.forget(self._finished.pop())
+        self._finished.append(index)
 
     def _wait(self, wait: Callable[[], T]) -> ThreadedWait[T]:
         self._waiting = started = ThreadedWait(wait, "outlast-replicas")
-        if self._given_up:  # said before it could be told
+        if self._given_up:  # `give_up` came before the assignment above
             started.abandon(CheckpointError(_GROUP_GONE))
         return started
 
@@ -250,19 +252,19 @@ class Replicas:
         return self._calls
 
 
-_current: tuple[Any, Replicas] | None = None  # the group, weakly, and what talks through it
+_current: tuple[Any, Replicas] | None = None  # a weak reference to the group, and its replicas
 
 
 def current(timeout: datetime.timedelta | None = None) -> Replicas:
-    """The replicas as they are now. With a process group, it is a call that all of its ranks make
-    in the same order; the connections live as long as the group does.
+    """The replicas as they are now. With a process group, all of its ranks make this call in the
+    same order; the connections live as long as the group.
 
     Args:
-        timeout: from now on, for each wait; as it was by default.
+        timeout: of each wait from now on; unchanged by default.
 
     Raises:
-        ValueError: if the environment says something wrong.
-        TimeoutError: if not all ranks come to the first call, in which they connect.
+        ValueError: if a variable of the environment is invalid.
+        TimeoutError: if not all ranks make the first call, in which they connect.
         CheckpointError: if they cannot connect.
     """
     global _current

@@ -1,1 +1,1 @@
-"""`State` and its registry: AdaptDL's API, and the ready-made states."""
+"""The registry of states (AdaptDL's API), their saves and loads, and the ready-made states."""

@@ -1,7 +1,7 @@
-"""Gives states back what an earlier run of the job saved, whatever its size was.
+"""Loads states that an earlier run of the job has saved, at any size.
 
-All states come from one checkpoint: the newest that is whole. Rank 0 chooses it, and reads all of
-it to know; what a replica loads, it verifies itself.
+All states are loaded from one checkpoint: the newest valid one. Rank 0 chooses it by reading every
+byte of it; each replica also verifies the files that it loads.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ log = logging.getLogger("outlast.elastic")
 
 
 def load_state(state: State, *, timeout: datetime.timedelta = TIMEOUT) -> bool:
-    """Loads a state from the newest checkpoint that is whole. Called on all replicas.
+    """Loads a state from the newest valid checkpoint. Called on all replicas.
 
     Args:
         state: the state.
-        timeout: how long each wait for the other replicas may take.
+        timeout: of each wait for the other replicas.
 
     Returns:
-        Whether it was saved, and `load` was called. `False` if no checkpoint path is set, if there
-        is no checkpoint, or if the state is not in it.
+        Whether the state was found, and `load` was called. `False` if no checkpoint path is set,
+        if there is no checkpoint, or if the state is not in it.
 
     Raises:
-        CheckpointError: on every replica: naming the state, the rank and the cause, if `load`
-            raised on one; if there are checkpoints and none is whole; if one is of a later format.
-        TimeoutError: on every replica: naming those that did not come.
+        CheckpointError: on every replica: if `load` raised on one, names the state, the rank and
+            the cause; if there are checkpoints and none is valid; if one has a later format.
+        TimeoutError: on every replica: names those that did not make the call in time.
     """
     return bool(_load({name_of(state): state}, timeout))
 
 
 def load_all_states(*, timeout: datetime.timedelta = TIMEOUT) -> list[str]:
-    """Loads every state that is registered and in the newest checkpoint. Called on all replicas.
+    """Loads every registered state from the newest valid checkpoint. Called on all replicas.
 
-    All are read and checked, on all replicas, before any is changed (see `State.prepare`).
+    All states are read and checked, on all replicas, before any is changed (see `State.prepare`).
 
     Args:
-        timeout: how long each wait for the other replicas may take.
+        timeout: of each wait for the other replicas.
 
     Returns:
-        The names of those that were loaded. States that are not in the checkpoint stay as they
-        are; what is in the checkpoint and not registered is left there.
+        The names of the loaded states. Registered states that are not in the checkpoint do not
+        change; states in the checkpoint that are not registered are ignored.
 
     Raises:
         CheckpointError, TimeoutError: as `load_state`.
@@ -87,7 +87,7 @@ def _load(states: Mapping[str, State], timeout: datetime.timedelta) -> list[str]
         try:
             _together(replicas, chosen, found)
         except CheckpointError:
-            _known.clear()  # what cannot be read any more is not chosen again unseen
+            _known.clear()  # a checkpoint that has become unreadable is verified again
             raise
         return list(found)
 
@@ -126,8 +126,8 @@ def _unloadable(name: str, error: Exception) -> CheckpointError:
 # ------------------------------------------------------------------------------ which checkpoint
 
 
-# By path, on rank 0: what was there, and which of it was chosen, after all of it had been read.
-# States that are loaded one by one so come from one checkpoint, which is read once to choose it.
+# On rank 0, by path: the checkpoints there, and the one that was chosen and verified. So states
+# that are loaded one by one come from one checkpoint, which is verified once.
 _known: dict[str, tuple[list[str], str]] = {}
 
 
@@ -146,7 +146,7 @@ def _of_trial(folder: str) -> FileCheckpoint | None:
     place = Path(os.path.abspath(folder))
     storage = LocalStorage(str(place.parent), STATES)
     if not is_committed(storage, place.name):
-        log.warning("%s is no checkpoint of states: it has no manifest", place)
+        log.warning("%s is not a checkpoint of states: it has no manifest", place)
         return None
     verify_folder(storage, place.name)
     return FileCheckpoint(storage, place.name)

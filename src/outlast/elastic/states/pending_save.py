@@ -1,6 +1,6 @@
-"""A save that goes on in the background: one at a time.
+"""Background saves of states: one at a time.
 
-The thread is no daemon: a program that ends waits for what is being written.
+The thread is not a daemon, so a program that ends waits for what is being written.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from collections.abc import Callable
 from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas.replica_group import Replicas
 
-__all__ = ["PendingSave", "drain", "ended", "start"]
+__all__ = ["PendingSave", "completed", "drain", "start"]
 
 STALE_S = 10.0
-"""How long to wait for a save of replicas that are no more."""
+"""How long to wait for a save whose replicas no longer exist."""
 
 log = logging.getLogger("outlast.elastic")
 
 
 class PendingSave(Handle):
-    """A save of all states that is under way. Any thread may use it."""
+    """A save of all states in the background. Any thread may use it."""
 
-    def __init__(self, replicas: Replicas | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._replicas = replicas
         self._directory: str | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def directory(self) -> str | None:
-        """The checkpoint, once it is committed; `None` where this replica does not know it."""
+        """The checkpoint, once it is committed; `None` on a replica that does not know it."""
         return self._directory
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Waits until the checkpoint is committed.
 
         Raises:
-            TimeoutError: when that takes longer than `timeout`.
-            CheckpointError: when the save has failed; naming rank, host and cause.
+            TimeoutError: if it is not committed within `timeout`.
+            CheckpointError: if the save has failed; names rank, host and cause.
         """
         try:
             self._outcome(timeout, "the states are")
@@ -48,30 +47,18 @@ class PendingSave(Handle):
             if self.done:
                 self._join()
 
-    def _await(self) -> None:
-        self._await_end(None)
-        self._join()
-
     def _join(self) -> None:
+        """Waits until the save has ended, and its thread with it. Raises nothing."""
+        self._await_end(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-
-    def _is_stale(self) -> bool:
-        """Whether its replicas are no more; it has ended then."""
-        replicas = self._replicas
-        if replicas is None or replicas.current:
-            return False
-        if not self._await_end(STALE_S):
-            replicas.give_up()
-            self._await()
-        return True
 
     def _run(self, work: Callable[[], str | None]) -> None:
         error: Exception | None = None
         try:
             self._directory = work()
-        except Exception as e:  # noqa: BLE001 - for whoever asks the handle
+        except Exception as e:  # noqa: BLE001 - raised by `wait`
             log.error("a save in the background failed: %s", e)
             error = e
         self._end(error)
@@ -80,48 +67,50 @@ class PendingSave(Handle):
         return f"<PendingSave {self._state}>"
 
 
-_last: PendingSave | None = None
+_last: tuple[PendingSave, Replicas] | None = None
 
 
 def start(replicas: Replicas, work: Callable[[], str | None]) -> PendingSave:
-    """Runs `work`, in which the replicas talk, in the background. The one before has ended."""
+    """Runs `work`, in which the replicas communicate, in the background. The previous save must
+    have ended.
+    """
     global _last
-    handle = PendingSave(replicas)
+    handle = PendingSave()
     handle._thread = threading.Thread(target=handle._run, args=(work,), name="outlast-states")
     handle._thread.start()
-    _last = handle
+    _last = handle, replicas
     return handle
 
 
-def ended(directory: str | None) -> PendingSave:
-    """A save that was done at once."""
+def completed(directory: str | None) -> PendingSave:
+    """The handle of a save that was done at once."""
     handle = PendingSave()
     handle._run(lambda: directory)
     return handle
 
 
 def drain(*, quiet: bool = False) -> None:
-    """Waits for the save that is under way.
+    """Waits for the pending save.
 
-    One of replicas that are no more, after a restart in place, is waited for a while; how it ended
-    is in the log.
+    If its replicas no longer exist, because of a restart in place, it is given a limited time, and
+    its outcome is only in the log.
 
     Args:
-        quiet: whether it does not matter how it ended.
+        quiet: whether to ignore how it ended; the next save will not.
 
     Raises:
-        CheckpointError: if it failed, and nobody has asked its handle.
+        CheckpointError: if it failed, and its handle was not asked.
     """
     global _last
-    handle = _last
-    if handle is None:
+    if _last is None:
         return
-    if handle._is_stale():
-        _last = None
-        return
-    handle._await()
-    if quiet:
+    handle, replicas = _last
+    stale = not replicas.current
+    if stale and not handle._await_end(STALE_S):
+        replicas.give_up()
+    handle._join()
+    if quiet and not stale:
         return
     _last = None
-    if not handle._seen:
+    if not stale and not handle._seen:
         handle.wait()

@@ -1,13 +1,14 @@
 """The random generators of every replica.
 
-Each replica's generators are gathered by `sync` and given back by rank. In a job of another size:
+`sync` gathers the generators of all replicas; a load restores them by rank. In a job of another
+size:
 
-* a generator that stood the same on several replicas, and on all of them, stands so again on all,
-  so that what they drew alike they go on to draw alike;
-* otherwise the replicas that were there before go on with their own;
-* those that were not are seeded with a hash of all saved generators and their rank.
+* a generator that had the same state on all of several replicas gets that state on all replicas, so
+  that they keep drawing the same numbers;
+* otherwise, replicas whose rank existed before continue with their own generators;
+* new replicas are seeded with a hash of all saved generators and their rank.
 
-So the same checkpoint loaded by the same number of replicas draws the same numbers, always.
+So a checkpoint loaded by the same number of replicas always draws the same numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _KIND = "random"
 
 
 class RandomState(State):
-    """The generators of Python, of NumPy (if it is imported), of torch on the CPU and on the GPUs
-    that this process uses. Of each the global one; a generator of your own is a `StateDictState`.
+    """The global generators of Python, NumPy (if it is imported), and torch on the CPU and on the
+    GPUs that this process uses. For a generator of your own, use `StateDictState`.
 
     Args:
         name: of the state.
@@ -71,7 +72,7 @@ class RandomState(State):
 
 
 def _share(saved: list[Generators], rank: int, world_size: int) -> dict[str, torch.Tensor | int]:
-    """For each generator, what it is to be on `rank`: a state, or a number to seed it with."""
+    """For each generator, its state on `rank`, or a number to seed it with."""
     if len(saved) == world_size:
         return dict(saved[rank])
     mine: dict[str, torch.Tensor | int] = {}

@@ -1,11 +1,11 @@
-"""Inside a Ray Tune trial, the checkpoint is the trial's own.
+"""Saves and loads inside a Ray Tune trial, which use the trial's own checkpoint.
 
-Ray gives a trial its checkpoint, and takes one with a report of metrics: it copies it to the
-storage of the experiment, and brings it to wherever the trial goes on. So `save_all_states` is a
-report there, and what Ray's schedulers pause, clone or start again finds its states. Of what is
-written here, one trial of one process is meant: a function that was given to `ray.tune.Tuner`.
+A trial reports a checkpoint together with metrics; Ray copies it to the storage of the experiment,
+and to the machine on which the trial continues. So in a trial `save_all_states` makes a report, and
+a trial that Ray's schedulers pause, clone or restart finds its states. A trial here is a function
+that was given to `ray.tune.Tuner`, in one process.
 
-Ray is imported if the process has it imported already, as every trial has, and never before.
+This module does not import Ray unless the process has imported it already, as every trial has.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["in_trial", "opened", "report"]
 
 
 def in_trial() -> bool:
-    """Whether this is inside a function that Ray Tune runs as a trial."""
+    """Whether this process runs a trial of Ray Tune."""
     functions = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
     session = getattr(functions, "get_session", None)
     if session is None:
         return False
     found = session()
-    # A worker of Ray Train has a rank, a trial of Ray Tune has none.
+    # A worker of Ray Train has a rank; a trial of Ray Tune does not.
     return found is not None and getattr(found, "world_rank", None) is None
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[str | None]:
-    """The folder of the trial's checkpoint, which is there within the block; `None` if the trial
-    has none.
+    """The folder of the trial's checkpoint, which exists until the block ends; `None` if the trial
+    has no checkpoint.
     """
     checkpoint = _tune().get_checkpoint()
     if checkpoint is None:
@@ -44,10 +44,10 @@ def opened() -> Iterator[str | None]:
 
 
 def report(folder: str, metrics: Mapping[str, Any]) -> str:
-    """Gives the trial a checkpoint: what lies in `folder`. Returns when Ray has stored it.
+    """Reports the contents of `folder` as the trial's checkpoint; returns when Ray has stored it.
 
     Returns:
-        Where it is now.
+        The path of the stored checkpoint.
     """
     tune = _tune()
     tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))

@@ -1,9 +1,9 @@
-"""States of what a training consists of, ready made.
+"""Ready-made states for the parts of a training job.
 
     ModuleState(model), OptimizerState(optimizer), SchedulerState(scheduler), CounterState()
 
-Whatever has `state_dict` and `load_state_dict` is a `StateDictState`. What is loaded is read and
-checked whole before anything is changed; a load that fails all the same puts back what was there.
+`StateDictState` is for any object with `state_dict` and `load_state_dict`. A load reads and checks
+all of the saved state before it changes anything; if it fails later, the old state is restored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 
 
 class StateDictState(State):
-    """Anything with `state_dict` and `load_state_dict`.
+    """The state of any object with `state_dict` and `load_state_dict`.
 
     Args:
-        source: whose state it is. Kept alive by this.
+        source: the object, which this state keeps alive.
         name: of the state.
 
     Raises:
-        ValueError: if it lacks one of the two; or see `State`.
+        ValueError: if the object lacks one of the two methods; or see `State`.
     """
 
     kind = "state_dict"
@@ -74,11 +74,11 @@ class StateDictState(State):
 
 
 class ModuleState(StateDictState):
-    """A module: parameters and buffers, rank 0's. Wrapping it in DDP, or compiling it, changes
-    nothing of what is saved.
+    """A module: the parameters and buffers of rank 0. They are the same whether it is wrapped in
+    DDP or compiled.
 
     Args:
-        module: whole on every replica; one with sharded parameters is a `ShardedState`.
+        module: unsharded on every replica; for sharded parameters use `ShardedState`.
         name: of the state.
     """
 
@@ -89,10 +89,10 @@ class ModuleState(StateDictState):
 
 
 class OptimizerState(StateDictState):
-    """An optimizer. One that is spread over the replicas (`ZeroRedundancyOptimizer`) is gathered.
+    """An optimizer. State that is spread over the replicas (`ZeroRedundancyOptimizer`) is gathered.
 
     Args:
-        optimizer: whole on every replica; for sharded parameters see `ShardedState`.
+        optimizer: unsharded on every replica; for sharded parameters use `ShardedState`.
         name: of the state.
     """
 
@@ -146,10 +146,10 @@ class ScalerState(StateDictState):
 
 
 class EMAState(StateDictState):
-    """An average of the weights.
+    """A moving average of the weights.
 
     Args:
-        ema: `torch.optim.swa_utils.AveragedModel`, another module, or like it.
+        ema: `torch.optim.swa_utils.AveragedModel`, or another module or object like it.
         name: of the state.
     """
 
@@ -160,15 +160,15 @@ class EMAState(StateDictState):
 
 
 class CounterState(State):
-    """How far the training is.
+    """Counters of the training's progress.
 
     Args:
         name: of the state.
 
     Attributes:
-        step: steps of the optimizer.
-        epoch: epochs that are complete.
-        samples: that were trained on, over all replicas.
+        step: number of optimizer steps.
+        epoch: number of completed epochs.
+        samples: number of samples trained on, over all replicas.
     """
 
     def __init__(self, name: str = "counters") -> None:
@@ -181,7 +181,7 @@ class CounterState(State):
 
     @property
     def seconds(self) -> float:
-        """Time in training, of all runs of the job up to their last save, and of this one."""
+        """Training time: of earlier runs up to their last save, and of this run."""
         return self._before + time.monotonic() - self._since
 
     def save(self, fileobj: BinaryIO) -> None:
@@ -204,7 +204,7 @@ class CounterState(State):
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The module inside wrappers that prefix the names of what it holds."""
+    """The module inside wrappers that add a prefix to its parameter names."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module

@@ -1,12 +1,13 @@
-"""Saves every state of the job, as one checkpoint or not at all.
+"""Saves all states of the job as one checkpoint, or none of them.
 
     1. The replicas compare what each has registered.
     2. `sync` of each state, in the order of the names, on all replicas.
-    3. Rank 0 saves each state, into a working folder, or into memory if the rest of it is to
-       happen in the background.
-    4. Rank 0 commits, and tells the others.
+    3. Rank 0 saves each state, into a working folder, or into memory if the rest is done in the
+       background.
+    4. Rank 0 commits the checkpoint, and sends its path to the others.
 
-What fails on one replica, in any of them, is an error on all, and the checkpoint before stays.
+A failure of one replica in any of these steps is an error on all, and the previous checkpoint
+stays.
 """
 
 from __future__ import annotations
@@ -58,25 +59,25 @@ def save_all_states(
 ) -> str | PendingSave | None:
     """Saves every `State` of the job. Called on all replicas.
 
-    The checkpoint becomes visible in one atomic step, when all of it is durable; the one before is
-    removed after that.
+    The checkpoint becomes visible in one atomic step, when all of it is durable; only then is the
+    previous one removed.
 
     Args:
         asynchronous: whether to return when all states are saved into memory, and to write them in
-            the background. A save that is under way is waited for first, so there is one at most.
-        timeout: how long each wait for the other replicas may take, that for rank 0 to write too.
-        metrics: what to report with the checkpoint inside a Ray Tune trial.
+            the background. A pending save is waited for first, so there is one at most.
+        timeout: of each wait for the other replicas, including the one for rank 0 to write.
+        metrics: to report with the checkpoint inside a Ray Tune trial.
 
     Returns:
-        The directory of the checkpoint, or the handle of the save in the background. `None` if no
-        checkpoint path is set; and where several replicas have no process group, on those that do
-        not write.
+        The directory of the checkpoint, or the handle of the background save. `None` if no
+        checkpoint path is set; and, if several replicas have no process group, on the replicas that
+        do not write.
 
     Raises:
-        CheckpointError: on every replica: naming the state, the rank and the cause; what differs in
-            what the replicas have registered; another job that saves into the same folder; an
-            earlier save in the background that failed.
-        TimeoutError: on every replica: naming those that did not come.
+        CheckpointError: on every replica: if a state fails, names it, the rank and the cause; if
+            the replicas have registered different states, names the difference; if another job
+            saves into the same folder; if an earlier background save has failed.
+        TimeoutError: on every replica: names those that did not make the call in time.
     """
     pending_save.drain()
     in_trial = environment.from_ray()
@@ -90,7 +91,7 @@ def save_all_states(
     writes: Writes = {name: checked(name, state.save) for name, state in states.items()}
     if in_trial:
         directory = _committed(replicas, "Ray", lambda: _report(writes, metrics or {}))
-        return pending_save.ended(directory) if asynchronous else directory
+        return pending_save.completed(directory) if asynchronous else directory
     assert path is not None
     if not asynchronous:
         return _committed(replicas, path, lambda: _write(path, writes, replicas.world_size))
@@ -128,21 +129,20 @@ def save_state(
     *,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> None:
-    """Saves one state into a folder: a file of its own, durable, put in place in one step. Called
-    on all replicas.
+    """Saves one state into a file of a folder, durably and in one step. Called on all replicas.
 
-    The folder is the caller's: what `load_state` looks at are the checkpoints that
-    `save_all_states` commits.
+    The folder is the caller's: `load_state` only reads the checkpoints that `save_all_states`
+    commits.
 
     Args:
         state: the state.
-        checkpoint_dir: made if it is not there; `None`: the state is synchronized, not saved.
+        checkpoint_dir: the folder, which is created; `None` to synchronize the state only.
         sync: whether to call `sync` first, on all replicas; `save` is called on rank 0.
-        timeout: how long each wait for the other replicas may take.
+        timeout: of each wait for the other replicas.
 
     Raises:
-        CheckpointError: on every replica: naming the state, the rank and the cause.
-        TimeoutError: on every replica: naming those that did not come.
+        CheckpointError: on every replica: names the state, the rank and the cause.
+        TimeoutError: on every replica: names those that did not make the call in time.
     """
     pending_save.drain()
     name = name_of(state)
@@ -159,11 +159,11 @@ def save_state(
 
 
 def _agreed(replicas: Replicas) -> dict[str, State]:
-    """The states, which are the same ones on all replicas."""
+    """The registered states, after a check that all replicas have the same ones."""
     what = "the comparison of registered states"
     states = registered()
     if replicas.gather(what, list(states), _differences):
-        # A dead state that only a reference cycle keeps may still be there on some.
+        # On some replicas, a dead state may still be kept alive by a reference cycle.
         del states
         gc.collect()
         states = registered()
@@ -179,14 +179,14 @@ def _differences(names: list[list[str]]) -> str:
     for rank, own in enumerate(names):
         lacks, more = sorted(first - set(own)), sorted(set(own) - first)
         if lacks:
-            differences.append(f"rank 0 has {', '.join(map(repr, lacks))}, rank {rank} has not")
+            differences.append(f"rank 0 has {', '.join(map(repr, lacks))}, rank {rank} does not")
         if more:
-            differences.append(f"rank {rank} has {', '.join(map(repr, more))}, rank 0 has not")
+            differences.append(f"rank {rank} has {', '.join(map(repr, more))}, rank 0 does not")
     return "; ".join(differences)
 
 
 def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:
-    """Has rank 0 write; tells all replicas where the checkpoint is."""
+    """Calls `write` on rank 0; returns the path of the checkpoint on all replicas."""
     directory = replicas.gather(
         f"the save into {where}", None, lambda parts: write() if replicas.writes else None
     )
@@ -196,7 +196,7 @@ def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str 
 
 def _write(path: str, writes: Writes, world_size: int) -> str:
     with new_checkpoint(LocalStorage(path, STATES), world_size) as checkpoint:
-        while writes:  # each is dropped once it is written, and its memory with it
+        while writes:  # once a state is written, its copy in memory is freed
             name = next(iter(writes))
             checkpoint.add(file_name(name), writes.pop(name))
         return checkpoint.commit()

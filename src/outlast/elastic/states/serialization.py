@@ -1,7 +1,7 @@
-"""What the ready-made states write: torch's serialization, without anything that runs code.
+"""The file content of ready-made states: torch's serialization, without anything that runs code.
 
-It is loaded with `weights_only=True`. So that a state which could not be loaded again is refused
-when it is saved, and not after the job has died, all but the tensors is tried at once.
+It is loaded with `weights_only=True`. A save tries to load everything but the tensors at once: so a
+state that could not be loaded is refused when it is saved, and not after the job has failed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
 
     Args:
         kind: of state.
-        value: of tensors, numbers, text, and containers of these.
-        fileobj: where to.
+        value: tensors, numbers, text, and containers of these.
+        fileobj: the file.
 
     Raises:
-        ValueError: if it could not be loaded, or holds tensors of which this rank has a part only.
+        ValueError: if it could not be loaded, or holds sharded tensors.
     """
     hollow = io.BytesIO()
     torch.save(_without_tensors(value), hollow)
@@ -46,22 +46,23 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
 
 
 def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
-    """What `dump` wrote.
+    """Reads a value that `dump` wrote.
 
     Args:
-        kind: of state that is wanted.
-        fileobj: where from.
-        device: for the tensors; `meta` for their shapes alone.
+        kind: of state, as given to `dump`.
+        fileobj: the file.
+        device: for the tensors; `meta` to read their shapes only.
 
     Raises:
-        ValueError: if it is of another kind, or of a later format.
+        ValueError: if it is of another kind, or has a later format.
     """
     content = torch.load(fileobj, map_location=device, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise ValueError("another class of state has saved it")
+        raise ValueError("it was saved by another class of state")
     if content["format"] > _FORMAT:
         raise ValueError(
-            f"it is of format {content['format']}, this outlast reads up to {_FORMAT}: update it"
+            f"it has format {content['format']}, and this outlast reads up to {_FORMAT}: "
+            "update outlast"
         )
     if content["kind"] != kind:
         raise ValueError(f"{content['kind']!r} was saved, this is {kind!r}")
@@ -69,16 +70,16 @@ def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
 
 
 def check_module(own: Mapping[str, Any], saved: Any) -> None:
-    """Compares the state dict of a module with one that was saved.
+    """Compares the state dict of a module with a saved one.
 
     Raises:
-        ValueError: naming the keys and shapes that differ.
+        ValueError: names the keys and shapes that differ.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"a {type(saved).__name__} was saved, not the state of a module")
     differences = [
         *_few("only in the module", sorted(own.keys() - saved.keys())),
-        *_few("only in what was saved", sorted(saved.keys() - own.keys())),
+        *_few("only in the saved state", sorted(saved.keys() - own.keys())),
     ]
     shapes = []
     for key in sorted(own.keys() & saved.keys()):
@@ -102,7 +103,7 @@ def _few(what: str, names: list[str]) -> list[str]:
 
 
 def _is_sharded(value: Any) -> bool:
-    # Where nobody has imported it, there are none; the import takes long.
+    # If the module is not imported, there are no DTensors; importing it takes long.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

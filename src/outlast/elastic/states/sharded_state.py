@@ -1,8 +1,8 @@
 """A module and its optimizers whose tensors are sharded over the replicas (FSDP2, DTensor).
 
-`sync` gathers them on rank 0, one tensor after another, into the memory of its host; a load shards
-them again as the module is sharded then, over any number of replicas or none. The whole must fit
-into the memory of one host; what does not is for `outlast.Checkpointer`, where each rank writes
+`sync` gathers them on rank 0, one tensor after another, into the memory of its host. A load shards
+them in the way the module is sharded at that time, over any number of replicas. The full state must
+fit into the memory of one host; if it does not, use `outlast.Checkpointer`, where each rank writes
 its own part.
 """
 
@@ -31,12 +31,12 @@ _KIND = "sharded"
 
 
 class ShardedState(State):
-    """A module with sharded parameters, and the optimizers of it. Also one that is not sharded:
-    what one layout has saved, any other loads.
+    """A module with sharded parameters, and its optimizers. The module may also be unsharded: what
+    was saved with one layout can be loaded with any other.
 
     Args:
         module: on all replicas.
-        optimizers: one, or several, of its parameters.
+        optimizers: one or several, of the module's parameters.
         name: of the state.
     """
 
@@ -57,7 +57,7 @@ class ShardedState(State):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         self._gathered = {
             "module": get_model_state_dict(self.module, options=options),
-            # One that has not made a step has nothing to save; torch would make one up for it.
+            # An optimizer without a step has no state, but torch would make some up for it.
             "optimizers": [
                 get_optimizer_state_dict(self.module, each, options=options) if each.state else {}
                 for each in self.optimizers
@@ -75,7 +75,7 @@ class ShardedState(State):
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         job = replica_group.current()
-        # Rank 0 hands it out, tensor by tensor; the others need to know what there is.
+        # Rank 0 sends the tensors one by one; the others only need their names and shapes.
         saved = parse(_KIND, fileobj, "cpu" if job.rank == 0 or not job.several else "meta")
         check_module(get_model_state_dict(self.module), saved["module"])
         if len(saved["optimizers"]) != len(self.optimizers):

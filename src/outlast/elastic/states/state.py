@@ -1,4 +1,4 @@
-"""`State`: a piece of a job's state that outlives the job, and has the same value on all replicas.
+"""`State`: a piece of state that is saved and loaded, and has the same value on all replicas.
 
     class Best(State):
         def __init__(self):
@@ -12,11 +12,11 @@
             self.loss = json.load(fileobj)
 
     best = Best()
-    load_state(best)        # what an earlier run of the job saved, at whatever size
+    load_state(best)        # as an earlier run of the job saved it, at any size
     ...
     save_all_states()
 
-The states of a process are known by name, and only for as long as the program holds them.
+The registry holds the states of a process by name, and only while the program refers to them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from typing import BinaryIO
 
 __all__ = ["State", "name_of", "registered"]
 
-_lock = threading.RLock()  # a collection of garbage may make or end states
+_lock = threading.RLock()  # reentrant: garbage collection may create or finalize states
 _by_name: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
-_NAME = "_outlast_name"  # an attribute that no subclass has a use for
+_NAME = "_outlast_name"  # an attribute that no subclass uses
 
 
 class State:
-    """A piece of state that is saved, and loaded again by a job of any size. To be subclassed.
+    """A piece of state that is saved, and loaded by a job of any size. Meant to be subclassed.
 
     Args:
-        name: any text. It is the same on all replicas, and in the job that loads.
+        name: any text. It must be the same on all replicas, and in the job that loads.
 
     Raises:
-        ValueError: if another state of this name is alive.
-        TypeError: if the name is no text.
+        ValueError: if another live state has this name.
+        TypeError: if the name is not a string.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,28 +56,28 @@ class State:
 
     def sync(self) -> None:
         """Makes the state consistent over the replicas. Called on every replica before a save, in
-        the order of the names, so that it may use collectives.
+        the order of the states' names, so it may use collectives.
         """
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
-        """Reads and checks what was saved; returns what applies it, which should not fail any more.
+        """Reads and checks the saved state; returns a function that applies it and should not fail.
 
-        `load_all_states` applies nothing before all states are prepared, on all replicas. A state
-        that has no `prepare` of its own is loaded when the others are applied.
+        `load_all_states` applies no state before all are prepared, on all replicas. A state that
+        does not override this method is loaded when the others are applied.
         """
         return lambda: self.load(fileobj)
 
 
 def _register(state: State, name: str) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a state is text, not {type(name).__name__}")
+        raise TypeError(f"the name of a state must be a string, not {type(name).__name__}")
     with _lock:
         if _taken(name, state):
-            gc.collect()  # it may be dead, and kept by a reference cycle alone
+            gc.collect()  # the other state may only be kept alive by a reference cycle
             if _taken(name, state):
                 raise ValueError(
-                    f"a state named {name!r} is alive already: two of one name would overwrite "
-                    "each other"
+                    f"a state named {name!r} exists already: two states of one name would "
+                    "overwrite each other"
                 )
         known = state.__dict__.get(_NAME)
         if known is not None:
@@ -91,16 +91,16 @@ def _taken(name: str, state: State) -> bool:
 
 
 def registered() -> dict[str, State]:
-    """The states that are alive, by name, in the order of the names: the same on all replicas."""
+    """The live states by name, sorted by name: in the same order on all replicas."""
     with _lock:
         return dict(sorted(_by_name.items()))
 
 
 def name_of(state: State) -> str:
-    """Its name.
+    """The name of a state.
 
     Raises:
-        ValueError: if `State.__init__` was never called for it.
+        ValueError: if its `__init__` did not call `State.__init__`.
     """
     name = state.__dict__.get(_NAME)
     if name is None:
