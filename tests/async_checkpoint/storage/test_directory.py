@@ -11,6 +11,7 @@ from async_checkpoint.made import save
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST, FileEntry, decode, encode
+from outlast.async_checkpoint.storage.protocol import STATES
 from outlast.errors import CheckpointError
 
 FILE = "__0_0.distcp"
@@ -53,6 +54,32 @@ def test_what_is_there_by_step(storage: LocalStorage) -> None:
         (10**8, ""),
         (None, "not committed"),
     ]
+
+
+def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> None:
+    states = LocalStorage(storage.where, STATES)
+    save(storage, 3)
+    save(states, 4)
+    for name in (".tmp-step-00000005-aa", ".tmp-removed-step-00000001-aa", ".tmp-recycled"):
+        storage.make(name)
+    for name in (".tmp-states-00000005-aa", ".tmp-removed-states-00000001-aa"):
+        states.make(name)
+    states.make("states-00000009")  # without a manifest, it belongs to another program
+    assert folders.candidates(storage) == [(3, "step-00000003")]
+    assert folders.candidates(states) == [(4, "states-00000004")]
+    of_states = [".tmp-removed-states-00000001-aa", ".tmp-states-00000005-aa"]
+    assert folders.leftovers(states) == of_states
+    assert not set(folders.leftovers(storage)) & set(of_states)
+    assert len(folders.leftovers(storage)) == 3
+    assert [one.folder for one in folders.survey(states)] == ["states-00000004", *of_states]
+    assert not {one.folder for one in folders.survey(storage)} & {*of_states, "states-00000004"}
+    storage.lock("a checkpointer")
+    states.lock("a save of states")  # one job may have both in one directory
+    states.unlock()
+    storage.unlock()
+    assert folders.verify(states, 4).step == 4
+    with pytest.raises(CheckpointError, match=r"no checkpoint of states 3; it has \[4\]"):
+        folders.verify(states, 3)
 
 
 def test_one_without_a_manifest_is_damaged_and_kept(storage: LocalStorage) -> None:
