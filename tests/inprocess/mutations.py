@@ -1,4 +1,4 @@
-"""Small breakages of the code, made for one test: proof that the tests can fail.
+"""Mutations of the code for one test, which prove that the tests can fail.
 
 `mutate(monkeypatch, MembershipProtocol.finish, ">= members", ">= 1")` compiles the function from
 its source with one text replaced, and replaces the real one until the test is over. It fails when
@@ -19,7 +19,7 @@ import pytest
 def mutate(
     monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str
 ) -> None:
-    """Puts a mutation of `function` in its place."""
+    """Replaces `function` by a mutation of it."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in\n{source}"
     module = sys.modules[function.__module__]
@@ -31,5 +31,5 @@ def mutate(
         monkeypatch.setattr(getattr(module, path), name, made[name])
         return
     for user in [m for m in sys.modules.values() if m.__name__.startswith("outlast.")]:
-        if getattr(user, name, None) is function:  # `from ... import name` holds it as well
+        if getattr(user, name, None) is function:  # also modules that used `from ... import name`
             monkeypatch.setattr(user, name, made[name])

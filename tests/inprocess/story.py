@@ -1,4 +1,4 @@
-"""What the ranks of a job said, put together: who was where, and in which order."""
+"""Evaluates the output of the ranks of a job: which rank was where, and in which order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ View = list[tuple[int, int]]
 
 
 def events(job: Job, rank: int, event: str) -> list[Line]:
-    """Everything of one kind that the processes of one (first) rank said."""
+    """All lines of one event from the processes of one initial rank."""
     return [line for line in job.lines(rank) if line["event"] == event]
 
 
@@ -30,7 +30,7 @@ def views(job: Job) -> dict[int, View]:
 
 
 def first_and_last(job: Job) -> list[View]:
-    """How the job began, and how it ended; who saw which view between the two may differ."""
+    """The first and the last view; the views between them may differ from run to run."""
     seen = views(job)
     return [seen[0], seen[max(seen)]]
 
@@ -41,9 +41,9 @@ def full(size: int) -> View:
 
 
 def assert_never_together(job: Job) -> None:
-    """R2: nobody was in the function at k+1 before everyone who lived had left it at k.
+    """R2: no rank was in the function at k+1 before every live rank had left it at k.
 
-    The clock is one for all processes of a host.
+    All processes of a host have the same clock.
     """
     came: dict[int, list[float]] = {}
     went: dict[int, list[float]] = {}
@@ -58,11 +58,11 @@ def assert_never_together(job: Job) -> None:
 
 
 def returned(job: Job) -> dict[int, Any]:
-    """What the wrapped function returned, by first rank."""
+    """The return values of the wrapped function, by initial rank."""
     ends = {rank: events(job, rank, "returned") for rank in range(job.nprocs)}
     return {rank: lines[-1]["value"] for rank, lines in ends.items() if lines}
 
 
 def errors(job: Job) -> str:
-    """What all ranks wrote to stderr, for the message of an assertion."""
+    """The stderr of all ranks, for the message of an assertion."""
     return "\n".join(f"--- rank {rank}\n{job.errors(rank)}" for rank in range(job.nprocs))

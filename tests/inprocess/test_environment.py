@@ -1,4 +1,4 @@
-"""What the launcher's variables say; each that is wrong is named."""
+"""The environment variables of the launcher; errors name the invalid variable."""
 
 from __future__ import annotations
 

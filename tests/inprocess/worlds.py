@@ -1,4 +1,4 @@
-"""States and views for the tests of the parts: made by hand, and by hypothesis."""
+"""States, and hypothesis strategies for view changes, for the tests of policies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from outlast.inprocess.state import State
 
 
 def state_of(rank: int, size: int, **changes: Any) -> State:
-    """The state of a rank that has never moved."""
+    """The state of a rank that still has its initial rank."""
     return State(rank, size, initial_rank=rank, initial_world_size=size).copy(**changes)
 
 
 @st.composite
 def worlds(draw: st.DrawFn, max_size: int = 12) -> tuple[int, frozenset[int]]:
-    """How many places there are, and which of them are empty."""
+    """A world size, and the terminated ranks."""
     size = draw(st.integers(1, max_size))
     return size, draw(st.frozensets(st.integers(0, size - 1)))
 
 
 @dataclass(frozen=True)
 class ViewChange:
-    """What `decide` was given, and what it made of that."""
+    """The arguments of `decide`, and its result."""
 
     roster: dict[int, int]
     world_size: int
@@ -35,24 +35,24 @@ class ViewChange:
 
     @property
     def survivors(self) -> dict[int, int]:
-        """The members of the iteration before that go on, by rank."""
+        """The members of the previous iteration that continue, by rank."""
         return {rank: m for rank, m in self.roster.items() if m not in self.lost}
 
     @property
     def newcomers(self) -> list[Joiner]:
-        """Who asked to join, is not in yet, and is alive."""
+        """Live processes that have asked to join and are not members yet."""
         inside = set(self.roster.values())
         return [j for j in self.joiners if j.member not in inside | self.lost]
 
 
 @st.composite
 def view_changes(draw: st.DrawFn) -> ViewChange:
-    """The end of an iteration: some places were never taken, some members are lost, some came."""
+    """The end of an iteration: some ranks never taken, some members lost, some processes new."""
     size = draw(st.integers(1, 8))
     members = draw(st.lists(st.integers(0, 30), min_size=size, max_size=size, unique=True))
     held = draw(st.frozensets(st.integers(0, size - 1)))
     roster = {rank: members[rank] for rank in held}
-    # Requests are kept for the life of a job: those of members that are in by now, or dead.
+    # Requests are kept for the life of a job, also those of admitted and dead members.
     asked = draw(st.lists(st.integers(0, 40), max_size=8, unique=True))
     joiners = [Joiner(m, draw(st.integers(-1, size + 2))) for m in asked]
     known = sorted({*roster.values(), *asked})

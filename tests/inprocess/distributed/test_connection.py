@@ -1,4 +1,4 @@
-"""Connections to the store: patient, limited, named in errors, and broken by another thread."""
+"""Connections to the store: patience, timeouts, errors, and break-off by another thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NET_S = 60.0
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, int]]:
-    """Of a store that is served for as long as the test runs."""
+    """The endpoint of a store that is served during the test."""
     server = TCPStore.serve(host_name="127.0.0.1", port=0)
     yield "127.0.0.1", server.port
     del server
@@ -114,7 +114,7 @@ def test_an_operation_on_a_frozen_store_is_broken_off() -> None:
 
 
 class Busy(TCPStore):
-    """Stands for a thread that opens a connection of its own while the store connects."""
+    """Simulates a thread that opens a connection while the store connects."""
 
     other: socket.socket
 

@@ -1,4 +1,4 @@
-"""Which sockets are gloo's pairs; and that shutting them down ends what is in flight."""
+"""Gloo's sockets are found, no others, and shutting them down ends collectives in flight."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Others:
         self.loop.add_reader(self.reader, lambda: None)
 
     def work(self) -> None:
-        """They all do what they did before."""
+        """Checks that all of them still work."""
         self.far.send(b"x")
         assert self.near.recv(1) == b"x"
         self.writer.send(b"y")
@@ -111,7 +111,7 @@ def test_exactly_the_pairs_are_found(names: list[str]) -> None:
             assert len(found) == 2 * len(names)
             assert not set(found.items()) & set(before.items())
             assert all(is_connected(descriptor) for descriptor in found)
-            # The other end of each is closed by gloo itself, before it is come to or after.
+            # Gloo itself closes the other end of each, before or after its turn.
             assert sum(sockets.shut_down(*pair) for pair in found.items()) >= len(names)
             others.work()
         others.store.clear()

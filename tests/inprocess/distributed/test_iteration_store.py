@@ -1,4 +1,4 @@
-"""The store of one iteration: fresh every time, reached by others, gone when it is closed."""
+"""The store of one iteration: new every time, reachable for others, ended by `close`."""
 
 from __future__ import annotations
 

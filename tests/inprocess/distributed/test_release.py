@@ -1,4 +1,4 @@
-"""The releaser: after it no group is left, whatever state torch's registries were in."""
+"""The releaser leaves no process group, whatever state torch's records were in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`atomic()` and the start of a termination: one of the two comes first."""
+"""`atomic()` and the beginning of a restart: one of the two comes first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_termination_waits_until_the_outermost_block_is_left(atomic: AtomicSec
     assert begun.is_set()
 
 
-def test_it_is_not_entered_any_more_once_a_termination_has_begun(atomic: AtomicSection) -> None:
+def test_it_cannot_be_entered_once_a_termination_has_begun(atomic: AtomicSection) -> None:
     atomic.begin_termination()
     for _ in range(2):
         with pytest.raises(RankShouldRestart, match="not entered"), atomic:
@@ -51,7 +51,7 @@ def test_it_is_not_entered_any_more_once_a_termination_has_begun(atomic: AtomicS
 def test_an_exception_leaves_it(atomic: AtomicSection) -> None:
     with pytest.raises(ValueError, match="mine"), atomic, atomic:
         raise ValueError("mine")
-    atomic.begin_termination()  # waits for nobody
+    atomic.begin_termination()  # does not wait
 
 
 def test_a_refused_entry_leaves_no_shield() -> None:

@@ -1,4 +1,4 @@
-"""Exceptions as facts: echoes of broken connections, circles, messages that cannot be made."""
+"""Interrupts and echoes of broken connections, in chains and cycles of exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interrupt: it lands in user code, wherever that is, and never anywhere else."""
+"""The interrupt is raised in user code, wherever that is, and nowhere else."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def interrupter() -> Iterator[Interrupter]:
 
 @pytest.fixture
 def without_signal() -> Interrupter:
-    """By asynchronous exception: the signal is not taken."""
+    """Interrupts by asynchronous exception: the signal handler is not installed."""
     return Interrupter()
 
 
 class Requester(threading.Thread):
-    """Asks, once the function has begun, until it has been left."""
+    """Requests interrupts from the beginning of the function until it has been left."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         super().__init__(daemon=True)
@@ -330,7 +330,7 @@ class Told:
 
 
 def user(atomic: AtomicSection, told: Told) -> str:
-    """Enters two atomic blocks, one in the other; keeps account of what it went through."""
+    """Enters two nested atomic blocks, and records where it has been."""
     with atomic:
         told.inside += 1
         with atomic:
@@ -342,10 +342,10 @@ def user(atomic: AtomicSection, told: Told) -> str:
 def check_after(
     interrupter: Interrupter, atomic: AtomicSection, told: Told, where: str | None
 ) -> None:
-    """Nothing of the library is half done."""
+    """Checks that no state of the library is half updated."""
     assert interrupter._shields == 0, where
     assert atomic._depth == 0, where
-    assert atomic._changed.acquire(blocking=False), where  # nobody holds the lock
+    assert atomic._changed.acquire(blocking=False), where  # the lock is free
     atomic._changed.release()
     assert told.inside in (0, 2), where  # an atomic block runs to its end or not at all
     assert told.after == told.inside / 2, where
@@ -354,7 +354,7 @@ def check_after(
 
 
 def interleavings(act: Callable[[int, Interrupter, AtomicSection, Told], At]) -> int:
-    """Goes through n = 1, 2, ... until the call ends before its n-th bytecode."""
+    """Tries n = 1, 2, ... until the call ends before its n-th bytecode."""
     n, landed = 0, 0
     while True:
         n += 1
@@ -454,7 +454,7 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
 
 
 class HeldUp(At):
-    """Lets the requester go on at the end, if nothing else did."""
+    """Lets the requester continue at the end, if nothing else did."""
 
     thread: threading.Thread | None = None
     go_on: threading.Event

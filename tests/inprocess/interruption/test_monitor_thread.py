@@ -1,4 +1,4 @@
-"""The monitor thread: it waits for others, guards an iteration, and never leaves anyone hanging."""
+"""The monitor thread: it waits on the store, watches an iteration, and always answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FullDisk(MemorySink):
 
 
 class Rig:
-    """A watcher over this thread."""
+    """A monitor thread for this thread."""
 
     def __init__(self) -> None:
         self.connection = Answers()
@@ -79,7 +79,7 @@ class Rig:
     def run(
         self, answer: bytes | Exception, function: Callable[[], Any] | None = None
     ) -> IterationWatch:
-        """Is in the function when the answer comes; leaves as it must."""
+        """Is in the function when the answer comes, and is interrupted."""
         watch = self.monitor.watch_iteration("over/0")
         self.page.activity = Activity.FUNCTION
 
@@ -111,7 +111,7 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def test_a_wait_that_timed_out_goes_on_for_who_asks_again(rig: Rig) -> None:
+def test_a_wait_that_timed_out_goes_on_for_the_next_caller(rig: Rig) -> None:
     with pytest.raises(KeyTimeout):
         rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
     rig.connection.answers.put(b"value")
@@ -120,7 +120,7 @@ def test_a_wait_that_timed_out_goes_on_for_who_asks_again(rig: Rig) -> None:
     assert rig.connection.asked.empty()
 
 
-def test_a_wait_that_nobody_wants_any_more_is_broken_off(rig: Rig) -> None:
+def test_a_wait_that_is_no_longer_needed_is_broken_off(rig: Rig) -> None:
     with pytest.raises(KeyTimeout):
         rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
     rig.next.answers.put(b"value")
@@ -157,7 +157,7 @@ def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
     assert all(rig.aborts[1:])
     assert rig.page.progress == 5.0
     assert [type(event) for event in rig.events[:2]] == [Seen, AbortDone]
-    with pytest.raises(RankShouldRestart), rig.atomic:  # atomic() is not entered any more
+    with pytest.raises(RankShouldRestart), rig.atomic:  # atomic() cannot be entered
         pass
 
 
@@ -177,7 +177,7 @@ def test_a_lost_store_ends_the_iteration_and_is_told(rig: Rig) -> None:
     assert rig.events[0].reason == "lost"
 
 
-def test_an_abort_that_raises_does_not_hold_the_restart_up(
+def test_an_abort_that_raises_does_not_delay_the_restart(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     def abort(again: bool) -> None:
@@ -206,7 +206,7 @@ def test_an_interrupt_that_is_swallowed_is_repeated(rig: Rig) -> None:
     assert "InterruptSwallowed" in [type(event).__name__ for event in rig.events]
 
 
-def test_a_full_disk_under_the_events_is_logged_and_stops_nobody(
+def test_a_full_disk_under_the_events_is_logged_and_stops_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.emitter.sink = FullDisk()

@@ -1,4 +1,4 @@
-"""The monitor process: a real fork, small, on its own, and gone when its work is done."""
+"""The monitor process: a real fork that is small, detached, and ends when its work is done."""
 
 from __future__ import annotations
 

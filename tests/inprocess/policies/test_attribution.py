@@ -1,4 +1,4 @@
-"""An interruption goes to a string and back."""
+"""Interruption records are converted to strings and parsed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compose runs right to left, and is an instance of what its parts have in common."""
+"""Compose runs right to left, and is an instance of the common base of its parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outlast.inprocess.state import State
 
 
 class Note:
-    """A part that notes that it was called, and with what."""
+    """A part that records its calls and their arguments."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls

@@ -1,4 +1,4 @@
-"""ThreadedFinalize ends in time, whatever its function does."""
+"""ThreadedFinalize returns within its timeout, whatever its function does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FilterGroupedByKey with keys that ranks tell each other, through torch's stores, in threads."""
+"""FilterGroupedByKey with keys that ranks (threads) exchange through torch's stores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = ["a", "a", "b", "b", "c", "c"]
 
 @pytest.fixture(params=["hash", "file", "tcp"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
-    """Gives each rank a connection to one store."""
+    """Connects each rank to one store."""
     if request.param == "hash":
         store = dist.HashStore()
         yield lambda: store
@@ -43,13 +43,13 @@ def run(
     terminated: set[int],
     iteration: int = 0,
 ) -> dict[int, Any]:
-    """Calls each rank's policy, all at once; returns (new rank, new size), or what it raised."""
+    """Calls the policies of all ranks at once; returns (new rank, new size), or the exception."""
 
     def one(rank: int) -> Any:
         state = state_of(rank, size, iteration=iteration, store=store())
         try:
             after, unhandled = policies[rank](state, frozenset(terminated))
-        except Exception as e:  # noqa: BLE001  the test says which are right
+        except Exception as e:  # noqa: BLE001 - the test decides which are right
             return e
         return (after.rank, after.world_size, unhandled)
 
@@ -85,7 +85,7 @@ def test_several_keys_in_one_iteration_do_not_mix(connect: Connect) -> None:
 
 
 class Watched:
-    """A store that counts what is removed from it."""
+    """A store that counts the deleted keys."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()

@@ -1,4 +1,4 @@
-"""Health checks: the GPU answers, and a rank has no more faults than it may have."""
+"""Health checks: the GPU answers, and a rank has at most the allowed number of faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATE = state_of(2, 4)
 
 
 class Gpus:
-    """Stands in for torch.cuda: four devices, of which this process uses some."""
+    """Replaces torch.cuda: four devices, of which this process uses some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = {0: 0, 1: 0, 2: 0, 3: 0}

@@ -1,4 +1,4 @@
-"""RetryController ends the job at its limits, and says which."""
+"""RetryController ends the job at its limits, and names the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assignments: ranks dense, sizes equal, order kept; groups that are marked; who is discarded."""
+"""Rank assignments: dense ranks, equal sizes, kept order, marked groups, discarded ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("policy", [ShiftRanks(), FillGaps()])
 
 
 def assign(policy: Callable[..., Any], world: World) -> dict[int, int]:
-    """The new rank of each rank that stays; checks what must hold for any policy."""
+    """The new rank of each rank that stays; checks the invariants of all policies."""
     size, terminated = world
     new: dict[int, int] = {}
     sizes = set()

@@ -1,4 +1,4 @@
-"""Filters: the first ranks are active, all ranks agree how many, and filters compose."""
+"""Rank filters: the lowest ranks are active, all ranks agree, and filters compose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sizes = st.integers(1, 16)
 
 
 def active_size(rank_filter: Callable[..., Any], size: int) -> int:
-    """How many ranks are active; checks that every rank's state says the same."""
+    """The number of active ranks; checks that the states of all ranks agree."""
     states = [rank_filter(state_of(rank, size)) for rank in range(size)]
     (active,) = {state.active_world_size for state in states}
     for rank, state in enumerate(states):

@@ -1,4 +1,4 @@
-"""Every wrong argument of `Wrapper` is an error that names it."""
+"""Every invalid argument of `Wrapper` raises an error that names it."""
 
 from __future__ import annotations
 

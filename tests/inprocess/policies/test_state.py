@@ -1,4 +1,4 @@
-"""A rank's state: its defaults, its copies, and the store that is connected to when asked for."""
+"""`State`: its defaults, its copies, and the store that connects on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outlast.inprocess.state import LazyStore, State, Status
 
 
 class Connect:
-    """Makes a store; counts."""
+    """Creates stores and counts them."""
 
     def __init__(self) -> None:
         self.made: list[object] = []

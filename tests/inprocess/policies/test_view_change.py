@@ -1,4 +1,4 @@
-"""From what is known at the end of an iteration to everyone's place in the next: no processes."""
+"""From the end of an iteration to the ranks of the next one, without processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Leaves(RankAssignment):
         return state, terminated_ranks
 
 
-# -- the view: who has which place, before the rank assignment -------------------------------
+# -- the view: slots of members, before the rank assignment ----------------------------------
 
 
 @given(view_changes())

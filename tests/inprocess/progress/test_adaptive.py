@@ -1,4 +1,4 @@
-"""The adaptive timeout: what it learns from gaps between pings. Pure."""
+"""The adaptive timeout: what it learns from the gaps between pings."""
 
 from __future__ import annotations
 

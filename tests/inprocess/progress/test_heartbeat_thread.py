@@ -22,7 +22,7 @@ NET_S = 60.0
 
 
 class Ticks:
-    """A clock that never shows the same time twice: every stamp is another."""
+    """A clock that never shows the same time twice."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -33,7 +33,7 @@ class Ticks:
 
 
 class Page(SharedPage):
-    """Has `on_look` called whenever the heartbeat thread's thread begins to look."""
+    """Calls `on_look` whenever the heartbeat thread begins to look."""
 
     on_look: Callable[[], None] = staticmethod(lambda: None)
 
@@ -57,7 +57,7 @@ def page() -> Iterator[Page]:
 
 
 class Watched:
-    """A heartbeat thread over the thread that enters this."""
+    """A heartbeat thread that watches the thread that enters this."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -79,7 +79,7 @@ class Watched:
         self.far.close()
 
     def looks(self, count: int) -> None:
-        """Waits until the heartbeat thread has looked so often."""
+        """Waits until the heartbeat thread has looked `count` times."""
         enough, seen = threading.Event(), [0]
 
         def look() -> None:

@@ -1,4 +1,4 @@
-"""The shared page: fields that do not overlap, seen by a forked child and written by it."""
+"""The shared page: its fields do not overlap, and a forked child reads and writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a GPU: an NCCL group is aborted and made anew, and the health check talks to the device."""
+"""With a GPU: an NCCL group is aborted and created again; the health check runs on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R6 for hangs: the rank that hangs is named, and not one of those that wait for it."""
+"""R6 for hangs: the rank that hangs is named, not one that waits for it."""
 
 from __future__ import annotations
 

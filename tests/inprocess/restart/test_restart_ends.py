@@ -1,4 +1,4 @@
-"""Functions that end in ways of their own, and calls that come after one another."""
+"""Functions that end in special ways, and calls in sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R3 on real processes: an interrupt lands wherever the rank is blocked, and never in atomic()."""
+"""R3 on real processes: an interrupt is raised wherever the rank blocks, and never in atomic()."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_atomic_is_never_interrupted_and_the_termination_waits(ranks: Ranks) -> 
         job.start_all()
         job.wait_for_line(1, said("left", iteration=0))
         for part in ("inner done", "outer done"):
-            time.sleep(0.2)  # no event tells that an interrupt does not come
+            time.sleep(0.2)  # there is no event for an interrupt that does not come
             job.send(0, signal.SIGUSR1)
             job.wait_for_line(0, said(part))
         assert job.wait_all() == {0: 0, 1: 0}, errors(job)

@@ -1,4 +1,4 @@
-"""Membership: a new process takes the place of a dead one, as the grow policy says."""
+"""Membership: a new process replaces a dead one, by the grow policy."""
 
 from __future__ import annotations
 

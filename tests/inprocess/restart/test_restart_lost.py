@@ -1,4 +1,4 @@
-"""Processes that are killed, stopped or hang: the others go on, and nothing stays behind."""
+"""Processes that are killed, stopped or hang: the others continue, and no process is left over."""
 
 from __future__ import annotations
 

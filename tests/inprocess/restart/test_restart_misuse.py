@@ -1,4 +1,4 @@
-"""R6 and the hard cases: errors that name the cause; calls in places where they are not usual."""
+"""R6 and the hard cases: errors that name the cause; calls in unusual situations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R4: hundreds of restarts leave everything as it was, and so does the end of the call."""
+"""R4: hundreds of restarts leak no resources, nor does the end of the call."""
 
 from __future__ import annotations
 

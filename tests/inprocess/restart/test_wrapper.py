@@ -1,4 +1,4 @@
-"""The decorator: what it gives the function, what it leaves as it is, and a job of one rank."""
+"""The decorator: what it passes to the function, what it leaves unchanged, a job of one rank."""
 
 from __future__ import annotations
 

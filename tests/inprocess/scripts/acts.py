@@ -1,4 +1,4 @@
-"""What the ranks of a scenario do, and may hand to their wrapper."""
+"""Actions of the ranks in a scenario, and policies for their wrapper."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FOREVER_S = 100_000.0
 
 
 def rank() -> int:
-    """This rank, as it is now."""
+    """The present rank."""
     return int(os.environ["RANK"])
 
 
 def join_group() -> int:
-    """Makes the process group, and sees that it works; returns the world size."""
+    """Creates the process group, and checks that it works; returns the world size."""
     dist.init_process_group("gloo")
     return collective()
 
 
 def collective() -> int:
-    """An all-reduce; returns how many ranks took part."""
+    """An all-reduce; returns the number of ranks that took part."""
     count = torch.ones(1)
     dist.all_reduce(count)
     return int(count)
@@ -45,12 +45,12 @@ def finish() -> int:
 
 
 def die() -> None:
-    """Ends this process without a word."""
+    """Ends this process by SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_forever() -> None:
-    """Blocks until the interrupt."""
+    """Blocks until it is interrupted."""
     threading.Event().wait(FOREVER_S)
 
 
@@ -67,7 +67,7 @@ def wait_until_asleep() -> None:
 
 
 class Told:
-    """The test says "go on" with a signal: SIGUSR1, as often as it likes."""
+    """The test sends SIGUSR1 to let this rank continue, any number of times."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -93,7 +93,7 @@ SHORT: dict[str, Any] = {
 
 
 class Finalized(Finalize):
-    """Says that this rank has come as far as `finalize`."""
+    """Reports that this rank has reached `finalize`."""
 
     def __call__(self, state, train_ex=None):
         say("finalized", iteration=state.iteration)

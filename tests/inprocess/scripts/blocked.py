@@ -1,4 +1,4 @@
-"""Rank 0 blocks in one way after another; rank 1 fails once rank 0 is asleep in the kernel."""
+"""Rank 0 blocks in one way after another; rank 1 fails when rank 0 sleeps in the kernel."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ WAYS: dict[str, Callable[[CallWrapper], Block]] = {
 @scenario
 @wrapped()
 def one_after_another(call: CallWrapper) -> list[str]:
-    """One iteration for each way, and one to end in."""
+    """One iteration for each way of blocking, and a last one."""
     ways = list(WAYS)
     if call.iteration == len(ways):
         return ways
@@ -105,7 +105,7 @@ def _tell(store: dist.Store) -> None:
 @scenario
 @wrapped()
 def amid_a_transfer(call: CallWrapper) -> int:
-    """All send and receive as much as they can; the test kills one of them meanwhile."""
+    """All send and receive as much as they can; the test kills one of them."""
     size = join_group()
     data = torch.ones(1 << 22)
     step = 0
@@ -120,7 +120,7 @@ def amid_a_transfer(call: CallWrapper) -> int:
 @scenario
 @wrapped()
 def peer_dies_before_it_connects(call: CallWrapper) -> int:
-    """Rank 1 has told the store where it listens, and dies before it is connected."""
+    """Rank 1 has published its address, and dies before a peer has connected."""
     if call.iteration == 0 and rank() == 1:
         say("waits")
         wait_forever()
@@ -130,7 +130,7 @@ def peer_dies_before_it_connects(call: CallWrapper) -> int:
 
 @scenario
 def atomic() -> None:
-    """Rank 0 is in atomic(), nested, when rank 1 fails; the test says when it may go on."""
+    """Rank 0 is in a nested atomic() when rank 1 fails; the test lets it continue."""
     told = Told()
 
     class Tells(Abort):

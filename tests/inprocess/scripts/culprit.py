@@ -1,4 +1,4 @@
-"""Rank 2 hangs, and every other rank's soft timeout is over before its own."""
+"""Rank 2 hangs, and the soft timeout of every other rank expires before its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENT = SHORT | {"soft_timeout": seconds(60), "hard_timeout": seconds(80)}
 @scenario
 @wrapped(**(PATIENT if os.environ["RANK"] == str(CULPRIT) else SHORT))
 def one_hangs_and_others_time_out(call: CallWrapper) -> int:
-    """The others wait in the way that the command line says."""
+    """The others wait in the way that the command line names."""
     join_group()
     if call.iteration == 0:
         call.ping()
@@ -38,7 +38,7 @@ def _wait(how: str, call: CallWrapper) -> None:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
         work.wait()
-    elif os.environ["RANK"] == "3":  # gets on, and waits for nobody
+    elif os.environ["RANK"] == "3":  # makes progress, and waits for no other rank
         while True:
             call.ping()
             threading.Event().wait(0.01)

@@ -1,4 +1,4 @@
-"""Functions that end in ways of their own: by a handler, in a forked child, in an atomic block."""
+"""Functions that end in special ways: in a handler, in a forked child, in an atomic block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST_RANK = int(os.environ["RANK"])
 @scenario
 @wrapped(**SHORT | {"termination_grace_time": seconds(60)})
 def exits_on_sigterm(call: CallWrapper) -> int:
-    """Rank 1 hangs where no interrupt gets it out, and has a handler that ends it in order."""
+    """Rank 1 hangs where no interrupt reaches it, and exits in its handler of SIGTERM."""
     join_group()
     if call.iteration == 0:
         if FIRST_RANK == 1:
@@ -37,7 +37,7 @@ def exits_on_sigterm(call: CallWrapper) -> int:
 @scenario
 @wrapped()
 def forks(call: CallWrapper) -> int:
-    """A child of rank 1 leaves the function, in the way that the command line says."""
+    """A child of rank 1 leaves the function, in the way that the command line names."""
     join_group()
     if rank() == 1 and call.iteration == 0:
         child = os.fork()
@@ -59,7 +59,7 @@ def _leave_child(how: str) -> int:
 
 @scenario
 def wraps_the_interrupt() -> None:
-    """Rank 0 fails; rank 1 makes an exception of its own out of the interrupt."""
+    """Rank 0 fails; rank 1 turns the interrupt into another exception."""
 
     @Wrapper()
     def train(call: CallWrapper) -> int:
@@ -149,7 +149,7 @@ def without_standard_streams() -> None:
 
 @scenario
 def many_calls() -> None:
-    """One call after the other, without garbage collections."""
+    """Calls in sequence, without garbage collections."""
 
     @Wrapper()
     def train(call: CallWrapper) -> int:

@@ -16,7 +16,7 @@ from outlast.inprocess import CallWrapper
 @scenario
 @wrapped()
 def one_fails(call: CallWrapper) -> int:
-    """Rank 1 fails in the way that the command line says."""
+    """Rank 1 fails in the way that the command line names."""
     count = join_group()
     say("met", iteration=call.iteration, count=count)
     if call.iteration == 0:
@@ -38,7 +38,7 @@ def _fail(fault: str) -> None:
 
 @scenario
 def one_leaves_late() -> None:
-    """Rank 1 fails; rank 2 cannot leave until the test says so; the others must not go on."""
+    """Rank 1 fails; rank 2 cannot leave until the test allows it; the others must wait."""
     told = Told()
 
     @wrapped(finalize=Finalized())
@@ -98,7 +98,7 @@ def all_but_one_die(call: CallWrapper) -> int:
 @scenario
 @wrapped()
 def no_groups(call: CallWrapper) -> int:
-    """A function that has nothing to do with torch.distributed."""
+    """A function without torch.distributed."""
     if call.iteration == 0:
         _fail_beside_the_other(0, call)
         wait_forever()
@@ -108,7 +108,7 @@ def no_groups(call: CallWrapper) -> int:
 @scenario
 @wrapped()
 def swallows(call: CallWrapper) -> int:
-    """Rank 0's function swallows every interrupt, until there were three."""
+    """Rank 0's function swallows the first interrupts, until there were three."""
     if call.iteration == 0:
         _fail_beside_the_other(1, call)
         for _ in range(3):
@@ -121,7 +121,7 @@ def swallows(call: CallWrapper) -> int:
 
 
 def _fail_beside_the_other(failing: int, call: CallWrapper) -> None:
-    """Of two ranks one fails, when the other is in the function for sure."""
+    """One of two ranks fails when the other is certainly in the function."""
     if rank() == failing:
         call.state.store.wait(["in"])
         raise ValueError("a planned fault")

@@ -1,4 +1,4 @@
-"""Ranks that are replaced: the test kills rank 1, and starts a new process in its place."""
+"""Ranks that are replaced: the test kills rank 1, and starts a replacement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = sys.argv[2] if len(sys.argv) > 2 else ""
 
 
 class Asks(NullSink):
-    """Tells the test that a newcomer has asked to take part."""
+    """Reports to the test that a new process has asked to join."""
 
     def write(self, event: Event) -> None:
         if isinstance(event, Joined):
@@ -24,7 +24,7 @@ class Asks(NullSink):
 
 @scenario
 def replaced() -> None:
-    """When one is missing, the others go on until the test tells rank 0 something."""
+    """When a rank is missing, the others continue until the test writes to rank 0."""
     told = Told()
 
     @wrapped(grow_policy=GrowPolicy[ASKED], event_sink=Asks())
@@ -47,7 +47,7 @@ def replaced() -> None:
 
 @scenario
 def awaited() -> None:
-    """The restart is held for a replacement, for as long as the command line says."""
+    """The restart is held for a replacement, for the time that the command line names."""
     hold = seconds(float(sys.argv[2]))
     told = Told()
 

@@ -1,4 +1,4 @@
-"""Ranks and monitor processes that are killed, stopped, or hang, as the test wants."""
+"""Ranks and monitor processes that are killed or stopped by the test, or hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outlast.inprocess.rank_filter import MaxActiveWorldSize
 @scenario
 @wrapped(heartbeat_timeout=seconds(3))
 def killed_by_the_test(call: CallWrapper) -> int:
-    """All tell who they are, and wait for as long as nobody is killed."""
+    """All ranks report their ids, and wait until a rank is killed."""
     size = join_group()
     say("ready", iteration=call.iteration, monitor=call.monitor_pid)
     if call.iteration == 0:
@@ -30,7 +30,7 @@ def killed_by_the_test(call: CallWrapper) -> int:
 @scenario
 @wrapped(**SHORT)
 def one_hangs(call: CallWrapper) -> int:
-    """Rank 1 hangs in the way that the command line says; the others wait for it."""
+    """Rank 1 hangs in the way that the command line names; the others wait for it."""
     how, pinging = sys.argv[2], sys.argv[3] == "pings"
     join_group()
     if call.iteration == 0:
@@ -54,7 +54,7 @@ def _hang(how: str) -> None:
 
 
 def _lock_twice(library: ctypes.CDLL) -> None:
-    """Waits in C, forever, for a mutex that it holds itself."""
+    """Waits forever, in C, for a mutex that the thread itself holds."""
     mutex = ctypes.create_string_buffer(256)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
@@ -90,7 +90,7 @@ def adaptive(call: CallWrapper) -> int:
 @scenario
 @wrapped(rank_filter=MaxActiveWorldSize(2))
 def reserve(call: CallWrapper) -> str:
-    """Of three ranks two are active; when one of them dies, the reserve takes over."""
+    """Two of three ranks are active; when one of them dies, the reserve rank takes over."""
     size = join_group()
     if call.iteration == 0 and len(sys.argv) > 2:
         if rank() == 1:

@@ -1,4 +1,4 @@
-"""Calls that go wrong, or look as if they must: errors, ports, nesting, threads, signals."""
+"""Wrapped calls in unusual situations: errors, ports, nesting, threads, signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outlast.inprocess.initialize import RetryController
 def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
     if how == "kill":
         die()
-    with call.atomic():  # so that its own fault comes to be known after the echoes of it
+    with call.atomic():  # so that its own fault is reported after the echoes of it
         store = call.state.store
         dist.destroy_process_group()
         store.wait(["echo"])
@@ -33,7 +33,7 @@ def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
 
 @scenario
 def aborted_by_the_controller() -> None:
-    """Rank 1 fails in every iteration, until the controller has had enough."""
+    """Rank 1 fails in every iteration, until the controller ends the job."""
     how = sys.argv[2]
 
     @wrapped(initialize=RetryController(max_iterations=2 if how == "raise" else 1))
@@ -60,12 +60,12 @@ def aborted_by_the_controller() -> None:
     barrier_timeout=seconds(4),
 )
 def port_taken(call: CallWrapper) -> None:
-    """The port of the job is held by somebody who is no store; the test holds it."""
+    """The test holds the port of the job, with a server that is not a store."""
     say("must not be entered")
 
 
 class Unprepared(AbortTorchDistributed):
-    """Fails on rank 0 when the call comes up, after the monitor process did."""
+    """Fails on rank 0 during the setup of the call, after the monitor process has started."""
 
     def prepare(self) -> None:
         if rank() == 0:
@@ -80,7 +80,7 @@ def fails_coming_up(call: CallWrapper) -> int:
 
 @scenario
 def nested_and_repeated() -> None:
-    """A call within a call; then one call after the other; then with a group there already."""
+    """A call within a call; two calls in sequence; a call with an initialized process group."""
 
     @Wrapper()
     def inner() -> None:
@@ -112,7 +112,7 @@ def nested_and_repeated() -> None:
 
 @scenario
 def alone() -> None:
-    """One process that no launcher has started."""
+    """One process without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
@@ -128,7 +128,7 @@ def alone() -> None:
 
 @wrapped()
 def _fails_once(call: CallWrapper) -> int:
-    """A function that loops in Python, as an asynchronous exception needs it."""
+    """A function that loops in Python, so that an asynchronous exception can be raised in it."""
     join_group()
     if call.iteration == 0:
         if rank() == 1:
@@ -151,7 +151,7 @@ def in_another_thread() -> None:
 
 @scenario
 def signal_taken() -> None:
-    """The user has SIGURG for himself: it stays his, and means to him what it did."""
+    """The user has a handler for SIGURG: it stays installed, and keeps its meaning."""
     got: list[int] = []
 
     def mine(number: int, frame: object) -> None:
@@ -198,7 +198,7 @@ def _connection(server: socket.socket) -> tuple[socket.socket, socket.socket]:
 
 @scenario
 def busy_threads() -> None:
-    """Threads that hold locks nearly always, while the monitor process is forked."""
+    """Threads that nearly always hold locks while the monitor process is forked."""
     stop = threading.Event()
     threading.Thread(target=_log, args=(stop,), daemon=True).start()
     for work in (_allocate, _import):

@@ -45,14 +45,14 @@ def _start(page: SharedPage, port: int, serve: bool) -> MonitorHandle:
 
 
 def _closed_everywhere(descriptor: int) -> bool:
-    """Whether nobody holds the other end of a pipe."""
+    """Whether no process holds the other end of a pipe open."""
     ready, _, _ = select.select([descriptor], [], [], 0)
     return bool(ready) and os.read(descriptor, 1) == b""
 
 
 @scenario
 def watched() -> None:
-    """Says when the monitor is at work, and waits for its end."""
+    """Reports when the monitor works, and waits for its end."""
     page = SharedPage()
     readable, writable = os.pipe()
     handle = _start(page, 0, serve=True)
@@ -70,7 +70,7 @@ def watched() -> None:
 
 @scenario
 def dismissed() -> None:
-    """Sends the monitor away."""
+    """Dismisses the monitor."""
     server = TCPStore.serve(host_name="127.0.0.1", port=0)
     page = SharedPage()
     handle = _start(page, server.port, serve=False)

@@ -1,4 +1,4 @@
-"""Rank 1 fails in a phase of the restart, in the way that the command line says.
+"""Rank 1 fails in a phase of the restart, in the way that the command line names.
 
 python phases.py fails_in_phase finalize raise
 """
@@ -88,7 +88,7 @@ class Filter(RankFilter):
 
 
 def _rank_0_fails_once(call: CallWrapper) -> int:
-    """What brings the restart about, all phases of which the ranks then go through."""
+    """The cause of the restart, of which the ranks then go through all phases."""
     join_group()
     if call.iteration == 0:
         if rank() == 0:
@@ -113,7 +113,7 @@ def fails_in_phase(call: CallWrapper) -> int:
 
 @scenario
 def dies_at_the_barrier() -> None:
-    """Rank 2 holds the restart up in `finalize` while the test kills rank 1 at the barrier."""
+    """Rank 2 delays the restart in `finalize` while the test kills rank 1 at the barrier."""
     told = Told()
 
     class Held(Finalized):
@@ -129,7 +129,7 @@ def dies_at_the_barrier() -> None:
 
 @scenario
 def dies_before_it_registers() -> None:
-    """Rank 1 dies when its monitor is up and nothing else has happened."""
+    """Rank 1 dies when its monitor has started and nothing else has happened."""
     register, main_process = MembershipProtocol.register, os.getpid()
 
     async def registering(self: MembershipProtocol, *args: object) -> int | None:

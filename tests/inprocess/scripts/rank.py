@@ -1,4 +1,4 @@
-"""What all rank scripts share: they speak in JSON lines, and run the scenario that they are told.
+"""Common to all rank scripts: they print JSON lines, and run the scenario that they are given.
 
 @scenario
 @wrapped()
@@ -24,13 +24,13 @@ SCENARIOS: dict[str, Callable[[], Any]] = {}
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line, in one write: an interrupt comes before it or after it."""
+    """Prints one line in one write: an interrupt comes before it or after it."""
     line = json.dumps({"event": event, "t": time.monotonic(), **fields}, default=str)
     os.write(1, line.encode() + b"\n")
 
 
 def observed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a function say when it is entered and when it has been left, whatever happens to it."""
+    """Makes a function report when it is entered and when it has been left, in any way."""
 
     @functools.wraps(function)
     def observing(call: inprocess.CallWrapper) -> Any:
@@ -59,7 +59,7 @@ def _entered(call: inprocess.CallWrapper) -> None:
 
 
 def wrapped(**options: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
-    """Puts a function under a wrapper with these options; it is observed, and a call reports."""
+    """Wraps a function with these options; the function and its calls report what happens."""
 
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         restarted = inprocess.Wrapper(**options)(observed(function))
@@ -74,7 +74,7 @@ def wrapped(**options: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]
 
 
 def report(wrapped: Callable[[], Any]) -> Any:
-    """Calls a wrapped function and says how that ended. An error ends the process with code 1."""
+    """Calls a wrapped function and reports the result. An error ends the process with code 1."""
     try:
         value = wrapped()
     except BaseException as error:
@@ -89,7 +89,7 @@ def report(wrapped: Callable[[], Any]) -> Any:
 
 
 def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes a function one that the command line can name."""
+    """Registers a function as a scenario for the command line."""
     SCENARIOS[function.__name__] = function
     return function
 

@@ -1,4 +1,4 @@
-"""Many restarts in a row; rank 0 counts what the process holds after each."""
+"""Many restarts in a row; rank 0 counts the resources of the process after each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outlast.inprocess import CallWrapper, Wrapper
 
 
 def _held() -> dict[str, Any]:
-    """What the process holds, once the iteration before is released."""
+    """The resources of the process after the previous iteration was released."""
     for thread in threading.enumerate():
         if thread.name == "outlast-release":
             thread.join()
