@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import psutil
 
-from inprocess.story import errors, events, said
+from inprocess.job_output import errors, events, said
 from procs import Job
 
 Ranks = Callable[..., Job]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.worlds import state_of
+from inprocess.view_strategies import state_of
 from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import FaultCounter, HealthCheck

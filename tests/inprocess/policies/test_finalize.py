@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inprocess.worlds import state_of
+from inprocess.view_strategies import state_of
 from outlast.errors import RestartError, TimeoutError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.finalize import Finalize, ThreadedFinalize

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.worlds import state_of
+from inprocess.view_strategies import state_of
 from outlast.errors import FaultCounterExceeded, RankShouldRestart, TimeoutError
 from outlast.inprocess.health_check import CudaHealthCheck, FaultCounter, HealthCheck
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.worlds import state_of
+from inprocess.view_strategies import state_of
 from outlast.errors import RestartAbort
 from outlast.inprocess.initialize import Initialize, RetryController
 

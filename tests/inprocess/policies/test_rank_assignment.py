@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.worlds import state_of, worlds
+from inprocess.view_strategies import sizes_with_gaps, state_of
 from outlast.errors import RankDiscarded, RestartError
 from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.rank_assignment import (
@@ -51,7 +51,7 @@ def assign(policy: Callable[..., Any], world: World) -> dict[int, int]:
 
 
 @both
-@given(worlds())
+@given(sizes_with_gaps())
 def test_ranks_are_dense_sizes_equal_and_only_the_terminated_are_discarded(
     policy: RankAssignment, world: World
 ) -> None:
@@ -59,13 +59,13 @@ def test_ranks_are_dense_sizes_equal_and_only_the_terminated_are_discarded(
     assert assign(policy, world).keys() == {*range(size)} - terminated
 
 
-@given(worlds())
+@given(sizes_with_gaps())
 def test_shift_ranks_keeps_the_order(world: World) -> None:
     new = assign(ShiftRanks(), world)
     assert [new[rank] for rank in sorted(new)] == [*range(len(new))]
 
 
-@given(worlds())
+@given(sizes_with_gaps())
 def test_fill_gaps_moves_only_ranks_that_have_no_place_any_more(world: World) -> None:
     new = assign(FillGaps(), world)
     for rank, place in new.items():
@@ -119,7 +119,7 @@ def by(width: int) -> Callable[[int, int], int]:
     return lambda rank, size: rank // width
 
 
-@given(worlds(), st.integers(1, 4), st.integers(0, 5))
+@given(sizes_with_gaps(), st.integers(1, 4), st.integers(0, 5))
 def test_groups_that_fail_are_marked_whole(world: World, width: int, least: int) -> None:
     size, terminated = world
     marks = FilterGroupedByKey(by(width), lambda count: count >= least)
@@ -200,7 +200,7 @@ def test_without_a_store_a_key_is_of_no_use() -> None:
 # -- AwaitReplacements ----------------------------------------------------------------------
 
 
-@given(worlds())
+@given(sizes_with_gaps())
 def test_await_replacements_changes_nothing(world: World) -> None:
     size, terminated = world
     state = state_of(size - 1, size)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inprocess.story import assert_never_together, errors, full, views
+from inprocess.job_output import assert_never_together, errors, full, views
 from outlast.events.report import build, load
 from procs import Job
 

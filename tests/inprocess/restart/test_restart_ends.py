@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inprocess.story import errors, events, full, returned, views
+from inprocess.job_output import errors, events, full, returned, views
 from outlast.events import Fault
 from outlast.events.report import load
 from procs import Job

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from inprocess.story import assert_never_together, errors, events, full, returned, said, views
+from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
 from procs import Job
 
 Ranks = Callable[..., Job]

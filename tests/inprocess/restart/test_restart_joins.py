@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from inprocess.story import assert_never_together, errors, events, full, said, views
+from inprocess.job_output import assert_never_together, errors, events, full, said, views
 from procs import Job
 
 Ranks = Callable[..., Job]

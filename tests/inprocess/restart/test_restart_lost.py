@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import assert_never_together, errors, events, full, returned, said, views
+from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
 from procs import Job
 
 Ranks = Callable[..., Job]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import errors, events, full, returned, views
+from inprocess.job_output import errors, events, full, returned, views
 from procs import Job
 
 Ranks = Callable[..., Job]

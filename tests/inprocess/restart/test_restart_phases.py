@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import (
+from inprocess.job_output import (
     assert_never_together,
     errors,
     events,

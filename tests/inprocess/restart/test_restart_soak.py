@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inprocess.story import errors, events
+from inprocess.job_output import errors, events
 from procs import Job
 
 MEMORY_BYTES = 32 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inprocess.story import errors, events, full, views
+from inprocess.job_output import errors, events, full, views
 from procs import Job
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

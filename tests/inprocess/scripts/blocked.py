@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from acts import FOREVER_S, Told, finish, join_group, rank, wait_forever, wait_until_asleep
 from rank import main, say, scenario, wrapped
+from rank_actions import FOREVER_S, Told, finish, join_group, rank, wait_forever, wait_until_asleep
 
 from outlast.inprocess import CallWrapper, State
 from outlast.inprocess.abort import Abort

@@ -8,8 +8,8 @@ import threading
 
 import torch
 import torch.distributed as dist
-from acts import SHORT, collective, finish, join_group, seconds, wait_forever
 from rank import main, scenario, wrapped
+from rank_actions import SHORT, collective, finish, join_group, seconds, wait_forever
 
 from outlast.inprocess import CallWrapper
 

@@ -10,9 +10,8 @@ import sys
 import threading
 from typing import Any
 
-import torch.distributed as dist
-from acts import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 from rank import main, report, say, scenario, wrapped
+from rank_actions import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.store import FileStore
@@ -83,9 +82,9 @@ def long_atomic(call: CallWrapper) -> int:
     if call.iteration == 0:
         if FIRST_RANK == 1:
             with call.long_phase(seconds(600)), call.atomic():
-                dist.barrier()
+                call.state.store.set("inside", "1")  # not a collective: the fault would end it
                 threading.Event().wait(30)
-        dist.barrier()
+        call.state.store.wait(["inside"])
         raise ValueError("a planned fault")
     return finish()
 

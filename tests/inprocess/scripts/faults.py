@@ -6,8 +6,8 @@ import sys
 import time
 
 import torch.distributed as dist
-from acts import Finalized, Told, collective, die, finish, join_group, rank, wait_forever
 from rank import main, say, scenario, wrapped
+from rank_actions import Finalized, Told, collective, die, finish, join_group, rank, wait_forever
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess import CallWrapper

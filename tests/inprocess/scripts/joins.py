@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from acts import Told, collective, finish, join_group, seconds
 from rank import main, say, scenario, wrapped
+from rank_actions import Told, collective, finish, join_group, seconds
 
 from outlast.events import Event, Joined, NullSink
 from outlast.inprocess import CallWrapper, Compose, GrowPolicy

@@ -8,8 +8,8 @@ import signal
 import sys
 import threading
 
-from acts import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 from rank import main, say, scenario, wrapped
+from rank_actions import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 
 from outlast.inprocess import Adaptive, CallWrapper
 from outlast.inprocess.rank_filter import MaxActiveWorldSize

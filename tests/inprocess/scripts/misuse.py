@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from acts import die, finish, join_group, rank, seconds, wait_forever
 from rank import main, say, scenario, wrapped
+from rank_actions import die, finish, join_group, rank, seconds, wait_forever
 
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed

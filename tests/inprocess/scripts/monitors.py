@@ -6,8 +6,8 @@ import os
 import select
 import sys
 
-from acts import wait_forever
 from rank import main, say, scenario
+from rank_actions import wait_forever
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on

@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 
-from acts import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
 from rank import main, say, scenario, wrapped
+from rank_actions import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.inprocess import CallWrapper, State

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from acts import finish, join_group, rank
 from rank import main, report, say, scenario
+from rank_actions import finish, join_group, rank
 
 from outlast.inprocess import CallWrapper, Wrapper
 

@@ -17,7 +17,7 @@ def state_of(rank: int, size: int, **changes: Any) -> State:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, max_size: int = 12) -> tuple[int, frozenset[int]]:
+def sizes_with_gaps(draw: st.DrawFn, max_size: int = 12) -> tuple[int, frozenset[int]]:
     """A world size, and the terminated ranks."""
     size = draw(st.integers(1, max_size))
     return size, draw(st.frozensets(st.integers(0, size - 1)))

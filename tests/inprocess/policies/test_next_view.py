@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.worlds import ViewChange, state_of, view_changes
+from inprocess.view_strategies import ViewChange, state_of, view_changes
 from outlast.coordination.view import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.compose import Compose

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from inprocess.worlds import state_of
+from inprocess.view_strategies import state_of
 from outlast.errors import RankDiscarded, StoreError, TimeoutError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.rank_assignment import FilterGroupedByKey, RankAssignment, ShiftRanks
