@@ -68,10 +68,10 @@ demo: $(STAMP)
 
 # Tests wait more than they compute, and a job of several ranks has the other cores.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --all
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
 
 test-ray: $(RAY_STAMP)
 	$(RAY_VENV)/bin/python -m pytest tests/elastic/test_ray.py

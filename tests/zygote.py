@@ -21,6 +21,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing.process
 import os
 import runpy
 import select
@@ -298,7 +299,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(request["cwd"])
+    # What these modules keep from the time of their import, or of their first use.
     tempfile.tempdir = None
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]
     if MARKER in env:
         _show_in_proc(env[MARKER])
     if env.get("PYTHONFAULTHANDLER"):
@@ -335,5 +338,12 @@ if __name__ == "__main__":
     task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if task is not None:
         _become(*task)
-        # At the top of the stack, so that an exception ends the process as it always does.
-        _run(task[0]["command"])
+        try:
+            _run(task[0]["command"])
+        except Exception as error:  # noqa: BLE001 - shown as the interpreter shows it
+            # As the interpreter does at the top of the stack, where it has no frames of this file.
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+                trace = trace.tb_next
+            sys.excepthook(type(error), error, trace)
+            sys.exit(1)

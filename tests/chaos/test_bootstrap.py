@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from procs import NET_S, Job
+from zygote import shared
+
+pytestmark = pytest.mark.usefixtures("zygote")
 
 ECHO = """
 import json, sys
@@ -68,9 +71,7 @@ def run(
     given = faults or plan(folder, {"rank": 9, "kind": "abort"})
     env = {**os.environ, "OUTLAST_CHAOS": str(given), "TMPDIR": str(folder), "RANK": "0"}
     command = [sys.executable, "-m", "outlast.chaos.bootstrap", *arguments]
-    return subprocess.run(
-        command, env=env, cwd=folder, capture_output=True, text=True, timeout=NET_S, check=False
-    )
+    return shared().run(command, env, folder, timeout=NET_S)
 
 
 def test_a_script_runs_as_without_a_plan(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from torch import nn
 import outlast
 from outlast.elastic import ElasticLoader
 from procs import NET_S, Job
+from zygote import shared
 
 PAGE = Path(__file__).parents[3] / "docs" / "migration-torchrun.md"
 FILES = dict(re.findall(r'```(?:python|sh) title="(.*?)"\n(.*?)```', PAGE.read_text(), re.DOTALL))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OUTLAST = ("outlast.launch", "run", "--standalone", "--nproc-per-node", "2")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("zygote")]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, *command: str) -> str:
     """Runs a program that must succeed; returns its output."""
-    with Job(tmp_path, "-m", nprocs=1, args=command) as job:
+    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
         job.start_all()
         assert job.wait_all() == {0: 0}, job.output(0) + job.errors(0)
         return job.output(0)
@@ -99,7 +100,8 @@ def test_without_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
 
 
 def test_torchrun_exits_with_1_on_a_signal_and_the_state_is_saved(tmp_path: Path) -> None:
-    with Job(tmp_path, "-m", nprocs=1, args=(*TORCHRUN, "after.py", "100000")) as job:
+    command = (*TORCHRUN, "after.py", "100000")
+    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
         stop_in_training(job)
         assert job.wait(0) == 1, job.errors(0)
     assert last_step() > 0

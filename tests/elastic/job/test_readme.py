@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zygote import Zygote, shared
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "readme.py"
 STEPS = 40  # ten epochs of 300 samples, 96 a step
@@ -18,11 +19,9 @@ def run(results: Path, fault: str, every: int = 100) -> str:
     """Runs the example; returns its output."""
     results.mkdir()
     command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    done = shared().run(
         [*command, str(SCRIPT), str(results), fault, str(every)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +48,7 @@ def weights(results: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """The results of a run without a fault."""
     results = tmp_path_factory.mktemp("reference") / "results"
     run(results, "none")
