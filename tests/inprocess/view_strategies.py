@@ -8,6 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outlast.coordination.view import Joiner, ViewRecord, decide
+from outlast.errors import RankDiscarded
+from outlast.inprocess.rank_assignment import RankAssignment
+from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.next_view import state_in_view
 from outlast.inprocess.state import State
 
 
@@ -58,3 +62,27 @@ def view_changes(draw: st.DrawFn) -> ViewChange:
     known = sorted({*roster.values(), *asked})
     lost = draw(st.frozensets(st.sampled_from(known))) if known else frozenset[int]()
     return ViewChange(roster, size, lost, joiners, decide(7, roster, size, lost, joiners))
+
+
+def states_in_view(
+    record: ViewRecord, assignment: RankAssignment, rank_filter: RankFilter | None = None
+) -> dict[int, State]:
+    """The states of all members of the view, by member, as `state_in_view` gives them to each.
+
+    A member that the assignment discards is left out. The states are those of processes whose
+    initial rank is their index in `record.slots()`, without a store.
+
+    Raises:
+        RestartError: if the assignment leaves terminated ranks unhandled.
+    """
+    slots = record.slots()
+    places: dict[int, State] = {}
+    for rank, member in enumerate(slots):
+        if member is None:
+            continue
+        state = State(rank, len(slots), initial_rank=rank, initial_world_size=len(slots))
+        try:
+            places[member] = state_in_view(record, member, state, assignment, rank_filter)
+        except RankDiscarded:
+            continue
+    return places

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from outlast.clock import Clock
 from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive import GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
@@ -31,7 +30,6 @@ class CallWrapper:
         state: State,
         page: SharedPage,
         atomic_section: AtomicSection,
-        interrupter: Interrupter,
         clock: Clock,
         estimator: GapEstimator | None,
         monitor_pid: int | None,
@@ -40,7 +38,6 @@ class CallWrapper:
         self.monitor_pid = monitor_pid
         self._page = page
         self._atomic_section = atomic_section
-        self._interrupter = interrupter
         self._clock = clock
         self._estimator = estimator
         self._last_ping: float | None = None

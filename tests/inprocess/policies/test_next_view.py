@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.view_strategies import ViewChange, state_of, view_changes
+from inprocess.view_strategies import ViewChange, state_of, states_in_view, view_changes
 from outlast.coordination.view import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.compose import Compose
@@ -22,7 +22,7 @@ from outlast.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from outlast.inprocess.rank_filter import MaxActiveWorldSize, RankFilter, WorldSizeDivisibleBy
-from outlast.inprocess.recovery.next_view import next_places, place_of
+from outlast.inprocess.recovery.next_view import state_in_view
 from outlast.inprocess.state import State, Status
 
 
@@ -116,7 +116,7 @@ filters = st.sampled_from(
 def test_ranks_are_dense_and_sizes_equal(
     change: ViewChange, policy: RankAssignment, rank_filter: RankFilter | None
 ) -> None:
-    places = next_places(change.record, policy, rank_filter)
+    places = states_in_view(change.record, policy, rank_filter)
     assert {*places} <= change.record.expected
     assert sorted(state.rank for state in places.values()) == [*range(len(places))]
     assert {state.world_size for state in places.values()} <= {len(places)}
@@ -131,7 +131,7 @@ def test_ranks_are_dense_and_sizes_equal(
 def test_nobody_is_discarded_without_a_reason_and_a_full_view_moves_nobody(
     change: ViewChange, policy: RankAssignment
 ) -> None:
-    places = next_places(change.record, policy)
+    places = states_in_view(change.record, policy)
     slots = change.record.slots()
     assert {*places} == change.record.expected
     if None not in slots:
@@ -142,15 +142,15 @@ def test_nobody_is_discarded_without_a_reason_and_a_full_view_moves_nobody(
 def test_each_member_finds_for_itself_what_all_find(
     change: ViewChange, policy: RankAssignment, rank_filter: RankFilter | None
 ) -> None:
-    places = next_places(change.record, policy, rank_filter)
+    places = states_in_view(change.record, policy, rank_filter)
     for member in change.record.expected:
         # Where it has been, and as what, does not matter.
         mine = State(6, 7, 5, 9, active_world_size=1, iteration=3, status=Status.INACTIVE)
         if member not in places:
             with pytest.raises(RankDiscarded):
-                place_of(change.record, member, mine, policy, rank_filter)
+                state_in_view(change.record, member, mine, policy, rank_filter)
             continue
-        found = place_of(change.record, member, mine, policy, rank_filter)
+        found = state_in_view(change.record, member, mine, policy, rank_filter)
         assert (found.initial_rank, found.initial_world_size) == (5, 9)
         expected = places[member]
         for name in ("rank", "world_size", "active_world_size", "iteration", "status"):
@@ -164,9 +164,9 @@ def test_empty_places_must_be_dealt_with(change: ViewChange, policy: RankAssignm
     empty = [rank for rank, member in enumerate(slots) if member is None]
     if empty and change.record.expected:
         with pytest.raises(RestartError, match=re.escape(f"terminated ranks {empty} unhandled")):
-            next_places(change.record, policy)
+            states_in_view(change.record, policy)
     else:
-        assert {*next_places(change.record, policy)} == change.record.expected
+        assert {*states_in_view(change.record, policy)} == change.record.expected
 
 
 RECORD = ViewRecord(4, (10, 11, 12, 13), frozenset({11}))
@@ -175,17 +175,17 @@ RECORD = ViewRecord(4, (10, 11, 12, 13), frozenset({11}))
 def test_marked_ranks_that_nobody_drops_are_named() -> None:
     marks = FilterGroupedByKey(lambda rank, size: rank // 2, lambda n: n == 2)
     with pytest.raises(RestartError, match=r"FilterGroupedByKey.*ranks \[0, 1\] unhandled"):
-        place_of(RECORD, 12, state_of(2, 4), marks)
+        state_in_view(RECORD, 12, state_of(2, 4), marks)
 
 
 def test_who_is_not_in_the_view_has_no_place() -> None:
     with pytest.raises(ValueError, match="member 11 is not in the view of iteration 4"):
-        place_of(RECORD, 11, state_of(1, 4), ShiftRanks())
+        state_in_view(RECORD, 11, state_of(1, 4), ShiftRanks())
 
 
 def test_the_store_stays_with_the_state() -> None:
     store = object()
-    assert place_of(RECORD, 12, state_of(2, 4, store=store), ShiftRanks()).store is store
+    assert state_in_view(RECORD, 12, state_of(2, 4, store=store), ShiftRanks()).store is store
 
 
 @pytest.mark.parametrize(("rank", "size"), [(3, 3), (-1, 3)])
@@ -195,7 +195,7 @@ def test_a_place_that_does_not_exist_is_no_place(rank: int, size: int) -> None:
             return state.copy(rank=rank, world_size=size), frozenset()
 
     with pytest.raises(RestartError, match=f"Wrong.*gave rank {rank} of a world size of {size}"):
-        place_of(RECORD, 12, state_of(2, 4), Wrong())
+        state_in_view(RECORD, 12, state_of(2, 4), Wrong())
 
 
 @pytest.mark.parametrize("rank_filter", [None, MaxActiveWorldSize()])
@@ -205,7 +205,7 @@ def test_an_assignment_need_not_know_of_filters(rank_filter: RankFilter | None) 
             state.rank, state.world_size = 0, 1
             return state, frozenset()
 
-    assert place_of(RECORD, 12, state_of(2, 4), Plain(), rank_filter).active_world_size == 1
+    assert state_in_view(RECORD, 12, state_of(2, 4), Plain(), rank_filter).active_world_size == 1
 
 
 @pytest.mark.parametrize("active", [-1, 4])
@@ -215,9 +215,9 @@ def test_more_active_ranks_than_there_are_is_wrong(active: int) -> None:
             return state.copy(active_world_size=active)
 
     with pytest.raises(RestartError, match=f"Wrong.*active world size of {active} out of 3"):
-        place_of(RECORD, 12, state_of(2, 4), ShiftRanks(), Wrong())
+        state_in_view(RECORD, 12, state_of(2, 4), ShiftRanks(), Wrong())
 
 
 def test_what_a_filter_raises_goes_up() -> None:
     with pytest.raises(RestartAbort, match="divisor=4"):
-        next_places(RECORD, ShiftRanks(), WorldSizeDivisibleBy(4))
+        states_in_view(RECORD, ShiftRanks(), WorldSizeDivisibleBy(4))

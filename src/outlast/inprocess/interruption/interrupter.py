@@ -13,8 +13,8 @@ Where may the interrupt be raised? In user code only.
   and passes it the interrupted frame. While that frame is the one of `run()`, the handler does not
   raise. So the lines of `run()` around the call need no protection, and there is no moment between
   "still inside the function" and "the exception is caught".
-* Library code that the user calls (`ping`, `atomic`) raises a *shield*, a counter that only this
-  thread writes. Before the increment and after the decrement, no state of the library is half
+* Library code that the user calls (`atomic`) raises a *shield*, a counter that only this thread
+  writes. Before the increment and after the decrement, no state of the library is half
   updated, so an interrupt there is the same as one in user code.
 * An asynchronous exception is requested in one thread and raised in the other a little later. So
   when the function's thread enters a shield or leaves the function, it waits until no request is

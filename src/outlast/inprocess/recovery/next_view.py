@@ -8,22 +8,22 @@ consistent assignment (R1) without communication.
 from __future__ import annotations
 
 from outlast.coordination.view import ViewRecord
-from outlast.errors import RankDiscarded, RestartError
+from outlast.errors import RestartError
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.state import State, Status
 
-__all__ = ["next_places", "place_of"]
+__all__ = ["state_in_view"]
 
 
-def place_of(
+def state_in_view(
     record: ViewRecord,
     member: int,
     state: State,
     assignment: RankAssignment,
     rank_filter: RankFilter | None = None,
 ) -> State:
-    """The state of `member` in the iteration that `record` starts.
+    """The state of `member` in the iteration that starts with `record`.
 
     Args:
         record: the agreed view.
@@ -75,27 +75,3 @@ def place_of(
             f"{filtered.world_size}"
         )
     return filtered
-
-
-def next_places(
-    record: ViewRecord, assignment: RankAssignment, rank_filter: RankFilter | None = None
-) -> dict[int, State]:
-    """The states of all members of the view, by member, as `place_of` gives them to each.
-
-    A member that the assignment discards is left out. The states are those of processes whose
-    initial rank is their index in `record.slots()`, without a store.
-
-    Raises:
-        RestartError: if the assignment leaves terminated ranks unhandled.
-    """
-    slots = record.slots()
-    places: dict[int, State] = {}
-    for rank, member in enumerate(slots):
-        if member is None:
-            continue
-        state = State(rank, len(slots), initial_rank=rank, initial_world_size=len(slots))
-        try:
-            places[member] = place_of(record, member, state, assignment, rank_filter)
-        except RankDiscarded:
-            continue
-    return places

@@ -53,7 +53,7 @@ from outlast.inprocess.recovery.contract import (
     Returned,
 )
 from outlast.inprocess.recovery.iteration_store import IterationStore
-from outlast.inprocess.recovery.next_view import place_of
+from outlast.inprocess.recovery.next_view import state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.state import LazyStore, State, Status
@@ -146,7 +146,7 @@ class RankHost:
             status=Status.INITIALIZED,
             store=LazyStore(self.iteration_store.connect),
         )
-        state = place_of(
+        state = state_in_view(
             record, member, before, self.settings.rank_assignment, self.settings.rank_filter
         )
         if self.joining:
@@ -198,7 +198,7 @@ class RankHost:
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        watch, page = self._watch(), self.page
+        watch, page = self._present_watch(), self.page
         self.state.status = Status.ACTIVE
         self.emitter.emit(Entered())
         page.progress = self.clock.now()
@@ -227,7 +227,7 @@ class RankHost:
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         if not self.state.active:
             self.emitter.emit(Entered(active=False))
-        watch = self._watch()
+        watch = self._present_watch()
         watch.left.set()
         return watch.wait(timeout)
 
@@ -294,7 +294,7 @@ class RankHost:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _watch(self) -> IterationWatch:
+    def _present_watch(self) -> IterationWatch:
         if self.watch is None:
             raise InternalError("the function is entered without a watch over the iteration")
         return self.watch

@@ -266,7 +266,6 @@ class _Session:
             state,
             self.page,
             self.atomic_section,
-            self.interrupter,
             self.clock,
             GapEstimator(soft) if isinstance(soft, Adaptive) else None,
             self.monitor.pid,
