@@ -55,11 +55,10 @@ class LauncherNotice:
             if record["call"] != self._call or record["state"] == "aborted":
                 return
             pids = [*record.get("pids", ()), os.getpid()]
-            told = json.dumps({**record, "state": "completed", "pids": pids})
-            now = self._change(held, told)
-            if now == told:
-                return
-            held = now  # another rank was first
+            wanted = json.dumps({**record, "state": "completed", "pids": pids})
+            held = self._change(held, wanted)
+            if held == wanted:
+                return  # else another rank was first
 
     def _record(self, state: str) -> str:
         return json.dumps({"call": self._call, "state": state})
