@@ -89,6 +89,6 @@ def test_a_signal_between_attempts_ends_the_job(tmp_path: Path) -> None:
         first[0].fail()
         run.until(lambda: "[1] asked" in run.out, "rank 1 to be asked to end")
         run.process.send_signal(signal.SIGTERM)
-        run.until_said("SIGTERM: passed on")
+        run.until_said("SIGTERM: forwarded")
         first[1].succeed()
         assert run.wait() == 128 + signal.SIGTERM
