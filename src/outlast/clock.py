@@ -1,7 +1,7 @@
-"""The monotonic clock behind a protocol: the real one, and one that tests move by hand.
+"""The monotonic clock as a protocol: the system's clock, and one that tests move by hand.
 
-Every duration in `outlast` is measured on a clock of this kind. Clocks are local to a process:
-a time taken on one host is never compared with a time taken on another (DESIGN: Time).
+Every duration in `outlast` is measured on such a clock. A time of one host is never compared with a
+time of another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Clock(Protocol):
     """A source of monotonic time, in seconds from an arbitrary origin."""
 
     def now(self) -> float:
-        """The present moment, in seconds. Never goes backwards."""
+        """The current time, in seconds. It never decreases."""
         ...
 
 
@@ -29,7 +29,7 @@ class MonotonicClock:
 
 
 class FakeClock:
-    """A clock that stands still until it is told to move; for simulation and tests."""
+    """A clock that moves only when `advance` is called; for simulation and tests."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,30 +1,30 @@
 """The whole exception tree of `outlast`.
 
-Two roots: the world went wrong (`OutlastError`), or `outlast` was misused, which is told with the
-built-in `ValueError` and `TypeError`, naming the argument. Control flow that must pass through
-user code unharmed derives from `BaseException`, so that `except Exception` does not catch it::
+Failures that the caller did not cause derive from `OutlastError`. Misuse of `outlast` raises the
+built-in `ValueError` and `TypeError`, which name the argument. Control flow that must pass through
+user code derives from `BaseException`, so that `except Exception` does not catch it::
 
     Exception
     +-- OutlastError                     something failed that the caller did not cause
-        +-- RestartError                 the restart in place cannot go on for this rank
-        |   +-- HealthCheckError         this rank must not take part any longer
-        |   +-- InternalError            a promise of outlast itself was broken: please report
-        |   +-- TimeoutError             a wait for other ranks took longer than allowed
-        |   +-- StoreError               the store is out of reach; names host and port
-        |   +-- RankLostError            the other ranks went on without this one
+        +-- RestartError                 this rank cannot continue the restart in place
+        |   +-- HealthCheckError         a health check excludes this rank
+        |   +-- InternalError            a bug in outlast: please report it
+        |   +-- TimeoutError             a wait for other ranks exceeded its timeout
+        |   +-- StoreError               the store cannot be reached; names host and port
+        |   +-- RankLostError            the other ranks continued without this one
         |   +-- RankDiscarded            the rank assignment left this rank out
-        |   +-- FaultCounterExceeded     this rank had more faults than it may have
+        |   +-- FaultCounterExceeded     this rank had too many faults
         +-- RankFault                    the first cause of a restart, as reported by its rank
         +-- LaunchError                  a job could not be started
-        +-- ChaosError                   a fault plan is wrong, or a planned exception
+        +-- ChaosError                   an invalid fault plan, or a planned exception
         +-- EventLogError                an event log cannot be read
         +-- AsyncCallError               a background call failed on some rank
-        +-- CheckpointError              a checkpoint cannot be written, found or believed
+        +-- CheckpointError              a checkpoint cannot be written, found or verified
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RestartAbort                     ends the job on every rank
 
-Each error that is about a rank names the rank, its host and the first cause.
+An error about a rank names the rank, its host and the first cause.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ __all__ = [
 
 
 class OutlastError(Exception):
-    """Root of the errors that the world causes. Misuse is a `ValueError` or `TypeError`."""
+    """The base of all failures that the caller did not cause; misuse is a built-in error."""
 
 
 class RestartError(OutlastError):
-    """The restart in place cannot go on for this rank."""
+    """This rank cannot continue the restart in place."""
 
 
 class HealthCheckError(RestartError):
-    """A health check found that this rank must not take part any longer."""
+    """A health check found that this rank must not take part in the job."""
 
 
 class InternalError(RestartError):
-    """A promise that `outlast` makes was broken. This is a defect: please report it."""
+    """A guarantee of `outlast` was broken. This is a bug: please report it."""
 
 
 class TimeoutError(RestartError, builtins.TimeoutError):
-    """A wait for other ranks took longer than the documented timeout."""
+    """A wait for other ranks exceeded its timeout."""
 
 
 class StoreError(RestartError):
-    """The store through which the ranks talk cannot be reached; names its host and port."""
+    """The store through which the ranks communicate cannot be reached; names its host and port."""
 
 
 class RankLostError(RestartError):
-    """The other ranks went on without this one, which they took for lost."""
+    """The other ranks considered this one lost, and continued without it."""
 
 
 class RankDiscarded(RestartError):
@@ -89,13 +89,13 @@ class FaultCounterExceeded(RestartError):
 
 
 class RankFault(OutlastError):
-    """The first cause of a restart, as its rank reported it; `__cause__` of what followed.
+    """The first cause of a restart, as its rank reported it; the `__cause__` of later errors.
 
     Attributes:
-        rank: the rank that failed, in the iteration in which it failed.
+        rank: the rank that failed, as numbered in the iteration of the fault.
         host: the name of its host.
-        remote_traceback: the traceback as text, or an empty string where there is none
-            (a killed process leaves none).
+        remote_traceback: the traceback as text; empty if there is none (a killed process
+            leaves none).
     """
 
     def __init__(self, message: str, *, rank: int, host: str, remote_traceback: str = "") -> None:
@@ -114,7 +114,7 @@ class LaunchError(OutlastError):
 
 
 class ChaosError(OutlastError):
-    """A fault plan is wrong (where and why), or an exception that a plan asked for."""
+    """A fault plan is invalid (names where and why), or an exception that a plan asked for."""
 
 
 class EventLogError(OutlastError):
@@ -126,16 +126,16 @@ class AsyncCallError(OutlastError):
 
 
 class CheckpointError(OutlastError):
-    """A checkpoint cannot be written, found or believed."""
+    """A checkpoint cannot be written, found or verified."""
 
 
 class RankShouldRestart(BaseException):
     """Raised in the training function to interrupt it.
 
-    A function that raises it itself asks for a restart. It derives from `BaseException`, so that
-    `except Exception` in user code lets it pass.
+    A function may raise it itself, to ask for a restart. It derives from `BaseException`, so that
+    `except Exception` in user code does not catch it.
     """
 
 
 class RestartAbort(BaseException):
-    """Ends the job: this rank leaves with it, and all other ranks end too."""
+    """Ends the job: this rank raises it, and all other ranks end too."""

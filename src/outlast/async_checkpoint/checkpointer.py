@@ -46,6 +46,7 @@ from outlast.events import (
     Emitter,
     Sink,
 )
+from outlast.system.durations import Duration, as_timedelta
 
 __all__ = ["Checkpointer"]
 
@@ -53,7 +54,6 @@ log = logging.getLogger("outlast.checkpoint")
 
 _FOR_WRITER_S = 0.2
 _FOR_FAULT = datetime.timedelta(seconds=30)
-_NOTHING = datetime.timedelta()
 _FOR_EXIT = datetime.timedelta(minutes=10)
 
 
@@ -96,8 +96,8 @@ class Checkpointer:
         max_in_flight: int = 1,
         on_failure: str | FailurePolicy = "raise",
         threads: int = 2,
-        linger: datetime.timedelta = datetime.timedelta(minutes=2),
-        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        linger: Duration = datetime.timedelta(minutes=2),
+        timeout: Duration = datetime.timedelta(minutes=30),
         events: Sink | None = None,
     ) -> None:
         if max_in_flight < 1 or threads < 1:
@@ -111,7 +111,8 @@ class Checkpointer:
         # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
         optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
-        self._timeout = timeout.total_seconds()
+        self._timeout = as_timedelta("timeout", timeout).total_seconds()
+        linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
         if ranks() > 1 and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
@@ -120,9 +121,7 @@ class Checkpointer:
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._session, taken_over = session_for(
-            self._url, threads=threads, linger_s=linger.total_seconds()
-        )
+        self._session, taken_over = session_for(self._url, threads=threads, linger_s=linger_s)
         if taken_over:
             self._take_over()
         if self.rank != 0:
@@ -250,17 +249,17 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------ ending
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+    def wait(self, timeout: Duration | None = None) -> None:
         """Waits until all saves have ended.
 
         Raises:
             CheckpointError: the error of the first save that failed.
             TimeoutError: if it takes longer than `timeout`.
         """
-        began = time.monotonic()
+        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
+        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         for save in self._pipeline.pending:
-            spent = datetime.timedelta(seconds=time.monotonic() - began)
-            save.handle.wait(None if timeout is None else max(timeout - spent, _NOTHING))
+            save.handle.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         self._outcomes.raise_unseen()
 
     def abort(self) -> None:
@@ -271,7 +270,7 @@ class Checkpointer:
         if not self._closed:
             self._drop()
 
-    def close(self, timeout: datetime.timedelta | None = None) -> None:
+    def close(self, timeout: Duration | None = None) -> None:
         """Waits for the saves in progress, and releases all resources. Also called at the end of a
         `with` block, and at the end of the program, where it waits for at most ten minutes.
 
@@ -283,8 +282,9 @@ class Checkpointer:
         """
         if self._closed:
             return
+        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
         self._pipeline.seal_all()
-        in_time = self._pipeline.finish(None if timeout is None else timeout.total_seconds())
+        in_time = self._pipeline.finish(None if limit is None else limit.total_seconds())
         late = [save.step for save in self._pipeline.pending]
         if not in_time:
             self._pipeline.abort()
@@ -293,7 +293,7 @@ class Checkpointer:
         self._session.close(5.0 if in_time else 0.0)
         self._session.owner = None
         if late:
-            raise CheckpointError(f"steps {late} were not committed within {timeout}, and dropped")
+            raise CheckpointError(f"steps {late} were not committed within {limit}, and dropped")
         self._outcomes.raise_unseen()
 
     def __enter__(self) -> Checkpointer:

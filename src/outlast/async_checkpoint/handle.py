@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable
 
 from outlast.errors import TimeoutError
+from outlast.system.durations import Duration, as_timedelta
 
 __all__ = ["Handle", "SaveHandle"]
 
@@ -37,10 +37,11 @@ class Handle:
         """Why it failed, if no caller has read or raised the error."""
         return None if self._seen or not self.done else self._error
 
-    def _outcome(self, timeout: datetime.timedelta | None, what: str) -> None:
+    def _outcome(self, timeout: Duration | None, what: str) -> None:
         """Waits, and raises what `wait` does. `what` begins the message of a timeout."""
-        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"{what} not committed after {timeout}")
+        limit = as_timedelta("timeout", timeout, allow_zero=True) if timeout is not None else None
+        if not self._ended.wait(None if limit is None else limit.total_seconds()):
+            raise TimeoutError(f"{what} not committed after {limit}")
         self._seen = True
         if self._error is not None:
             raise self._error
@@ -71,7 +72,7 @@ class SaveHandle(Handle):
         self.step = step
         self._seal = seal
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+    def wait(self, timeout: Duration | None = None) -> None:
         """Waits until the checkpoint is committed: durable, on all ranks.
 
         Call it on the training thread, or while that does not train: it seals an overlapped

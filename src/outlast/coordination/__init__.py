@@ -1,7 +1,7 @@
-"""How processes agree: the store, the ledger of the lost, barriers, views.
+"""How processes agree: the store, the ledger of lost members, barriers, views.
 
-Nothing is imported before it is asked for: the small processes that `outlast` starts beside a
-training import modules of this package, and have no use for torch, whose import takes seconds.
+Modules are imported on first use: the background processes of `outlast` import some of this
+package, and do not need torch, whose import takes seconds.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""Barriers that count the living: nobody waits for a member whose end is known.
+"""Barriers that count live members: no member waits for one whose end is known.
 
-A barrier is three keys: `arrived`, a log that each member appends its line to; `count`, a hint of
-how long that log is; `done`, which everyone waits for. A member of `expected` is accounted for
-when it stands in the log, or in the ledger of lost members.
+A barrier is three keys: `arrived`, a log to which each member appends a line; `count`, a hint of
+the length of that log; `done`, which all members wait for. A member of `expected` is accounted for
+when it is in the log, or in the ledger of lost members.
 
-Who sets `done`? Whoever finds everyone accounted for. That somebody does follows from the order
-of two steps on either side:
+A process that finds every member accounted for sets `done`. That at least one does so follows from
+the order of two steps on either side:
 
-    an arriving member:      append to `arrived`,  then read the ledger
-    who records a loss:      append to the ledger, then read `arrived`
+    an arriving member:               append to `arrived`,  then read the ledger
+    a process that records a loss:    append to the ledger, then read `arrived`
 
-All operations have one order at the store. If the arriving member does not see the loss, its
-append came first, so the recorder sees the arrival; and the other way round. Of all appends, to
-either log, that account for the last missing member, the last one is followed by a check that
-sees everything. `count` only spares the check where it cannot succeed: each member adds to it
-after its append, so the last to add gets a number that, with the lost, is not below the size.
-A process that dies between its append and its check is itself recorded by its monitor, which
-checks again; should a recorder die as well, the waiting members check when their backstop is over.
+The store puts all operations into one order. If the arriving member does not see the loss, its
+append came first, so the recorder sees the arrival; and vice versa. Of all appends, to either log,
+that account for the last missing member, the last one is followed by a check that sees everything.
+`count` only saves the checks that cannot succeed: each member adds to it after its append, so the
+last one to add gets a number that, plus the number of lost members, is not below the size. A
+process that dies between its append and its check is recorded by its monitor, which checks again;
+if a recorder dies as well, the waiting members check when their backstop expires.
 
 Operations: four for a member that is not the last (append, add, read, wait), so a constant number
-a member, whatever the size.
+per member, whatever the size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEDGER = "ledger"
 
 
 def done_key(name: str) -> str:
-    """The key that is set when the barrier is passed."""
+    """The key that is set when the barrier is complete."""
     return f"{name}/done"
 
 
@@ -46,12 +46,12 @@ async def lost_members(link: Link) -> frozenset[int]:
 
 
 async def arrivals(link: Link, name: str) -> dict[int, dict[str, Any]]:
-    """What each member said when it arrived."""
+    """The record of each member that has arrived."""
     return {record["member"]: record for record in lines(await link.read(f"{name}/arrived"))}
 
 
 async def arrive(link: Link, name: str, member: int, expected: frozenset[int], **said: Any) -> None:
-    """Says that `member` is at the barrier, and completes the barrier if it was the last."""
+    """Records the arrival of `member`, and completes the barrier if it is the last."""
     record = json.dumps({"member": member, **said}, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)
     count = await link.add(f"{name}/count", 1)
@@ -63,7 +63,7 @@ async def arrive(link: Link, name: str, member: int, expected: frozenset[int], *
 async def check(
     link: Link, name: str, expected: frozenset[int], lost: frozenset[int] | None = None
 ) -> frozenset[int]:
-    """Completes the barrier if every member is accounted for; returns those that are not.
+    """Completes the barrier if every member is accounted for; returns the missing ones.
 
     Args:
         link: the store.

@@ -1,4 +1,4 @@
-"""Ranks in step: the few small collectives of this room."""
+"""The few small collectives of this room."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["least", "raise_together", "rank_of"]
 
 
 def rank_of(group: Any) -> int:
-    """This rank in the group; 0 without any."""
+    """This rank in the group; 0 without a group."""
     return dist.get_rank(group) if _several(group) else 0
 
 
 def least(value: int, group: Any = None) -> int:
-    """The least value of all ranks. Called on all of them; without a group, it is this one's."""
+    """The minimum of the values of all ranks: a collective. Without a group, the value itself."""
     if not _several(group):
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=_device(group))
@@ -27,11 +27,11 @@ def least(value: int, group: Any = None) -> int:
 
 
 def raise_together(error: Exception | None, what: str, rank: int, group: Any = None) -> None:
-    """Returns if no rank has an error. Called on all of them, and so a barrier too.
+    """Raises on every rank if one has an error: a collective, and so a barrier too.
 
     Raises:
-        Exception: this rank's.
-        AsyncCallError: that `what` happened on another rank, which it names.
+        Exception: `error`, if this rank has one.
+        AsyncCallError: naming another rank on which `what` happened.
     """
     nobody = 1 << 62
     first = least(nobody if error is None else rank, group)
@@ -48,5 +48,5 @@ def _several(group: Any) -> bool:
 def _device(group: Any) -> torch.device:
     resolved: Any = dist.group.WORLD if group is None else group
     kinds = [device.type for device in resolved._device_types]
-    # NCCL moves nothing but what is on the GPU; gloo takes both, and the CPU's needs no copy.
+    # NCCL takes only tensors on the GPU; gloo takes both, and those on the CPU need no copy.
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])

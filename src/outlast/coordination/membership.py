@@ -1,27 +1,27 @@
-"""How members agree: on the end of an iteration, on who is lost, and on the next view.
+"""How members agree on the end of an iteration, on lost members, and on the next view.
 
 Keys of iteration k (under the prefix of one call):
 
     view/k     the agreed `ViewRecord`                        first claim wins
     start/k    barrier before the function
     over/k     how the iteration ended: restart | completed   first claim wins
-    done/k     how many have returned from the function
+    done/k     the number of members that have returned from the function
     fault/k    log of the faults
-    store/k    where the function finds a store of its own
-    term/k     barrier after everyone has left the function
+    store/k    the address of the iteration's own store, for the function
+    term/k     barrier after all members have left the function
 
-and of the whole call: `ledger` (members lost for good), `joins` (who asked to take part),
-`current` (a recent k, for newcomers), `goodbye` (a barrier that only the store's host waits for).
+and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
+recent k, for newcomers), `goodbye` (a barrier that only the host of the store waits for).
 
-Why one key `over/k`: "all have completed" and "somebody failed" can happen in the same instant.
-The store orders the two claims, and every member goes by the one that won.
+Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
+store orders the two claims, and every member follows the one that won.
 
-Why each loss is recorded in this order (`report_lost`): ledger, then claims of `over`, then
-checks of barriers, for every iteration whose view includes the member, from the one it was last
-known at onwards. Whoever decides a view reads the ledger before. If the decision includes a
-member whose loss is in the ledger by then, it cannot have seen it, so the ledger entry came after
-that read; the arrivals at `start` of the new view come after the decision and read the ledger
-again, so the barrier passes without the lost one, and its missing place starts the next restart.
+Why each loss is recorded in this order (`report_lost`): ledger, then claims of `over`, then checks
+of barriers, for every iteration whose view includes the member, from its last known one on. The
+member that decides a view reads the ledger before. If the decision includes a member whose loss is
+in the ledger by then, the decider did not see it, so the ledger entry came after that read; the
+arrivals at `start` of the new view come after the decision and read the ledger again, so the
+barrier completes without the lost member, and its missing rank causes the next restart.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ COMPLETED = b"completed"
 
 
 class MembershipProtocol:
-    """The protocol of one call, for one member. Holds no state but the link.
+    """The membership protocol of one call, for one member. Has no state except the link.
 
     Args:
-        link: the store, with the prefix of the call.
-        world_size: how many members the job started with.
+        link: to the store, with the prefix of the call.
+        world_size: the number of members at the start of the job.
     """
 
     def __init__(self, link: Link, world_size: int) -> None:
         self.link = link
         self.world_size = world_size
 
-    # -- coming in ---------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------
 
     async def register(self, rank: int, token: str) -> int | None:
-        """Claims the first place `rank`; returns the member id, or `None` if it was taken before:
-        then this process is a newcomer, and joins.
+        """Claims `rank` of the first view; returns the member id, or `None` if it was claimed
+        before: then this process is a newcomer, and asks to join.
 
-        `token` is known to the monitor of this process before the claim, so that a death right
-        after the claim can still be told from a place that was never taken.
+        The monitor of this process knows `token` before the claim, so that it can tell a death
+        right after the claim from a rank that was never claimed.
         """
         if not 0 <= rank < self.world_size:
             return None
-        # The view first: once a place is taken, there is a view that its loss can be told to.
+        # The view first: once a rank is claimed, there is a view in which its loss can be reported.
         first = ViewRecord(0, tuple(range(self.world_size)))
         await self.link.claim("view/0", first.encode())
         held = await self.link.claim(f"claim/{rank}", token.encode())
         return rank if held == token.encode() else None
 
     async def ask_to_join(self, preferred: int, token: str) -> int:
-        """Asks to take part; returns the new member id. By `token` the monitor of this process
-        finds the request, should the process die before it has told its monitor the id.
+        """Asks to join; returns the new member id. The monitor of this process finds the request
+        by `token`, if the process dies before its monitor knows the id.
         """
         member = self.world_size - 1 + await self.link.add("ids", 1)
         await self.link.append("joins", to_line(Joiner(member, preferred, token)))
@@ -78,18 +78,18 @@ class MembershipProtocol:
         return member
 
     async def wake_holders(self) -> None:
-        """Wakes those that hold a restart for replacements: one has asked, or somebody has
-        decided. A holder reads `joined`, then looks, then waits for the next number; what it did
-        not see was said after its look, and so under that number or a later one.
+        """Wakes the members that hold a restart for replacements: one has asked to join, or the
+        view is decided. A holder reads `joined`, then looks, then waits for the next number; what
+        it did not see was written after its look, and so under that number or a later one.
         """
         await self.link.put(f"joined/{await self.link.add('joined', 1)}", b"1")
 
     async def joiners(self) -> list[Joiner]:
-        """Everyone that ever asked to join, in that order."""
+        """All processes that ever asked to join, in that order."""
         return [Joiner(**record) for record in lines(await self.link.read("joins"))]
 
     async def current(self) -> int:
-        """The newest iteration that is decided."""
+        """The newest iteration whose view is decided."""
         iteration = int(await self.link.read("current") or b"0")
         while await self.view(iteration + 1) is not None:
             iteration += 1
@@ -98,23 +98,23 @@ class MembershipProtocol:
     # -- within an iteration -----------------------------------------------------------------
 
     async def view(self, iteration: int) -> ViewRecord | None:
-        """The decided view, or `None` while it is not."""
+        """The decided view; `None` before the decision."""
         data = await self.link.read(f"view/{iteration}")
         return None if data is None else ViewRecord.decode(data)
 
     async def over(self, iteration: int) -> bytes | None:
-        """How the iteration ended (`RESTART`, `COMPLETED`), or `None` while it runs."""
+        """How the iteration ended (`RESTART`, `COMPLETED`); `None` while it runs."""
         return await self.link.read(f"over/{iteration}")
 
     async def end(self, iteration: int, how: bytes) -> bytes:
-        """Ends the iteration, unless it has ended; returns how it did."""
+        """Ends the iteration, unless it has ended already; returns how it ended."""
         return await self.link.claim(f"over/{iteration}", how)
 
     async def finish(self, iteration: int, members: int) -> None:
         """This member has returned from the function; the last of `members` completes the job.
 
-        Lost members are not left out of the count: a loss restarts the iteration, unless the
-        member had returned before it was lost.
+        Lost members count too: a loss restarts the iteration, unless the member had returned
+        before it was lost.
         """
         if await self.link.add(f"done/{iteration}", 1) >= members:
             await self.end(iteration, COMPLETED)
@@ -126,19 +126,19 @@ class MembershipProtocol:
         ]
 
     async def report_fault(self, fault: FaultRecord) -> None:
-        """Records a fault of a member that goes on, and ends the iteration."""
+        """Records a fault of a member that stays in the job, and ends the iteration."""
         await self.link.append(f"fault/{fault.iteration}", to_line(fault))
         await self.end(fault.iteration, RESTART)
 
     async def report_lost(
         self, lost: LostRecord, iteration: int, fault: FaultRecord | None = None
     ) -> None:
-        """Records that a member is out of the job; wakes everyone that may wait for it.
+        """Records that a member has left the job; wakes all that may wait for it.
 
         Args:
-            lost: who, and why.
-            iteration: where it was last known to be; -1 if it was not known to be anywhere.
-            fault: what it died of, if that is a fault of the iteration.
+            lost: the member, and why.
+            iteration: its last known one; -1 if none is known.
+            fault: the cause of its death, if that is a fault of the iteration.
         """
         if fault is not None:
             await self.link.append(f"fault/{fault.iteration}", to_line(fault))
@@ -154,13 +154,13 @@ class MembershipProtocol:
             at += 1
 
     async def report_killed(self, rank: int, token: str, member: int, fault: FaultRecord) -> None:
-        """Records that a process ended without a word; its monitor's part.
+        """Records that a process ended without leaving the job; called by its monitor.
 
         Args:
-            rank, token: what the process registers with. If it had not come to know its member
-                id, the monitor claims its first place for it, so that the others do not wait
-                for a process that will never come.
-            member: its id; -1 if it was not known.
+            rank, token: with which the process registers. If it did not know its member id yet,
+                the monitor claims its rank of the first view for it, so that the others do not
+                wait for a process that will never arrive.
+            member: its id; -1 if it is not known.
             fault: what is known of its end; the member is filled in.
         """
         if member < 0:
@@ -168,18 +168,18 @@ class MembershipProtocol:
             asked = (j.member for j in await self.joiners() if j.token == token)
             member = next(asked, -1) if registered is None else registered
         if member < 0:
-            return  # a newcomer that had not asked yet: nobody knows of it
+            return  # a newcomer that had not asked to join yet: no member waits for it
         fault = dataclasses.replace(fault, member=member)
         await self.report_lost(LostRecord(member, fault.cause), fault.iteration, fault)
 
     async def ledger(self) -> list[LostRecord]:
-        """Everyone that is out of the job, in order."""
+        """All members that have left the job, in order."""
         return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
 
     # -- between two iterations --------------------------------------------------------------
 
     async def roster(self, iteration: int) -> tuple[dict[int, int], int]:
-        """Who stands at which rank in an iteration, and its world size, as said at its start."""
+        """The member at each rank of an iteration, and its world size, as reported at its start."""
         places: dict[int, int] = {}
         world_size = 0
         for member, said in (await barrier.arrivals(self.link, f"start/{iteration}")).items():
@@ -188,10 +188,10 @@ class MembershipProtocol:
         return places, world_size
 
     async def propose(self, iteration: int, *, grow: bool) -> ViewRecord:
-        """Decides the view of `iteration`, or learns what was decided before."""
+        """Decides the view of `iteration`, or returns the view that was decided before."""
         roster, world_size = await self.roster(iteration - 1)
         before = await self.view(iteration - 1)
-        if not roster and before is not None:  # nobody lived to the start: places stand as decided
+        if not roster and before is not None:  # no member reached the start: slots as decided
             roster = {r: m for r, m in enumerate(before.slots()) if m is not None}
             world_size = len(before.slots())
         joiners = await self.joiners() if grow else []
@@ -203,16 +203,16 @@ class MembershipProtocol:
         return record
 
     async def say_goodbye(self, member: int, iteration: int) -> None:
-        """This member needs the store no longer."""
+        """Records that this member no longer needs the store."""
         view = await self.view(iteration)
         if view is not None:
             await barrier.arrive(self.link, "goodbye", member, view.expected)
 
     async def forget(self, iteration: int) -> None:
-        """Deletes the keys of an iteration that nobody can be in any more.
+        """Deletes the keys of an iteration that no member can be in any more.
 
-        An empty view stays, and how the iteration ended: a process that slept through several
-        iterations must not decide this one anew, nor wait for its end.
+        An empty view and the end of the iteration stay: a process that was stopped for several
+        iterations must neither decide this one again nor wait for its end.
         """
         if iteration < 0:
             return
@@ -224,5 +224,5 @@ class MembershipProtocol:
             await self.link.delete(f"{key}/{iteration}")
 
     async def end_of_job(self) -> LostRecord | None:
-        """The record of the member that ended the whole job, if one did."""
+        """The record of the member that ended the whole job; `None` if none did."""
         return next((record for record in await self.ledger() if record.ends_job), None)

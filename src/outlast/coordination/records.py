@@ -1,5 +1,5 @@
-"""What stands in the store: records as lines of JSON, never pickles, so that nothing that comes
-from another host is ever executed.
+"""The records in the store: lines of JSON, not pickles, so that nothing from another host is ever
+executed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class FaultRecord:
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
         cause: one line.
         traceback: the whole traceback, or an empty string.
-        consequence: whether it looks like the echo of another fault, such as the closed
+        consequence: whether it looks like the consequence of another fault, such as the closed
             connection of a peer.
-        pings, collectives: how far the member had come; among hung ranks the last is the likely
-            cause. -1 collectives: it is not known.
+        pings, collectives: the progress of the member; among hung ranks, the one that is furthest
+            behind is the likely cause. -1 collectives if it is not known.
         idle: how long it had made no progress, in seconds.
-        testimony: a hung member says so itself: it knows where it was.
+        testimony: whether the hung member reports itself: it knows where it was.
     """
 
     iteration: int
@@ -47,10 +47,10 @@ class FaultRecord:
 
 @dataclasses.dataclass(frozen=True)
 class LostRecord:
-    """A line of the ledger: `member` takes part no longer.
+    """A line of the ledger: `member` has left the job.
 
-    `discarded` is a healthy member that the rank assignment left out; `ends_job` says that all
-    other members are to end too.
+    `discarded`: it is healthy, and the rank assignment left it out. `ends_job`: all other members
+    are to end too.
     """
 
     member: int
@@ -65,11 +65,11 @@ def to_line(record: Any) -> bytes:
 
 
 def lines(data: bytes | None) -> list[dict[str, Any]]:
-    """The JSON objects of a log that lines were appended to."""
+    """The JSON objects of a log."""
     return [json.loads(line) for line in (data or b"").splitlines() if line]
 
 
-# A process that ended is the cause of what its peers met, whoever reported first.
+# A process that ended is the cause of the faults of its peers, whichever was reported first.
 _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 
 

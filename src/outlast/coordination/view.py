@@ -1,11 +1,11 @@
-"""Views: who takes part in an iteration. Pure functions, no store.
+"""Views: the members of an iteration. Pure functions, no store.
 
 A *member* is one process in the job, with an id for life. The decision for iteration k+1 is a
-`ViewRecord`: the places of iteration k, who was lost since, who came. From it every member works
-out the same slots: a newcomer takes the place of a lost member, first the one it asks for (a
-launcher starts the replacement of rank 2 as rank 2), so that survivors keep their ranks; the
-others are appended. Places that stay empty are the *terminated ranks*, which the rank assignment
-then closes.
+`ViewRecord`: the ranks of iteration k, the members lost since, and the newcomers. Every member
+computes the same slots from it: a replacement takes the slot of a lost member, first the one that
+it asks for (a launcher starts the replacement of rank 2 as rank 2), so that survivors keep their
+ranks; further newcomers are appended. Slots that stay empty are the *terminated ranks*, which the
+rank assignment then closes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Joiner", "ViewRecord", "decide"]
 
 @dataclasses.dataclass(frozen=True)
 class Joiner:
-    """A process that asks to take part.
+    """A process that asks to join.
 
-    `preferred` is the rank that it was started as, or -1; `token` stands in its request only.
+    `preferred` is the rank that it was started as, or -1; only its request contains `token`.
     """
 
     member: int
@@ -31,13 +31,13 @@ class Joiner:
 
 @dataclasses.dataclass(frozen=True)
 class ViewRecord:
-    """The agreed facts that iteration `iteration` starts from.
+    """The agreed facts from which iteration `iteration` starts.
 
     Attributes:
         iteration: its number.
-        base: the member at each rank of the iteration before; `None` where the place is empty.
+        base: the member at each rank of the iteration before; `None` for an empty slot.
         lost: members of `base` that are out of the job.
-        joiners: who comes in, in the order in which they asked.
+        joiners: the newcomers, in the order in which they asked.
     """
 
     iteration: int
@@ -47,12 +47,12 @@ class ViewRecord:
 
     @property
     def expected(self) -> frozenset[int]:
-        """The members that a barrier of this iteration waits for."""
+        """The members for which a barrier of this iteration waits."""
         present = {m for m in self.base if m is not None and m not in self.lost}
         return frozenset(present | {j.member for j in self.joiners})
 
     def slots(self) -> tuple[int | None, ...]:
-        """The member at each place, newcomers in; `None` where a place is empty."""
+        """The member in each slot, including newcomers; `None` for an empty slot."""
         slots = [None if m in self.lost else m for m in self.base]
         waiting = list(self.joiners)
         for joiner in self.joiners:
@@ -94,14 +94,14 @@ def decide(
     lost: frozenset[int],
     joiners: list[Joiner],
 ) -> ViewRecord:
-    """The record for iteration `iteration`, from what is known when the one before has ended.
+    """The view of iteration `iteration`, from what is known when the one before has ended.
 
     Args:
         iteration: the number of the new iteration.
-        roster: the member at each rank, of those that started the iteration before.
-        world_size: of the iteration before; ranks that nobody holds are empty places.
+        roster: the member at each rank, of those that entered the iteration before.
+        world_size: of the iteration before; ranks without a member are empty slots.
         lost: every member in the ledger.
-        joiners: everyone that ever asked to join; who is already in, or lost, is left out.
+        joiners: all processes that ever asked to join; members, and lost ones, are left out.
     """
     base = tuple(roster.get(rank) for rank in range(world_size))
     inside = set(base)

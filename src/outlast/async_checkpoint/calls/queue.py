@@ -14,7 +14,6 @@ oldest call first, and raises the errors of failed calls.
 
 from __future__ import annotations
 
-import datetime
 import time
 import weakref
 from collections import deque
@@ -32,6 +31,7 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
+from outlast.system.durations import Duration, as_timedelta
 from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["AsyncCallsQueue"]
@@ -171,7 +171,7 @@ class AsyncCallsQueue:
         """How many calls are scheduled, and neither finalized nor known to have failed."""
         return len(self._calls)
 
-    def close(self, timeout: datetime.timedelta | None = None) -> None:
+    def close(self, timeout: Duration | None = None) -> None:
         """Waits for all calls, finalizes them, and ends the background processes.
 
         Args:
@@ -183,12 +183,13 @@ class AsyncCallsQueue:
         """
         if self._closed:
             return
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
+        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         try:
             while self._calls and self._settle_oldest(_left(deadline)):
                 pass
             if self._calls:
-                self._drop(f"it was not finished within the {timeout} that close() had")
+                self._drop(f"it was not finished within the {limit} that close() had")
                 # Each has a verdict as soon as the store has it. If all ranks have finished a call
                 # meanwhile, it is finalized on all of them.
                 while self._calls and self._settle_oldest(_STORE_S):

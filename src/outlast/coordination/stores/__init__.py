@@ -1,1 +1,1 @@
-"""The store protocol and its implementations."""
+"""The store protocol (`store`), and stores: in memory (`memory_store`), torch's (`torch_store`)."""

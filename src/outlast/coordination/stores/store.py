@@ -1,10 +1,10 @@
-"""The store protocol: the few atomic operations that everything else is built from.
+"""The store protocol: the few atomic operations on which all coordination is built.
 
 A store is a table of bytes, shared by all processes of a job. Each operation is atomic at the
 store, which therefore puts all of them into one order; the proofs in `barrier.py` and
-`membership.py` rest on that and on nothing else. Three kinds exist: torch's
-(`stores/torch_store.py`), one in memory (`stores/memory_store.py`), and the deterministic
-simulation (`scheduler.py`).
+`membership.py` rely on that and on nothing else. There are two implementations, torch's
+(`torch_store.py`) and one in memory (`memory_store.py`); the deterministic simulation
+(`outlast.testing`) performs the operations on the latter, one at a time.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class KeyTimeout(OutlastError):
 
 
 class Store(Protocol):
-    """What the coordination needs of a store. Keys are text, values bytes.
+    """The operations that the coordination needs. Keys are text, values bytes.
 
     Every method raises `outlast.errors.StoreError` when the store cannot be reached.
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets `key`, whatever it was."""
+        """Sets `key`, also if it exists."""
         ...
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Sets `key` if it is absent; returns what it holds afterwards. The first claim wins."""
+        """Sets `key` if it is absent; returns its value afterwards. The first claim wins."""
         ...
 
     def read(self, key: str) -> bytes | None:
-        """What `key` holds, or `None`. Never waits."""
+        """The value of `key`, or `None`. Never waits."""
         ...
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """Waits until `key` exists, and returns what it holds.
+        """Waits until `key` exists, and returns its value.
 
         Args:
             key: the key.
             timeout: in seconds; `None` waits for as long as the store lives.
 
         Raises:
-            KeyTimeout: when the time is over.
+            KeyTimeout: if it does not appear in time.
         """
         ...
 
@@ -55,9 +55,9 @@ class Store(Protocol):
         ...
 
     def append(self, key: str, value: bytes) -> None:
-        """Appends to what `key` holds (nothing if absent)."""
+        """Appends to the value of `key` (empty if absent)."""
         ...
 
     def delete(self, key: str) -> None:
-        """Removes `key`, if it is there."""
+        """Removes `key`, if it exists."""
         ...

@@ -1,13 +1,13 @@
 """A `torch.distributed` store as a `Store`.
 
-torch's own store is used because every launcher of the field already hosts one, it is well kept,
-and a wait on it is an event: the server answers when the key appears. Two things are added:
-errors that name host and port, and reads that do not wait.
+torch's own store is used because every launcher hosts one already, it is well maintained, and a
+wait on it is event-driven: the server answers when the key appears. This class adds errors that
+name host and port, and reads that do not wait.
 
-A read is two operations, `check` and `get`. One would do, `compare_set` with an expected value
-that no key ever has; but torch's server wakes those who wait for a key at every `compare_set` on
-it, also where it leaves the key absent (seen on torch 2.13). For the same reason a wait looks
-whether the key is there when it returns.
+A read is two operations, `check` and `get`. One would be enough, `compare_set` with an expected
+value that no key ever has; but torch's server wakes all waiters of a key at every `compare_set` on
+it, even if that leaves the key absent (seen on torch 2.13). For the same reason a wait checks for
+the key when it returns.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["TorchStore"]
 
 T = TypeVar("T")
 
-# For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but turns them
-# into nanoseconds in places: ten years stay clear of that.
+# For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but converts them
+# to nanoseconds in places: ten years do not overflow there.
 _FOREVER = datetime.timedelta(days=3650)
-# What the store in a file says, as a plain RuntimeError, where the others have a type for it.
+# The message of FileStore, a plain RuntimeError; the other stores have a type for it.
 _FILE_TIMEOUT = "Wait timeout"
 
 
 class TorchStore:
     """Performs the operations of `Store` on one torch store, that is on one connection.
 
-    A connection serves one operation at a time: a thread that waits on it holds up all others,
-    so whoever waits has a connection of its own.
+    A connection serves one operation at a time: a thread that waits on it blocks all others, so
+    each waiting thread needs a connection of its own.
 
     Args:
         store: any `torch.distributed.Store`.
-        where: what to call it in errors, e.g. `node1:29500`.
+        where: its name in errors, e.g. `node1:29500`.
     """
 
     def __init__(self, store: Any, where: str) -> None:
@@ -68,7 +68,7 @@ class TorchStore:
             except RuntimeError as e:
                 if not isinstance(e, dist.DistStoreError) and str(e) != _FILE_TIMEOUT:
                     raise self._lost(e) from e
-                late = e  # but it may have come in the last moment
+                late = e  # but the key may have appeared at the last moment
             value = self.read(key)
             if value is not None:
                 return value

@@ -34,6 +34,7 @@ from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
+from outlast.system.durations import Duration, as_timedelta
 
 __all__ = ["Job"]
 
@@ -84,7 +85,7 @@ class Job:
         overlap: bool = True,
         random: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
-        grace: datetime.timedelta = datetime.timedelta(seconds=30),
+        grace: Duration = datetime.timedelta(seconds=30),
         exit_code: int = PREEMPTED,
         **options: Any,
     ) -> None:
@@ -94,7 +95,7 @@ class Job:
         self.samples = 0
         self.seconds = 0.0
         self._signals = tuple(signals)
-        self._grace = grace
+        self._grace = as_timedelta("grace", grace, allow_zero=True)
         self._exit_code = exit_code
         self._group = options.get("group")
         self.checkpointer = Checkpointer(

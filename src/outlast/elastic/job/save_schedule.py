@@ -6,6 +6,7 @@ import datetime
 import time
 
 from outlast.coordination.call_ledger import CallLedger
+from outlast.system.durations import as_timedelta
 
 __all__ = ["SaveSchedule", "check_interval"]
 
@@ -64,5 +65,5 @@ def check_interval(every: int | datetime.timedelta | None) -> None:
     """
     if isinstance(every, int) and every < 1:
         raise ValueError(f"every={every} must be at least 1")
-    if isinstance(every, datetime.timedelta) and every <= datetime.timedelta():
-        raise ValueError(f"every={every} must be a positive duration")
+    if isinstance(every, datetime.timedelta):
+        as_timedelta("every", every)

@@ -24,6 +24,7 @@ from outlast.elastic import environment
 from outlast.elastic.replicas import connect
 from outlast.elastic.replicas.collective_guard import CollectiveGuard
 from outlast.errors import CheckpointError, StoreError, TimeoutError
+from outlast.system.durations import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait
 
 __all__ = ["TIMEOUT", "Replicas", "current"]
@@ -255,7 +256,7 @@ class Replicas:
 _current: tuple[Any, Replicas] | None = None  # a weak reference to the group, and its replicas
 
 
-def current(timeout: datetime.timedelta | None = None) -> Replicas:
+def current(timeout: Duration | None = None) -> Replicas:
     """The replicas as they are now. With a process group, all of its ranks make this call in the
     same order; the connections live as long as the group.
 
@@ -268,16 +269,17 @@ def current(timeout: datetime.timedelta | None = None) -> Replicas:
         CheckpointError: if they cannot connect.
     """
     global _current
+    limit = None if timeout is None else as_timedelta("timeout", timeout)
     group = _group()
     if group is None:
         _current = None
         rank, world_size = environment.replica_rank(), environment.num_replicas()
         return Replicas(connect_ledger("elastic"), rank, world_size)
     if _current is None or _current[0]() is not group:
-        ledger = connect.connect("elastic", group, timeout or TIMEOUT)
+        ledger = connect.connect("elastic", group, limit or TIMEOUT)
         _current = weakref.ref(group, _forget), Replicas(ledger, ledger.rank, ledger.world_size)
-    if timeout is not None:
-        _current[1].timeout = timeout
+    if limit is not None:
+        _current[1].timeout = limit
     return _current[1]
 
 

@@ -7,7 +7,6 @@ byte of it; each replica also verifies the files that it loads.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import logging
 import os
@@ -29,6 +28,7 @@ from outlast.elastic.states import pending_save, ray_trial
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
+from outlast.system.durations import Duration
 from outlast.system.error_text import describe
 
 __all__ = ["load_all_states", "load_state"]
@@ -36,7 +36,7 @@ __all__ = ["load_all_states", "load_state"]
 log = logging.getLogger("outlast.elastic")
 
 
-def load_state(state: State, *, timeout: datetime.timedelta = TIMEOUT) -> bool:
+def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
     """Loads a state from the newest valid checkpoint. Called on all replicas.
 
     Args:
@@ -55,7 +55,7 @@ def load_state(state: State, *, timeout: datetime.timedelta = TIMEOUT) -> bool:
     return bool(_load({name_of(state): state}, timeout))
 
 
-def load_all_states(*, timeout: datetime.timedelta = TIMEOUT) -> list[str]:
+def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
     """Loads every registered state from the newest valid checkpoint. Called on all replicas.
 
     All states are read and checked, on all replicas, before any is changed (see `State.prepare`).
@@ -73,7 +73,7 @@ def load_all_states(*, timeout: datetime.timedelta = TIMEOUT) -> list[str]:
     return _load(registered(), timeout)
 
 
-def _load(states: Mapping[str, State], timeout: datetime.timedelta) -> list[str]:
+def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
     pending_save.drain(quiet=True)
     if environment.checkpoint_path() is None and not environment.from_ray():
         return []

@@ -5,13 +5,13 @@ The thread is not a daemon, so a program that ends waits for what is being writt
 
 from __future__ import annotations
 
-import datetime
 import logging
 import threading
 from collections.abc import Callable
 
 from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas.replica_group import Replicas
+from outlast.system.durations import Duration
 
 __all__ = ["PendingSave", "completed", "drain", "start"]
 
@@ -34,7 +34,7 @@ class PendingSave(Handle):
         """The checkpoint, once it is committed; `None` on a replica that does not know it."""
         return self._directory
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+    def wait(self, timeout: Duration | None = None) -> None:
         """Waits until the checkpoint is committed.
 
         Raises:

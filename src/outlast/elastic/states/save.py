@@ -12,7 +12,6 @@ stays.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import logging
 import os
@@ -29,6 +28,7 @@ from outlast.elastic.states.pending_save import PendingSave
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
 from outlast.errors import CheckpointError
+from outlast.system.durations import Duration
 
 __all__ = ["save_all_states", "save_state"]
 
@@ -41,20 +41,20 @@ Writes = dict[str, Write]
 def save_all_states(
     asynchronous: Literal[False] = ...,
     *,
-    timeout: datetime.timedelta = ...,
+    timeout: Duration = ...,
     metrics: Mapping[str, Any] | None = ...,
 ) -> str | None: ...
 @overload
 def save_all_states(
     asynchronous: Literal[True],
     *,
-    timeout: datetime.timedelta = ...,
+    timeout: Duration = ...,
     metrics: Mapping[str, Any] | None = ...,
 ) -> PendingSave | None: ...
 def save_all_states(
     asynchronous: bool = False,
     *,
-    timeout: datetime.timedelta = TIMEOUT,
+    timeout: Duration = TIMEOUT,
     metrics: Mapping[str, Any] | None = None,
 ) -> str | PendingSave | None:
     """Saves every `State` of the job. Called on all replicas.
@@ -127,7 +127,7 @@ def save_state(
     checkpoint_dir: str | os.PathLike[str] | None,
     sync: bool = True,
     *,
-    timeout: datetime.timedelta = TIMEOUT,
+    timeout: Duration = TIMEOUT,
 ) -> None:
     """Saves one state into a file of a folder, durably and in one step. Called on all replicas.
 

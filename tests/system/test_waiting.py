@@ -1,0 +1,48 @@
+"""Waits for descriptors, and waits in a thread that can be abandoned."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from outlast.system.waiting import ThreadedWait, readable
+
+
+def test_only_the_readable_descriptors_are_returned() -> None:
+    quiet, quiet_end = os.pipe()
+    ready, ready_end = os.pipe()
+    try:
+        assert readable(quiet, ready, timeout=0) == []
+        os.write(ready_end, b"x")
+        assert readable(quiet, ready) == [ready]
+        os.close(quiet_end)
+        quiet_end = -1
+        assert set(readable(quiet, ready)) == {quiet, ready}  # its other end is closed
+    finally:
+        for descriptor in (quiet, ready, ready_end, quiet_end):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def test_a_wait_returns_what_the_thread_returned() -> None:
+    assert ThreadedWait(lambda: 7, "wait").result() == 7
+
+
+def test_a_wait_raises_what_the_thread_raised() -> None:
+    def fail() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        ThreadedWait(fail, "wait").result()
+
+
+def test_an_abandoned_wait_raises_while_its_thread_goes_on() -> None:
+    release = threading.Event()
+    wait = ThreadedWait(release.wait, "wait")
+    wait.abandon(RuntimeError("abandoned"))
+    with pytest.raises(RuntimeError, match="abandoned"):
+        wait.result()
+    release.set()
+    wait.join(60.0)
