@@ -1,10 +1,10 @@
-"""The benchmarks: `python -m benchmarks`. Each module measures one promise; see `__main__.py`."""
+"""The benchmarks: `python -m benchmarks`. See `__main__.py`."""
 
 import os
 import warnings
 
-# torch logs every wait for a key that times out, and the peer's are made to: thousands of lines.
-# Read when torch is loaded, so it stands before any import.
+# torch logs every store wait that times out; the peer's waits do so by design, thousands of times.
+# torch reads this variable on import, so it is set before any import.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# torch says this when it is imported beside the peer, whose requirement it is.
+# torch warns about this package, which the peer requires.
 warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)

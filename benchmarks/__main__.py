@@ -1,7 +1,7 @@
-"""`python -m benchmarks [NAME ...] [--quick] [--write-docs]`: measures, prints, and keeps results.
+"""`python -m benchmarks [NAME ...] [--quick] [--write-docs]`: runs benchmarks, and stores results.
 
-Results go to build/benchmarks.json, each benchmark's with the machine and the versions that it was
-measured with. `--write-docs` fills docs/benchmarks.md in from that file.
+Results go to build/benchmarks.json, each with the machine and the versions that it was measured on.
+`--write-docs` updates the tables in docs/benchmarks.md from that file.
 """
 
 from __future__ import annotations
@@ -32,33 +32,39 @@ MODULES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", nargs="*", metavar="NAME", help="which; all by default")
-    parser.add_argument("--quick", action="store_true", help="few repetitions: does it work?")
     parser.add_argument(
-        "--keep-peer", action="store_true", help="restart: measure outlast alone, keep the peer's"
+        "name", nargs="*", metavar="NAME", help="the benchmarks to run; all by default"
     )
-    parser.add_argument("--write-docs", action="store_true", help="fill in docs/benchmarks.md")
+    parser.add_argument(
+        "--quick", action="store_true", help="few repetitions, to test the benchmarks"
+    )
+    parser.add_argument(
+        "--keep-peer",
+        action="store_true",
+        help="restart: measure only outlast; keep the stored results of the peer",
+    )
+    parser.add_argument("--write-docs", action="store_true", help="update docs/benchmarks.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
     names = options.name or ([] if options.write_docs else MODULES)
-    # torch asks the resolver for the name of every peer that it connects to. Where the resolver
-    # drops such a question, a connection takes five seconds, ours and the peer's alike.
+    # torch resolves the name of every host that it connects to. If the resolver drops the query,
+    # each connection takes five seconds, with outlast and with the peer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     console = Console(width=None if Console().is_terminal else 140)
     for name in names:
         module = importlib.import_module(f"benchmarks.{MODULES[name]}")
         kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
         data = module.run(options.quick, kept) if kept else module.run(options.quick)
-        _keep(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
+        _store(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
         for sheet in module.sheets(data):
             show(console, sheet)
     if options.write_docs:
         write_docs(Path("docs/benchmarks.md"), json.loads(options.out.read_text()))
-        console.print("docs/benchmarks.md is written")
+        console.print("docs/benchmarks.md was updated")
 
 
-def _keep(path: Path, name: str, result: dict[str, Any]) -> None:
-    """Adds a result to the file; those of other benchmarks stay."""
+def _store(path: Path, name: str, result: dict[str, Any]) -> None:
+    """Stores a result in the file, beside those of other benchmarks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     results[name] = result

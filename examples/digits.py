@@ -1,10 +1,10 @@
-"""Trains a small network on handwritten digits with DDP, and outlasts its faults.
+"""Trains a small network on handwritten digits with DDP, and survives faults.
 
     outlast run --nproc-per-node 4 examples/digits.py
 
-What makes it outlast them is the decorator, a ping a step, and a checkpointer: after a fault the
-function starts again on every healthy rank, in the same processes, restores the last state and
-goes on. The data (1,797 images of 8 x 8 pixels) ship with scikit-learn.
+It needs the decorator, a ping per step, and a checkpointer: after a fault the function restarts on
+every healthy rank, in the same process, restores the last checkpoint and continues. The data (1,797
+images of 8 x 8 pixels) ship with scikit-learn.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 import outlast.inprocess as inprocess
 from outlast.async_checkpoint import Checkpointer, Retention
 
-GLOBAL_BATCH = 96  # divides by 1, 2, 3, 4, 6, 8: the job may change its size
+GLOBAL_BATCH = 96  # divisible by 1, 2, 3, 4, 6, 8: the job may change its size
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images and labels to train on, and 360 of each to test with."""
+    """The training images and labels, and 360 images and labels for testing."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
     labels = torch.tensor(digits.target)
@@ -35,7 +35,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @inprocess.Wrapper(soft_timeout=inprocess.Adaptive())
 def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> float:
-    """Trains to the end, from wherever the saved state is. Returns the accuracy on test images."""
+    """Trains to the end, from the last checkpoint. Returns the accuracy on the test images."""
     assert call is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
@@ -44,7 +44,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    # What only the optimizer changes is copied beside the next forward and backward pass.
+    # State that only the optimizer changes is copied during the next forward and backward pass.
     checkpointer = Checkpointer(options.state, keep=Retention(last=2), overlap=optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     first = checkpointer.restore(state) or 0
@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
 
     for step in range(first, options.steps):
         call.ping()
-        # The batch of a step depends on the step alone; each rank takes its share of it.
+        # The batch depends on the step alone; each rank takes its share of it.
         pick = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))
         mine = pick[:GLOBAL_BATCH][rank::world_size]
         loss = nn.functional.cross_entropy(ddp(images[mine]), labels[mine])
@@ -64,7 +64,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
         optimizer.step()
         if (step + 1) % options.save_every == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            with call.long_phase():  # where the disk is slow, it waits for the save before
+            with call.long_phase():  # on a slow disk it waits for the previous save
                 checkpointer.save(step + 1, state)
 
     checkpointer.close()
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
 
 
 def main() -> None:
-    """Reads the options, trains, and says how good it got."""
+    """Parses the options, trains, and prints the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
@@ -83,7 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     accuracy = train(options)
-    # A process that came when the others had finished has nothing to say.
+    # A process that joined after the others had finished has no result.
     if accuracy is not None and os.environ.get("RANK", "0") == "0":
         print(f"accuracy {accuracy:.1%}", flush=True)
 

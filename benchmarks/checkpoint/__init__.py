@@ -1,1 +1,1 @@
-"""Checkpoints: what a save costs, when it is durable, and how fast it is restored."""
+"""Checkpoints: the cost of a save, its time until durable, and the speed of a restore."""

@@ -1,4 +1,4 @@
-"""The first save of a process, by itself: each one in a new process, where nothing is warm."""
+"""The first save of a process, with everything cold: each one in a new process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import StepTimer, Timed, disk_folder, in_ranks, one_save
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import make
 from outlast.async_checkpoint import Checkpointer
 
@@ -35,7 +35,7 @@ NAMES = (
 
 
 def measure(size: Size, rounds: int, *, quick: bool = False) -> dict[str, Timed]:
-    """Seconds of each way's first save; of ours also the seconds that opening takes."""
+    """Seconds of each way's first save, and of opening it before."""
     print(f"checkpoint: the first save, {rounds} rounds", flush=True)
     found: dict[str, Timed] = {}
     for _ in range(rounds):
@@ -48,7 +48,7 @@ def measure(size: Size, rounds: int, *, quick: bool = False) -> dict[str, Timed]
 
 def _first(name: str, size: Size, _: int) -> dict[str, float]:
     timer = StepTimer()
-    job = Job(size)
+    job = Training(size)
     timer.after(job)
     with disk_folder() as folder:
         if name == COPY:
@@ -64,7 +64,7 @@ def _first(name: str, size: Size, _: int) -> dict[str, float]:
         return {"open": opened, **found}
 
 
-def _copy(job: Job) -> dict[str, float]:
+def _copy(job: Training) -> dict[str, float]:
     tensors = job.tensors()
     began = time.perf_counter()
     copies = [tensor.clone() for tensor in tensors]
@@ -73,8 +73,8 @@ def _copy(job: Job) -> dict[str, float]:
     return {"blocked": spent}
 
 
-def _after_restore(folder: Path, job: Job) -> dict[str, float]:
-    # Another process writes what is restored, so that nothing of it is left in this one.
+def _after_restore(folder: Path, job: Training) -> dict[str, float]:
+    # Another process, the writer, writes the checkpoint, so nothing of it stays in this process.
     path = folder / "before"
     with Checkpointer(path) as checkpointer:
         checkpointer.save(1, job.state_dict())

@@ -1,9 +1,9 @@
-"""What saving costs a training that goes on: its steps a second, at several intervals of saves.
+"""The cost of saves to a running training: its steps per second, at several save intervals.
 
-Each segment of the training with saves stands next to one without; a ratio is of such a pair. A
-segment begins with a save, and what a save leaves behind runs on in it: the time a save takes from
-the steps after it is in the figure, wherever it shows. When every step saves, two of them go before
-the clock starts: the first save waits for none.
+Each segment with saves is paired with an adjacent one without; a ratio is that of a pair. A segment
+starts with a save, whose background work runs during the segment: the time that it takes from later
+steps is included. If every step saves, two steps run before the clock starts, since the first save
+waits for no earlier one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import disk_folder, in_ranks
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import OURS, Way, chosen, make
 
 __all__ = ["NAMES", "measure"]
@@ -32,12 +32,12 @@ Rates = dict[str, dict[str, list[list[float]]]]
 def measure(
     size: Size, steps: dict[int, int], rounds: int, *, quick: bool = False
 ) -> dict[str, Any]:
-    """Steps a second, for each interval and way: with saves, and of the segment beside it.
+    """Steps per second, for each interval and way: with saves, and in the adjacent segment.
 
     Args:
-        size: of the model.
-        steps: of a segment, for each interval of saves.
-        rounds: of all segments.
+        size: the size of the model.
+        steps: the number of steps of a segment, for each save interval.
+        rounds: how often all segments are repeated.
     """
     print(f"checkpoint: a training that saves, {rounds} rounds", flush=True)
     found: dict[str, Any] = in_ranks(
@@ -47,13 +47,13 @@ def measure(
 
 
 def _train(size: Size, steps: dict[int, int], rounds: int, quick: bool) -> dict[str, Any]:
-    job = Job(size)
+    job = Training(size)
     all_names = chosen(NAMES, quick)
     rates: Rates = {str(every): {name: [] for name in all_names} for every in steps}
     with disk_folder() as folder:
         for number in range(rounds):
             for every, count in steps.items():
-                # A B 0 C D 0 ...: each has a segment without saves at its side.
+                # A 0 B, C 0 D, ...: each is adjacent to a segment without saves.
                 names = all_names if number % 2 == 0 else all_names[::-1]
                 for at in range(0, len(names), 2):
                     before = _with_saves(names[at], folder, job, every, count)
@@ -65,9 +65,9 @@ def _train(size: Size, steps: dict[int, int], rounds: int, quick: bool) -> dict[
     return {"size_bytes": job.size_bytes, "rates": rates}
 
 
-def _with_saves(name: str, folder: Path, job: Job, every: int, count: int) -> float:
+def _with_saves(name: str, folder: Path, job: Training, every: int, count: int) -> float:
     way = make(name, folder, job)
-    way.save(job.state_dict(), 0)()  # its first save is a figure of its own
+    way.save(job.state_dict(), 0)()  # the first save is measured separately
     settle()
     rate = _segment(job, way, every, count)
     way.close()
@@ -75,7 +75,7 @@ def _with_saves(name: str, folder: Path, job: Job, every: int, count: int) -> fl
     return rate
 
 
-def _segment(job: Job, way: Way | None, every: int, count: int) -> float:
+def _segment(job: Training, way: Way | None, every: int, count: int) -> float:
     warm = 2 if every <= 1 else 0
     began = time.perf_counter()
     for number in range(warm + count):

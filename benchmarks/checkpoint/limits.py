@@ -1,4 +1,4 @@
-"""What the machine can do: the copies, writes and reads that no checkpoint can be faster than."""
+"""The limits of the machine: raw copies, writes and reads, the lower bounds of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CHUNK = 4 << 20
 
 
 def settle() -> None:
-    """Has the disk finish what others have left it to do, so that nobody pays for it."""
+    """Waits for the disk to finish earlier writes, so that they do not disturb a measurement."""
     os.sync()
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """`work(0)` to `work(count - 1)` side by side."""
+    """Runs `work(0)` to `work(count - 1)` in parallel."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -37,8 +37,8 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def copy_time(sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> float:
-    """Seconds to copy tensors into memory that is there already: by torch, or by plain threads,
-    whichever is faster this time. torch's own copy is slow when its threads have gone to sleep.
+    """Seconds to copy tensors into allocated memory, by torch or by plain threads, whichever is
+    faster: torch's copy is slow when its threads have gone to sleep.
     """
     began = time.perf_counter()
     for source, to in zip(sources, buffers, strict=True):
@@ -53,7 +53,7 @@ def copy_time(sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) 
     )
 
     def move(_: int) -> None:
-        for piece in pieces:  # the next of a list's iterator is one step
+        for piece in pieces:  # a list iterator's next is atomic
             _memmove(*piece)
 
     in_threads(torch.get_num_threads(), move)
@@ -61,12 +61,12 @@ def copy_time(sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) 
 
 
 class Writing:
-    """Raw writes of so many bytes, with fsync: through the page cache and past it.
+    """Raw writes with fsync, through the page cache or with O_DIRECT.
 
     Args:
-        folder: where to.
-        size_bytes: how much; whole pages of it are written.
-        threads: how many pieces are under way at once.
+        folder: the folder of the file.
+        size_bytes: the number of bytes, rounded down to whole pages.
+        threads: the number of parallel writes.
     """
 
     def __init__(self, folder: Path, size_bytes: int, threads: int) -> None:
@@ -78,7 +78,7 @@ class Writing:
         self._view = memoryview(self._memory)
 
     def time(self, *, direct: bool) -> float:
-        """Seconds until everything is durable. The file system may refuse to go past the cache."""
+        """Seconds until everything is durable. The file system may not support O_DIRECT."""
         path = self._folder / f"raw-{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
         pieces = iter(range(0, self._size, _PIECE))
@@ -108,11 +108,11 @@ class Writing:
 
 
 class Reading:
-    """Raw reads of files into memory that is there already, each chunk hashed with xxh3.
+    """Raw reads of files into allocated memory, with an xxh3 hash of each chunk.
 
     Args:
-        paths: of the files.
-        threads: how many chunks are under way at once.
+        paths: the files.
+        threads: the number of parallel reads.
     """
 
     def __init__(self, paths: Sequence[Path], threads: int) -> None:
@@ -127,8 +127,8 @@ class Reading:
         """Seconds until everything is read.
 
         Args:
-            cold: whether the page cache is emptied of it first.
-            direct: whether to read past the page cache.
+            cold: whether to drop the files from the page cache first.
+            direct: whether to read with O_DIRECT.
         """
         if cold:
             drop_cache(self.paths)
@@ -162,7 +162,7 @@ class Reading:
 
 
 def drop_cache(paths: Sequence[Path]) -> None:
-    """Takes files out of the page cache of this machine; a host's own cache may still have them."""
+    """Drops files from this machine's page cache; a hypervisor may still cache them."""
     for path in paths:
         with contextlib.closing(open(path, "rb")) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,7 @@
-"""Memory of a save, over all processes that take part in it, and 200 saves in a row.
+"""The memory of a save, over all processes that take part in it, and of 200 saves in a row.
 
-What counts is the proportional set size (PSS): a page that several processes have mapped, as the
-training and the writer have the snapshot, is counted once. This process takes samples while the
-one that saves is at work.
+The measure is the proportional set size (PSS), which counts a shared page once: the training and
+the writer both map the snapshot. This process takes samples while the other one saves.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any
 import psutil
 
 from benchmarks.checkpoint.saves import call, disk_folder, in_ranks
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import make
-from benchmarks.lib.rank_processes import Crew
+from benchmarks.lib.rank_processes import RankProcesses
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.storage.local import WORKING
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
@@ -36,29 +35,29 @@ NAMES = {
     "async_save, cached stager, a process": 1,
     "fork": 1,
 }
-"""How many saves are in flight at most."""
+"""The maximum number of saves in flight."""
 _TRAINS, _SAVES, _ENDS = 1, 2, 3
 WHAT = ("descriptors", "threads", "memory of its own, MiB")
 
 
 def peaks(size: Size, saves: int, *, quick: bool = False) -> dict[str, Any]:
-    """For each way: bytes of the state, saves in flight, and the peak above the training's own."""
+    """For each way: the bytes of the state, saves in flight, and the peak above the training."""
     print(f"checkpoint: peak of memory over {saves} saves", flush=True)
     found = {}
     for name in list(NAMES)[: 2 if quick else None]:
         phase = mmap.mmap(-1, mmap.PAGESIZE)
-        with Crew("checkpoint-memory", 1) as crew:
+        with RankProcesses("checkpoint-memory", 1) as processes:
             work = functools.partial(_saves, name, size, saves, phase)
-            crew.start(0, functools.partial(call, 0, 1, work, crew.folder))
-            base, peak = _sample(crew, phase)
-            state = json.loads((crew.folder / "found0.json").read_text())
+            processes.start(0, functools.partial(call, 0, 1, work, processes.folder))
+            base, peak = _sample(processes, phase)
+            state = json.loads((processes.folder / "found0.json").read_text())
         found[name] = {"in_flight": NAMES[name], "state": state, "above": peak - base}
     return found
 
 
 def _saves(name: str, size: Size, saves: int, phase: mmap.mmap, _: int) -> int:
-    """Saves back to back; with a step after each where it takes one for the memory to be used."""
-    job = Job(size)
+    """Saves back to back, with a step after each if the way uses memory only during steps."""
+    job = Training(size)
     with disk_folder() as folder:
         phase[0] = _TRAINS
         enough = time.monotonic() + 0.5
@@ -77,33 +76,33 @@ def _saves(name: str, size: Size, saves: int, phase: mmap.mmap, _: int) -> int:
     return job.size_bytes
 
 
-def _sample(crew: Crew, phase: mmap.mmap) -> tuple[int, int]:
-    """Bytes at the peak of the training without saves, and with them."""
+def _sample(processes: RankProcesses, phase: mmap.mmap) -> tuple[int, int]:
+    """The peak bytes of the training without saves, and with saves."""
     peaks = {_TRAINS: 0, _SAVES: 0}
-    while not crew.ended(0.002):
+    while not processes.ended(0.002):
         now = phase[0]
         if now in peaks:
-            found = _pss(crew.pids[0])
+            found = _pss(processes.pids[0])
             if phase[0] == now:
                 peaks[now] = max(peaks[now], found)
-    crew.check()
+    processes.check()
     return peaks[_TRAINS], peaks[_SAVES]
 
 
 def _pss(pid: int) -> int:
-    """Of a process and all below it. This one shares some with them: the same before and after."""
+    """The PSS of a process and its descendants; the share of this process is constant."""
     total = 0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         try:
             text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         except (OSError, ProcessLookupError):
-            continue  # it has just ended
+            continue  # it has ended meanwhile
         total += sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
     return total << 10
 
 
 def flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
-    """Samples of the training and of the writer, one each few saves."""
+    """Samples of the training and of the writer, every few saves."""
     print(f"checkpoint: {saves} saves in a row", flush=True)
     found: dict[str, list[list[float]]] = in_ranks(
         "checkpoint-flat", 1, lambda _: _flat(size, saves, every)
@@ -112,7 +111,7 @@ def flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
 
 
 def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
-    job = Job(size)
+    job = Training(size)
     samples: dict[str, list[list[float]]] = {"training": [], "writer": []}
     with (
         disk_folder() as folder,
@@ -133,7 +132,7 @@ def _flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
 
 
 def _await_rest(path: Path) -> None:
-    """Until the writer has put away what is old, which nobody waits for."""
+    """Waits until the writer has removed old checkpoints in the background."""
     shown = ("step-", WORKING)
     while sum(name.startswith(shown) and name != RECYCLED for name in os.listdir(path)) > 2:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What a restore costs: from memory beside a copy, from disk beside a raw read with checksums."""
+"""The cost of a restore: from memory against a copy, from disk against a raw read with hashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.checkpoint.limits import Reading, copy_time, drop_cache, settle
-from benchmarks.checkpoint.training_state import Job
+from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer
 from outlast.events import CheckpointRestored, Event
 
@@ -24,7 +24,7 @@ RAW = {"": False, ", O_DIRECT": True}
 
 
 class _Sources:
-    """Notes where each restore has found its checkpoint."""
+    """Records where each restore has found its checkpoint."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -39,13 +39,13 @@ class _Sources:
 
 def restores(
     folder: Path,
-    job: Job,
+    job: Training,
     tensors: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
     threads: int,
     rounds: int,
 ) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
-    """Seconds of each kind of restore in each round, and where ours found the checkpoint."""
+    """Seconds of each kind of restore in each round, and the sources of `Checkpointer.restore`."""
     path, peer = folder / "restored", folder / "restored-peer"
     sources = _Sources()
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -57,7 +57,7 @@ def restores(
         if keep:
             seconds.setdefault(name, {}).setdefault("seconds", []).append(value)
 
-    # From memory: what a training that is restarted in place does.
+    # From memory, as in a training that was restarted in place.
     checkpointer = Checkpointer(path, events=sources)
     checkpointer.save(1, job.state_dict()).wait()
     for number in range(rounds + 1):
@@ -97,7 +97,7 @@ def restores(
     return seconds, sources.found
 
 
-def _restore(checkpointer: Checkpointer, job: Job) -> float:
+def _restore(checkpointer: Checkpointer, job: Training) -> float:
     state = job.state_dict()
     began = time.perf_counter()
     if checkpointer.restore(state) != 1:
@@ -105,7 +105,7 @@ def _restore(checkpointer: Checkpointer, job: Job) -> float:
     return time.perf_counter() - began
 
 
-def _load(path: Path, job: Job) -> float:
+def _load(path: Path, job: Training) -> float:
     state: dict[str, Any] = job.state_dict()
     began = time.perf_counter()
     load(state, checkpoint_id=path)

@@ -1,4 +1,4 @@
-"""Checkpoints: what a save costs the training, when it is durable, and how fast it is back.
+"""Checkpoints: the cost of a save to the training, its time until durable, and restores.
 
 Everything is told as a ratio to what the machine can do, or to the loss of others, in one run: see
 `checkpoint_saves`, `checkpoint_restores`, `checkpoint_first`, `checkpoint_memory` and
@@ -21,7 +21,7 @@ PARTS = ("one", "ranks", "first", "peaks", "flat", "training")
 
 
 def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
-    """Measures all of it, or some parts."""
+    """Runs all measurements, or some parts."""
     if quick:
         measures: dict[str, Callable[[], Any]] = {
             "one": lambda: saves.measure(QUICK, 1, 1, quick=True),

@@ -1,4 +1,4 @@
-"""What a save costs: seconds until the training goes on, and until the checkpoint is durable.
+"""The cost of a save: seconds until the training continues, and until the checkpoint is durable.
 
 All ways take turns in the same processes, in another order each round, together with what the
 machine can do: a ratio is of figures that were taken side by side.
@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.checkpoint.limits import Writing, copy_time, settle
 from benchmarks.checkpoint.restores import restores
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import OURS, PEERS, Way, chosen, make
-from benchmarks.lib.rank_processes import FOLDER, Crew
+from benchmarks.lib.rank_processes import FOLDER, RankProcesses
 
 __all__ = [
     "PATIENCE_S",
@@ -43,7 +43,7 @@ Timed = dict[str, list[float]]
 
 
 def measure(size: Size, ranks: int, rounds: int, *, quick: bool = False) -> dict[str, Any]:
-    """Seconds of each way in each round, the worst of the ranks."""
+    """Seconds of each way in each round, on the slowest rank."""
     print(f"checkpoint: saves and restores, {ranks} ranks, {rounds} rounds", flush=True)
     parts = in_ranks("checkpoint-saves", ranks, lambda _: _rank(size, ranks, rounds, quick))
     seconds: dict[str, Timed] = {}
@@ -64,20 +64,21 @@ def measure(size: Size, ranks: int, rounds: int, *, quick: bool = False) -> dict
 
 
 def in_ranks(name: str, ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns in each of so many new processes, in a process group if they are many."""
-    with Crew(name, ranks) as crew:
-        crew.start_all(lambda slot: call(slot, ranks, work, crew.folder))
-        crew.wait_all(PATIENCE_S)
+    """Runs `work` in new processes, in a process group if there are several; returns results."""
+    with RankProcesses(name, ranks) as processes:
+        processes.start_all(lambda slot: call(slot, ranks, work, processes.folder))
+        processes.wait_all(PATIENCE_S)
         return [
-            json.loads((crew.folder / f"found{slot}.json").read_text()) for slot in range(ranks)
+            json.loads((processes.folder / f"found{slot}.json").read_text())
+            for slot in range(ranks)
         ]
 
 
 def call(slot: int, ranks: int, work: Callable[[int], Any], folder: Path) -> None:
-    """For a new process: `work`, in a process group of so many ranks; the result goes to a file."""
-    # torch's own default: as many threads as there are cores; several ranks share them.
+    """The body of a new process: runs `work` in a process group; stores the result in a file."""
+    # torch's default, one thread per core, divided among the ranks.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    # Of several ranks, and of one too: a peer's background process makes a group of its own.
+    # Also for a single rank: the background process of a torch way creates its own group.
     dist.init_process_group("gloo")
     found = work(slot)
     dist.barrier()
@@ -87,7 +88,7 @@ def call(slot: int, ranks: int, work: Callable[[int], Any], folder: Path) -> Non
 
 @contextlib.contextmanager
 def disk_folder() -> Iterator[Path]:
-    """A folder on the disk that all ranks use."""
+    """A folder on the disk, for all ranks."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     name = tempfile.mkdtemp(dir=FOLDER.absolute(), prefix="saves-") if _rank_0() else ""
     told = [name]
@@ -113,7 +114,7 @@ def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
 
         mesh = init_device_mesh("cpu", (ranks,))
     timer = StepTimer()
-    job = Job(size, mesh)
+    job = Training(size, mesh)
     timer.after(job)
     seconds: dict[str, Timed] = {}
     with disk_folder() as folder:
@@ -142,7 +143,7 @@ def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
                 settle()
                 dist.barrier()
                 found = turns[name](turn)
-                for what, value in found.items() if turn else ():  # the first one warms up
+                for what, value in found.items() if turn else ():  # the first turn warms up
                     seconds.setdefault(name, {}).setdefault(what, []).append(value)
         for way in ways.values():
             way.close()
@@ -157,8 +158,8 @@ def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def one_save(way: Way, name: str, job: Job, timer: StepTimer, step: int) -> dict[str, float]:
-    """A save by itself; one that copies beside the training, with a step of that."""
+def one_save(way: Way, name: str, job: Training, timer: StepTimer, step: int) -> dict[str, float]:
+    """One save; with a training step, if the way copies during the step."""
     state = job.state_dict()
     began = time.perf_counter()
     wait = way.save(state, step)
@@ -178,15 +179,15 @@ def one_save(way: Way, name: str, job: Job, timer: StepTimer, step: int) -> dict
 
 
 class StepTimer:
-    """How long the hooks of others hold an optimizer's step up. Made before all others are."""
+    """Measures how long other hooks delay an optimizer's step. Created before the other hooks."""
 
     def __init__(self) -> None:
         self.waited = 0.0
         self._began = 0.0
         register_optimizer_step_pre_hook(self._first)
 
-    def after(self, job: Job) -> None:
-        """An optimizer's own hooks come after those of all optimizers."""
+    def after(self, job: Training) -> None:
+        """An optimizer's own hooks run after the global ones."""
         job.optimizer.register_step_pre_hook(self._last)
 
     def _first(self, *_: Any) -> None:

@@ -15,7 +15,7 @@ __all__ = ["sheets"]
 
 _RAW_WRITES = ("raw write", "raw write, O_DIRECT")
 _RAW_READS = ("raw read with checksums", "raw read with checksums, O_DIRECT")
-_RESTORES = {  # and what each is compared with
+_RESTORES = {  # and the limit that each is compared with
     "restore from memory": "memory",
     "restore from disk, cold": "cold",
     "dcp.load, cold": "cold",
@@ -26,7 +26,7 @@ _RESTORES = {  # and what each is compared with
 
 @dataclasses.dataclass(frozen=True)
 class _Figures:
-    """Medians of one process, or of the slowest of several ranks."""
+    """Medians for one process, or for the slowest of several ranks."""
 
     name: str
     size_bytes: int
@@ -42,7 +42,7 @@ class _Figures:
         return min(self.of(name) for name in _RAW_WRITES)
 
     def limit(self, kind: str) -> float:
-        """What a restore is compared with."""
+        """The limit that a restore is compared with."""
         if kind == "memory":
             return self.of("memcpy back")
         names = [f"{name}, {kind}" for name in _RAW_READS]
@@ -50,7 +50,7 @@ class _Figures:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables of what was measured: `run(parts=...)` may have left some out."""
+    """The tables of the measured parts; `run(parts=...)` may have left some out."""
     figures = []
     if "one" in data:
         figures.append(_Figures("one process", data["one"]["size_bytes"], data["one"]["seconds"]))
@@ -97,7 +97,7 @@ def _goals(data: dict[str, Any], figures: list[_Figures]) -> Sheet:
             best = min(value for name, value in lost.items() if name not in OURS)
             for name in ("ours, eager", "ours, overlapped"):
                 if name in lost:
-                    # Where the best peer's loss is within the noise there is nothing to compare.
+                    # If the best torch way's loss is within the noise, there is nothing to compare.
                     ratio = lost[name] / best if best > 0 else None
                     row(f"every {every} steps, {name}: {what}, to the best peer's", ratio, 0.5)
     return Sheet("Goals", ("what", "ratio", "goal", "met"), rows, "Ratios of medians of this run.")
@@ -227,12 +227,12 @@ def _training(training: dict[str, Any]) -> Sheet:
 
 
 def _lost(pairs: list[list[float]], every: int) -> float:
-    """The share of the step rate that saves take."""
+    """The fraction of the step rate that saves take."""
     return 1 - (median([saving / without for saving, without in pairs]) or 0.0)
 
 
 def _a_save(pairs: list[list[float]], every: int) -> float:
-    """Seconds by which a save makes the training longer."""
+    """Seconds by which a save lengthens the training."""
     return every * (median([1 / saving - 1 / without for saving, without in pairs]) or 0.0)
 
 

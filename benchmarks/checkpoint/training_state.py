@@ -1,4 +1,4 @@
-"""What the checkpoint benchmarks save: a small transformer with Adam, of the size asked for."""
+"""The training of the checkpoint benchmarks: a small transformer with Adam."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["FULL", "QUICK", "SHARE", "SMALL", "Job", "Size"]
+__all__ = ["FULL", "QUICK", "SHARE", "SMALL", "Size", "Training"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model: its width, its layers, its vocabulary, and the tokens of one batch."""
+    """The size of a model: its width, layers and vocabulary, and the tokens of one batch."""
 
     dim: int
     layers: int
@@ -21,13 +21,13 @@ class Size:
 
 
 FULL = Size(768, 8, 13312, 64)
-"""768 MiB with both moments, in some 300 tensors and 100 single numbers."""
+"""768 MiB with both moments, in about 300 tensors and 100 scalars."""
 SHARE = Size(512, 4, 8192, 64)
-"""192 MiB: what one rank of four has, and what the training loop trains."""
+"""192 MiB: the part of one rank of four, and the model of the training loop."""
 SMALL = Size(192, 4, 2048, 16)
 """About 20 MiB, for 200 saves."""
 QUICK = Size(64, 2, 256, 16)
-"""Not to be measured: to see that it works."""
+"""For tests of the benchmarks only."""
 
 
 class _Model(torch.nn.Module):
@@ -49,13 +49,13 @@ class _Model(torch.nn.Module):
         return hidden.square().mean()
 
 
-class Job:
-    """A training that can be stepped. After the first step, Adam has its moments.
+class Training:
+    """A training that has made its first step, so that Adam has its moments.
 
     Args:
-        size: of the model.
-        mesh: shards of it are what the state dict then has: each tensor is this rank's part of one
-            that is as many times as long as there are ranks, as FSDP2 has them.
+        size: the size of the model.
+        mesh: if given, the state dict contains DTensors over it, as with FSDP2: each tensor is this
+            rank's shard of one that is larger by the number of ranks.
     """
 
     def __init__(self, size: Size, mesh: Any = None) -> None:
@@ -67,22 +67,22 @@ class Job:
         self.train()
 
     def train(self) -> None:
-        """One step."""
+        """Makes one step."""
         self.pass_through()
         self.optimizer.step()
 
     def pass_through(self) -> None:
-        """A forward and a backward pass: what a step does before the optimizer's."""
+        """Runs a forward and a backward pass: a step without the optimizer's."""
         self.optimizer.zero_grad(set_to_none=False)
         self.model(self._batch).backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the training would save it."""
+        """The state, as a training saves it."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return state if self._mesh is None else _sharded(state, self._mesh)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is saved of this rank."""
+        """All tensors that this rank saves."""
         found = [p.detach() for p in self.model.parameters()]
         for state in self.optimizer.state.values():
             found.extend(state.values())
@@ -90,7 +90,7 @@ class Job:
 
     @property
     def size_bytes(self) -> int:
-        """Of the state."""
+        """The bytes of the state."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
 

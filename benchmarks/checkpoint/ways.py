@@ -1,6 +1,6 @@
-"""Ways to save a checkpoint: ours, and those that come with torch.
+"""Ways to save a checkpoint: `Checkpointer`, and those of torch.
 
-nvidia-resiliency-ext is not among them: the core of its async checkpoint cannot run without CUDA.
+nvidia-resiliency-ext is not included: the core of its async checkpoint requires CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from benchmarks.checkpoint.training_state import Job
+from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer, Retention
 
 __all__ = ["OURS", "PEERS", "Way", "chosen", "make"]
@@ -45,30 +45,30 @@ class Way(Protocol):
     """A way to save."""
 
     def save(self, state: Mapping[str, Any], step: int) -> Callable[[], None]:
-        """Saves; what is returned waits until it is durable."""
+        """Saves; the returned function waits until the checkpoint is durable."""
         ...
 
     def before_step(self) -> None:
-        """What has to be waited for before the optimizer may step."""
+        """Waits until the optimizer may step."""
         ...
 
     def close(self) -> None:
-        """Ends it; what it wrote is removed."""
+        """Ends background work, and removes the written files."""
         ...
 
 
 def chosen(names: Iterable[str], quick: bool) -> list[str]:
-    """Those of `names` that are tried; quickly: without the one that starts another Python."""
+    """The names to measure; a quick run omits the way that starts another Python process."""
     return [name for name in names if not (quick and name.endswith("a process"))]
 
 
-def make(name: str, folder: Path, job: Job) -> Way:
-    """The way of that name, which writes below `folder`."""
+def make(name: str, folder: Path, job: Training) -> Way:
+    """Creates the way of that name, which writes below `folder`."""
     path = folder / name.replace(" ", "-").replace(",", "")
     path.mkdir(parents=True, exist_ok=True)
     if name in OURS:
         overlapped, in_flight = OURS[name]
-        return _Ours(path, job, overlapped, in_flight)
+        return _CheckpointerWay(path, job, overlapped, in_flight)
     if name == "torch.save":
         return _TorchSave(path)
     if name == "fork":
@@ -78,8 +78,8 @@ def make(name: str, folder: Path, job: Job) -> Way:
     return _AsyncSave(path, name)
 
 
-class _Ours:
-    def __init__(self, path: Path, job: Job, overlapped: bool, in_flight: int) -> None:
+class _CheckpointerWay:
+    def __init__(self, path: Path, job: Training, overlapped: bool, in_flight: int) -> None:
         self._path = path
         self.checkpointer = Checkpointer(
             path,
@@ -92,16 +92,16 @@ class _Ours:
         return self.checkpointer.save(step, state).wait
 
     def before_step(self) -> None:
-        pass  # the optimizer's step waits by itself
+        pass  # the optimizer's step waits without help
 
     def close(self) -> None:
         self.checkpointer.close()
         _remove(self._path)
 
 
-class _Peer:
-    """Writes into two folders in turn, over what lies there, so that the last one is always whole
-    and nothing has to be removed.
+class _TorchWay:
+    """Overwrites two folders in turn, so the previous checkpoint is always complete, and nothing
+    has to be removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +119,7 @@ class _Peer:
         _remove(self.path)
 
 
-class _TorchSave(_Peer):
+class _TorchSave(_TorchWay):
     def save(self, state: Mapping[str, Any], step: int) -> Callable[[], None]:
         rank = os.environ.get("RANK", "0")
         file = open(f"{self.place(step)}-{rank}", "wb")  # noqa: SIM115 - closed when durable
@@ -133,8 +133,8 @@ class _TorchSave(_Peer):
         return wait
 
 
-class _Fork(_Peer):
-    """A copy-on-write snapshot; the training then pays for each page that it changes."""
+class _Fork(_TorchWay):
+    """A copy-on-write snapshot; the training then pays for each page that it modifies."""
 
     def save(self, state: Mapping[str, Any], step: int) -> Callable[[], None]:
         pid = os.fork()
@@ -154,14 +154,14 @@ class _Fork(_Peer):
         return wait
 
 
-class _Dcp(_Peer):
+class _Dcp(_TorchWay):
     def save(self, state: Mapping[str, Any], step: int) -> Callable[[], None]:
         save(dict(state), checkpoint_id=self.place(step), no_dist=not dist.is_initialized())
         return lambda: None
 
 
-class _AsyncSave(_Peer):
-    """Waits for the save before, as the documentation demands of those who use it."""
+class _AsyncSave(_TorchWay):
+    """`async_save`; waits for the previous save, as its documentation requires."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(path)
@@ -170,7 +170,7 @@ class _AsyncSave(_Peer):
         if name.endswith("a process"):
             self._type = AsyncCheckpointerType.PROCESS
         if "cached" in name:
-            # Pinned memory and copies that do not block need CUDA.
+            # Pinned memory and non-blocking copies require CUDA.
             in_process = self._type is AsyncCheckpointerType.PROCESS
             self._stager = DefaultStager(
                 StagingOptions(False, in_process, name.endswith("beside"), False)

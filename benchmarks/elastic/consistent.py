@@ -1,4 +1,4 @@
-"""`ConsistentDDP` beside DDP, at equal work: the same global batch in the same processes, in turns.
+"""`ConsistentDDP` against DDP with the same global batch, alternately in the same processes.
 
 DDP takes each replica's share of the batch in one pass. In the other row of DDP it takes it in as
 many parts as `ConsistentDDP` has, and gives the gradients on with the last: what is left between
@@ -32,7 +32,7 @@ _DIM = 256
 def measure(
     layers: int, virtual: Sequence[int], sizes: Sequence[int], steps: int, rounds: int
 ) -> dict[str, Any]:
-    """Seconds a step, of the slowest rank.
+    """Seconds per step of the slowest rank.
 
     Args:
         layers: of the transformer that is trained.
@@ -71,7 +71,7 @@ class _Data(Dataset[torch.Tensor]):
 
 
 class _Training:
-    """Of one way, that goes on from segment to segment."""
+    """The training of one way, which continues from segment to segment."""
 
     def __init__(self, layers: int, virtual: int | None, parts: int | None) -> None:
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ class _Training:
         self._batches = iter(self.loader)
 
     def segment(self, steps: int) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
@@ -132,7 +132,7 @@ def _rank(
         ways[f"DDP, {count} parts"] = functools.partial(_Training, layers, None, count)
         ways[f"ConsistentDDP, {count} parts"] = functools.partial(_Training, layers, count, None)
     trainings = {name: make() for name, make in ways.items()}
-    # The same number of threads at any size is what the same bits ask for.
+    # Bit-identical results need the same number of threads at any size.
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):

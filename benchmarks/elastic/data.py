@@ -1,4 +1,4 @@
-"""The position in the data, and the loader beside torch's own."""
+"""Resuming within an epoch, and the overhead of the loader over torch's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["loading", "position"]
 
 
 def position(length: int, rounds: int) -> dict[str, Any]:
-    """Seconds until the first batch after a restore in the middle of an epoch, and memory."""
+    """Seconds until the first batch after resuming within an epoch, and the memory for it."""
     print(f"elastic: a position in {length:,} samples", flush=True)
     found: dict[str, Any] = in_ranks("elastic-position", 1, lambda _: _position(length, rounds))[0]
     return {"length": length, **found}
@@ -50,7 +50,7 @@ def _first(length: int, batch: int, state: dict[str, Any]) -> None:
 
 
 def _stored(length: int, batch: int, state: dict[str, Any]) -> None:
-    """An order that is made whole, as torch's `DistributedSampler` does, before it is a list."""
+    """Computes the whole order at once, as torch's `DistributedSampler` does."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     order[state["position"] : state["position"] + batch].tolist()
 
@@ -60,7 +60,7 @@ def _peak() -> int:
 
 
 class _Data(Dataset[torch.Tensor]):
-    """Images of 3 x 32 x 32 in memory: as cheap as samples can be."""
+    """Images of 3 x 32 x 32 in memory: the cheapest realistic samples."""
 
     def __init__(self, length: int) -> None:
         self._images = torch.zeros(512, 3, 32, 32)
@@ -74,7 +74,7 @@ class _Data(Dataset[torch.Tensor]):
 
 
 def loading(samples: int, batch: int, rounds: int) -> dict[str, Any]:
-    """Seconds a batch, of an epoch, in turns: torch's loader with its sampler, and ours."""
+    """Seconds per batch over an epoch, alternately for torch's loader and for `ElasticLoader`."""
     print("elastic: the loader", flush=True)
     found: dict[str, Any] = in_ranks(
         "elastic-loader", 1, lambda _: _loading(samples, batch, rounds)

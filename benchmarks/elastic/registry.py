@@ -1,4 +1,4 @@
-"""All states of a job, by the registry, beside one `torch.save` and `torch.load` of the same."""
+"""The registry of states against one `torch.save` and `torch.load` of the same content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import disk_folder, in_ranks
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.elastic.state import through_torch
 from outlast.elastic import (
     ElasticSampler,
@@ -26,14 +26,14 @@ __all__ = ["measure"]
 
 
 def measure(size: Size, rounds: int) -> dict[str, Any]:
-    """Seconds, in turns in one process."""
+    """Seconds of each operation, alternately in one process."""
     print("elastic: the registry of states", flush=True)
     found: dict[str, Any] = in_ranks("elastic-registry", 1, lambda _: _measure(size, rounds))[0]
     return found
 
 
 def _measure(size: Size, rounds: int) -> dict[str, Any]:
-    training = Job(size)
+    training = Training(size)
     sampler = ElasticSampler(10**6, global_batch_size=32)
     states = [
         ModuleState(training.model),
@@ -67,8 +67,7 @@ def _registry(states: list[Any]) -> dict[str, float]:
     assert handle is not None
     handle.wait()
     durable = time.perf_counter() - began
-    # The newest checkpoint was not looked at yet: all of it is read to choose it, as a new process
-    # does, and then what is loaded.
+    # As in a new process: the whole checkpoint is read to choose it, then each loaded state.
     settle()
     began = time.perf_counter()
     loaded = load_all_states()

@@ -1,4 +1,4 @@
-"""Sharded state saved by N ranks and loaded by M: ours, and torch.distributed.checkpoint's."""
+"""Resharding from N to M ranks: `Checkpointer` against torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import in_ranks
-from benchmarks.checkpoint.training_state import Job, Size
+from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.lib.rank_processes import FOLDER
 from outlast.async_checkpoint import Checkpointer
 
@@ -24,7 +24,7 @@ __all__ = ["measure"]
 
 
 def measure(size: Size, pairs: Sequence[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a load by the slowest rank, in turns, for each pair of sizes."""
+    """Seconds of a load on the slowest rank, alternately, for each pair of sizes."""
     found = []
     for before, after in pairs:
         print(f"elastic: resharding {before} to {after}", flush=True)
@@ -48,8 +48,8 @@ def measure(size: Size, pairs: Sequence[tuple[int, int]], rounds: int) -> list[d
     return found
 
 
-def _state(job: Job, parts: int) -> dict[str, Any]:
-    """Plain tensors of the model, each a shard of one that is the same for any number of ranks."""
+def _state(job: Training, parts: int) -> dict[str, Any]:
+    """The model's tensors as shards of tensors that are the same for any number of ranks."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (parts,))
@@ -64,7 +64,7 @@ def _state(job: Job, parts: int) -> dict[str, Any]:
 
 def _save(size: Size, folder: Path, slot: int) -> None:
     del slot
-    state = _state(Job(size), dist.get_world_size())
+    state = _state(Training(size), dist.get_world_size())
     with Checkpointer(folder / "ours") as checkpointer:
         checkpointer.save(1, state)
     save(state, checkpoint_id=folder / "dcp")
@@ -72,7 +72,7 @@ def _save(size: Size, folder: Path, slot: int) -> None:
 
 def _load(size: Size, after: int, folder: Path, rounds: int, slot: int) -> dict[str, Any]:
     del slot
-    state = _state(Job(size), after)
+    state = _state(Training(size), after)
     seconds: dict[str, list[float]] = {}
     with Checkpointer(folder / "ours") as checkpointer:
         turns: dict[str, Callable[[], Any]] = {

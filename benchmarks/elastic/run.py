@@ -1,7 +1,7 @@
-"""Elastic state: what a position, a save, another size and the same bits at any size cost.
+"""Elastic state: the cost of resuming, saving, resharding and bit-identical training.
 
-Each figure stands beside that of the usual way in the same run, in turns: see `elastic_data`,
-`elastic_state`, `elastic_registry`, `elastic_resharding` and `elastic_consistent`.
+Each result is compared with the usual PyTorch way, measured alternately in the same run: see
+`data`, `state`, `registry`, `resharding` and `consistent`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["run", "sheets"]
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measures all of it."""
+    """Runs all measurements."""
     if quick:
         return {
             "position": data.position(10**8, 1),

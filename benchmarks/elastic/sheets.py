@@ -11,7 +11,7 @@ __all__ = ["sheets"]
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     return [
         _position(data["position"]),
         _loader(data["loader"]),

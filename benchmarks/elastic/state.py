@@ -1,4 +1,4 @@
-"""A job's save and restore beside one `torch.save` and `torch.load` of the same content."""
+"""`Job.save` and `Job.restore` against one `torch.save` and `torch.load` of the same content."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ import torch
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import disk_folder, in_ranks
-from benchmarks.checkpoint.training_state import Job, Size
-from outlast.elastic import ElasticSampler
-from outlast.elastic import Job as ElasticJob
+from benchmarks.checkpoint.training_state import Size, Training
+from outlast.elastic import ElasticSampler, Job
 
 __all__ = ["measure", "through_torch"]
 
 
 def measure(size: Size, rounds: int) -> dict[str, Any]:
-    """Seconds, in turns in one process."""
+    """Seconds of each operation, alternately in one process."""
     print("elastic: a job's state", flush=True)
     found: dict[str, Any] = in_ranks("elastic-state", 1, lambda _: _measure(size, rounds))[0]
     return found
 
 
 def _measure(size: Size, rounds: int) -> dict[str, Any]:
-    training = Job(size)
+    training = Training(size)
     sampler = ElasticSampler(10**6, global_batch_size=32)
     seconds: dict[str, list[float]] = {}
     with disk_folder() as folder:
-        job = ElasticJob(
+        job = Job(
             folder / "job",
             model=training.model,
             optimizer=training.optimizer,
@@ -56,8 +55,8 @@ def _measure(size: Size, rounds: int) -> dict[str, Any]:
     return {"size_bytes": training.size_bytes, "seconds": seconds}
 
 
-def through_torch(training: Job, sampler: ElasticSampler, path: Path) -> dict[str, float]:
-    """Seconds of one file of all that a job consists of: written, durable, loaded."""
+def through_torch(training: Training, sampler: ElasticSampler, path: Path) -> dict[str, float]:
+    """Seconds to write, sync and load one file with the state of a job."""
     content = {**training.state_dict(), "loader": sampler.state_dict()}
     began = time.perf_counter()
     with path.open("wb") as file:
@@ -66,7 +65,7 @@ def through_torch(training: Job, sampler: ElasticSampler, path: Path) -> dict[st
         file.flush()
         os.fsync(file.fileno())
     durable = time.perf_counter() - began
-    del content  # what is loaded takes the place of it
+    del content  # the loaded state replaces it
     settle()
     began = time.perf_counter()
     state = torch.load(path)
@@ -80,7 +79,7 @@ def through_torch(training: Job, sampler: ElasticSampler, path: Path) -> dict[st
     }
 
 
-def _job(job: ElasticJob) -> dict[str, float]:
+def _job(job: Job) -> dict[str, float]:
     began = time.perf_counter()
     handle = job.save()
     blocked = time.perf_counter() - began
@@ -90,7 +89,7 @@ def _job(job: ElasticJob) -> dict[str, float]:
     began = time.perf_counter()
     job.restore()
     memory = time.perf_counter() - began
-    # What lies in memory is of no use to a new process: the checkpoint is read.
+    # As in a new process, which has no snapshot in memory: the checkpoint is read from disk.
     settle()
     buffers = job.checkpointer._session.pool.buffers
     kept = [buffer.snapshot for buffer in buffers]

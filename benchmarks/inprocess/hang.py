@@ -1,7 +1,7 @@
 """Detection of a hang with `soft_timeout=Adaptive(...)`, in step times, and the restart after it.
 
-Four ranks step every few milliseconds; one then sleeps, with the GIL released. With the fixed
-default it would be seen after a minute.
+Four ranks step every few milliseconds; one then sleeps, with the GIL released. The fixed default
+timeout would detect it after a minute.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib.faults import RANKS, part
-from benchmarks.lib.rank_processes import Crew, wrapped
+from benchmarks.lib.rank_processes import RankProcesses, wrapped
 from benchmarks.lib.sheets import Sheet, median, ms, quantile
-from benchmarks.lib.timestamp_board import Board
+from benchmarks.lib.timestamp_board import TimestampBoard
 from outlast import inprocess
 
 __all__ = ["run", "sheets"]
@@ -31,7 +31,7 @@ FLOORS_MS = (500, 50, 20)
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measures for a few floors of the adaptive timeout; the first is the default one."""
+    """Measures with several floors of the adaptive timeout; the first one is the default."""
     floors = FLOORS_MS[-1:] if quick else FLOORS_MS
     hangs = 2 if quick else 20
     return {str(floor): _measure(floor, hangs) for floor in floors}
@@ -39,18 +39,18 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
     print(f"hang: floor {floor_ms} ms, {hangs} hangs", flush=True)
-    board = Board(RANKS, hangs * 3 + 16)
-    with Crew(f"hang-{floor_ms}", RANKS) as crew:
-        crew.env["OUTLAST_EVENTS_DIR"] = str(crew.folder)
-        crew.start_all(lambda slot: _rank(board, slot, floor_ms, hangs))
-        crew.wait_all(120 + 5 * hangs)
-        seen = _times(crew.folder, "rank*.jsonl", "seen")
-        steps = json.loads((crew.folder / "steps.json").read_text())
+    board = TimestampBoard(RANKS, hangs * 3 + 16)
+    with RankProcesses(f"hang-{floor_ms}", RANKS) as processes:
+        processes.env["OUTLAST_EVENTS_DIR"] = str(processes.folder)
+        processes.start_all(lambda slot: _rank(board, slot, floor_ms, hangs))
+        processes.wait_all(120 + 5 * hangs)
+        seen = _times(processes.folder, "rank*.jsonl", "seen")
+        steps = json.loads((processes.folder / "steps.json").read_text())
     detection, recovery, false_alarms = [], [], 0
     for iteration in range(board.newest):
         fault = board.fault(iteration)
         if fault is None:
-            false_alarms += 1  # over before its hang: a busy machine, a step that took too long
+            false_alarms += 1  # restarted before its hang: a step took too long on a busy machine
             continue
         known = min(t for t in seen if t > fault[0])
         detection.append(known - fault[0])
@@ -64,7 +64,7 @@ def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
     }
 
 
-def _rank(board: Board, slot: int, floor_ms: int, hangs: int) -> None:
+def _rank(board: TimestampBoard, slot: int, floor_ms: int, hangs: int) -> None:
     timeout = inprocess.Adaptive(floor=datetime.timedelta(milliseconds=floor_ms))
 
     def train(call: inprocess.CallWrapper) -> None:
@@ -102,7 +102,7 @@ def _times(folder: Path, pattern: str, kind: str) -> list[float]:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     rows = []
     for floor, found in data.items():
         seen, step = found["detection"], found["step"]
@@ -134,6 +134,6 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
                 "false alarms",
             ),
             rows,
-            "Seen: from the hang until a rank knows. Restart: from there to the last entry.",
+            "Seen: from the hang until a rank detects it. Restart: from there to the last entry.",
         )
     ]

@@ -1,8 +1,8 @@
-"""What the wrapper costs while nothing fails: the rate of training steps with it and without.
+"""The overhead of the wrapper without faults: the rate of training steps with and without it.
 
-Both kinds of segment alternate in the same two processes, in the order A B B A, so that what
-drifts is taken out; each pair gives one ratio of rates. Segments are longer than the wrapper's
-intervals (1 s), so that its periodic work is inside them in its true share.
+Both kinds of segment alternate in the same two processes, in the order A B B A, to cancel drift;
+each pair gives one ratio of rates. Segments are longer than the wrapper's intervals (1 s), so they
+contain its periodic work in the true proportion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.inprocess.rest import operations_at_rest
 from benchmarks.lib.faults import part
-from benchmarks.lib.rank_processes import Crew, free_port, wrapped
+from benchmarks.lib.rank_processes import RankProcesses, free_port, wrapped
 from benchmarks.lib.sheets import Sheet
 from outlast import inprocess
 
@@ -32,14 +32,14 @@ SEGMENT_S = 2.0
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measures the ratios, the cost of one ping, and the store operations at rest."""
+    """Measures the ratios, the cost of a ping, and the store operations at rest."""
     pairs = 3 if quick else 100
     print(f"overhead: {pairs} pairs of {SEGMENT_S} s", flush=True)
     ports = [free_port() for _ in range(2 * pairs + 2)]
-    with Crew("overhead", RANKS) as crew:
-        crew.start_all(lambda slot: _rank(pairs, slot, ports, str(crew.folder)))
-        crew.wait_all(120 + pairs * 10)
-        data: dict[str, Any] = json.loads((crew.folder / "rates.json").read_text())
+    with RankProcesses("overhead", RANKS) as processes:
+        processes.start_all(lambda slot: _rank(pairs, slot, ports, str(processes.folder)))
+        processes.wait_all(120 + pairs * 10)
+        data: dict[str, Any] = json.loads((processes.folder / "rates.json").read_text())
     seconds = 3.0 if quick else 20.0
     data["rest"] = operations_at_rest(4, seconds)
     return data
@@ -75,7 +75,7 @@ def _rank(pairs: int, slot: int, ports: list[int], folder: str) -> None:
 
 
 def _train(inputs: torch.Tensor, labels: torch.Tensor, ping: Any) -> float:
-    """Steps a second. All ranks stop at the same step, which rank 0 names after the warm-up."""
+    """Steps per second. All ranks stop at the same step, which rank 0 sets after the warm-up."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
@@ -111,7 +111,7 @@ def _ping_cost(call: inprocess.CallWrapper) -> float:
 
 
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """The handwritten digits of scikit-learn; noise of that shape where it is not installed."""
+    """The handwritten digits of scikit-learn; noise of the same shape without scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -125,10 +125,9 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def lost(data: dict[str, Any]) -> tuple[float, float, float]:
-    """The share of the step rate that is lost, and its 95 % interval (bootstrap over pairs).
+    """The lost fraction of the step rate, and its 95 % interval (bootstrap over pairs).
 
-    The mean of the middle 80 % of the ratios: a pair that another process has come into says
-    nothing about either.
+    The mean of the middle 80 % of the ratios: a pair disturbed by another process is an outlier.
     """
     ratios = [math.log(w / p) for p, w in zip(data["plain"], data["wrapped"], strict=True)]
     source = random.Random(0)
@@ -146,7 +145,7 @@ def _middle(values: list[float]) -> float:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     share, low, high = lost(data)
     plain = statistics.median(data["plain"])
     rows = [

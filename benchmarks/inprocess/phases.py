@@ -1,7 +1,7 @@
-"""What a restart is made of, from the event log of the ranks.
+"""The phases of a restart, from the event logs of the ranks.
 
-For each fault and each step of the recovery: the moment at which the *last* rank had done it. The
-differences between these moments are the phases; together they are the whole latency.
+For each fault and each step of the recovery: the time at which the *last* rank completed it. The
+differences between these times are the phases; their sum is the restart latency.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Milestones = dict[str, list[float]]
 
 
 def milestones(folder: Path, spans: list[tuple[float, float]]) -> Milestones:
-    """Seconds that each step added to each restart; `spans` are fault and end of the restart."""
+    """Seconds that each step added to each restart; `spans` are the times of fault and end."""
     events = sorted(_events(folder))
     added: Milestones = {step: [] for step in STEPS}
     for start, end in spans:

@@ -1,7 +1,7 @@
-"""Counts what a rank asks of the store while the job trains and nothing happens.
+"""Counts the store operations of a rank during undisturbed training.
 
-The counting store is given as `store_factory`, so that both the main process and its monitor
-process use it: each operation that goes over a connection is one.
+The counting store is passed as `store_factory`, so the main process and its monitor process both
+use it. Each operation on a connection counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.lib.rank_processes import Crew, wrapped
+from benchmarks.lib.rank_processes import RankProcesses, wrapped
 from outlast import inprocess
 
 __all__ = ["CountingStore", "operations_at_rest"]
@@ -22,7 +22,7 @@ __all__ = ["CountingStore", "operations_at_rest"]
 OPERATIONS = ("set", "get", "add", "append", "check", "wait", "compare_set", "delete_key")
 _WHO = ("main", "monitor")
 
-# Shared with the monitor process, which is forked from the rank; and the rank's own process id.
+# The counts are shared with the monitor process, which is forked from the rank.
 _counts: Any = None
 _main_pid = 0
 
@@ -48,13 +48,14 @@ for _name in OPERATIONS:
 
 
 def operations_at_rest(ranks: int, seconds: float) -> dict[str, Any]:
-    """Operations a second and rank, by process and kind; the mean over the ranks."""
+    """Operations per second and rank, by process and kind; the mean over the ranks."""
     print(f"overhead: store operations at rest, {seconds} s", flush=True)
-    with Crew("rest", ranks) as crew:
-        crew.start_all(lambda slot: _rank(slot, seconds, str(crew.folder)))
-        crew.wait_all(120 + seconds)
+    with RankProcesses("rest", ranks) as processes:
+        processes.start_all(lambda slot: _rank(slot, seconds, str(processes.folder)))
+        processes.wait_all(120 + seconds)
         found = [
-            json.loads((crew.folder / f"counts{slot}.json").read_text()) for slot in range(ranks)
+            json.loads((processes.folder / f"counts{slot}.json").read_text())
+            for slot in range(ranks)
         ]
     result: dict[str, Any] = {"all": sum(map(sum, found)) / ranks / seconds}
     for row, who in enumerate(_WHO):
@@ -72,7 +73,7 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
     _main_pid = os.getpid()
 
     def train(call: inprocess.CallWrapper) -> list[int]:
-        time.sleep(1.5)  # past the start, and the first beats
+        time.sleep(1.5)  # past the start and the first heartbeats
         before = _counts[: 2 * len(OPERATIONS)].tolist()
         end = time.monotonic() + seconds
         while time.monotonic() < end:

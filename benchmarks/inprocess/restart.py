@@ -15,13 +15,13 @@ from benchmarks.lib.sheets import Sheet, median, ms, quantile
 __all__ = ["run", "sheets"]
 
 PEER_CAP_S = 30.0
-# The peer does not recover from these within the cap, whatever its setting: the value is the cap,
-# once.
+# The peer does not recover from these within the cap with any setting: the cap is the result,
+# measured once.
 PEER_NEVER = ("hang_subgroup", "sleep")
 
 
 def run(quick: bool, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measures; seconds. The peer's figures are those of `kept`, an earlier result, if given."""
+    """Measures in seconds. The peer's results are those of `kept`, an earlier run, if given."""
     kinds = ["exception", "sigkill"] if quick else list(KINDS)
     faults = 3 if quick else 52
     mine: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def _peer(kinds: list[str], quick: bool) -> dict[str, dict[str, list[float | Non
         for kind in kinds:
             if kind in PEER_NEVER and setting is not settings[-1]:
                 continue
-            # Where the gloo timeout is long one value tells as much as five.
+            # With a long gloo timeout one value is as good as five.
             faults = 1 if quick or setting.gloo_s > 5 or kind in PEER_NEVER else 5
             print(f"restart: peer, {setting.name}: {kind}, {faults} faults", flush=True)
             results[setting.name][kind] = restart_peer.measure(kind, setting, faults, PEER_CAP_S)
@@ -55,7 +55,7 @@ def _peer(kinds: list[str], quick: bool) -> dict[str, dict[str, list[float | Non
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     made = [_latency(data), _phases(data)]
     if data["peer"]:
         made.insert(1, _comparison(data))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.inprocess.phases import Milestones, milestones
 from benchmarks.lib.faults import RANKS, body
-from benchmarks.lib.rank_processes import Crew, wrapped
-from benchmarks.lib.timestamp_board import Board
+from benchmarks.lib.rank_processes import RankProcesses, wrapped
+from benchmarks.lib.timestamp_board import TimestampBoard
 from outlast import inprocess
 
 __all__ = ["Latencies", "measure"]
@@ -22,7 +22,7 @@ QUIET_S = 0.05
 
 @dataclasses.dataclass
 class Latencies:
-    """Seconds, one value a fault.
+    """Seconds, one value per fault.
 
     Attributes:
         restart: from the fault to the last survivor's entry into the function.
@@ -36,40 +36,40 @@ class Latencies:
 
 
 def measure(kind: str, faults: int) -> Latencies:
-    """All timeouts at their defaults; the collectives' own too (30 minutes for gloo)."""
-    board = Board(RANKS, 4 * faults + 64)
-    with Crew(f"ours-{kind}", RANKS) as crew:
-        crew.env["OUTLAST_EVENTS_DIR"] = str(crew.folder)
-        crew.start_all(lambda slot: _rank(board, slot, kind, faults))
-        _attend(crew, board, kind, faults)
+    """All timeouts have their defaults, also those of the collectives (30 minutes for gloo)."""
+    board = TimestampBoard(RANKS, 4 * faults + 64)
+    with RankProcesses(f"ours-{kind}", RANKS) as processes:
+        processes.env["OUTLAST_EVENTS_DIR"] = str(processes.folder)
+        processes.start_all(lambda slot: _rank(board, slot, kind, faults))
+        _attend(processes, board, kind, faults)
         spans = _spans(board, replaced=kind == "sigkill")
         return Latencies(
             restart=[end - start for start, end in spans],
             rejoin=[_rejoin(board, number) for number in range(board.joins)],
-            phases=milestones(crew.folder, spans),
+            phases=milestones(processes.folder, spans),
         )
 
 
-def _rank(board: Board, slot: int, kind: str, faults: int) -> None:
+def _rank(board: TimestampBoard, slot: int, kind: str, faults: int) -> None:
     def train(call: inprocess.CallWrapper) -> None:
         body(board, slot, call.iteration, kind, faults, lambda: dist.init_process_group("gloo"))
 
     wrapped(train, inprocess.Wrapper())()
 
 
-def _attend(crew: Crew, board: Board, kind: str, faults: int) -> None:
-    """Replaces killed ranks, once the survivors have gone on, until everyone has returned."""
+def _attend(processes: RankProcesses, board: TimestampBoard, kind: str, faults: int) -> None:
+    """Replaces killed ranks, once the survivors have restarted, until all ranks have returned."""
     running, deadline = set(range(RANKS)), time.monotonic() + NET_S
     seen = 0
     while running:
-        for slot in crew.ended(0.25):
-            crew.check(allowed=(0, -9))
-            if crew.codes[slot] == 0:
+        for slot in processes.ended(0.25):
+            processes.check(allowed=(0, -9))
+            if processes.codes[slot] == 0:
                 running.discard(slot)
                 continue
-            _await_survivors(crew, board, slot, deadline)
-            time.sleep(QUIET_S)  # the fork of the replacement takes a core for a moment
-            crew.start(
+            _await_survivors(processes, board, slot, deadline)
+            time.sleep(QUIET_S)  # forking the replacement occupies a core briefly
+            processes.start(
                 slot,
                 functools.partial(_replacement, board, slot, kind, faults),
                 {"OUTLAST_REPLACEMENT": "1"},
@@ -77,29 +77,35 @@ def _attend(crew: Crew, board: Board, kind: str, faults: int) -> None:
         if board.faults > seen:
             seen, deadline = board.faults, time.monotonic() + NET_S
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{kind}: stuck after {seen} of {faults} faults\n{crew.words()}")
+            raise RuntimeError(
+                f"{kind}: stuck after {seen} of {faults} faults\n{processes.last_output()}"
+            )
 
 
-def _replacement(board: Board, slot: int, kind: str, faults: int) -> None:
+def _replacement(board: TimestampBoard, slot: int, kind: str, faults: int) -> None:
     board.join()
     _rank(board, slot, kind, faults)
 
 
-def _await_survivors(crew: Crew, board: Board, dead: int, deadline: float) -> None:
+def _await_survivors(
+    processes: RankProcesses, board: TimestampBoard, dead: int, deadline: float
+) -> None:
     fault = _faults(board)[-1]
     while set(board.entries_after(fault[0])) < set(range(RANKS)) - {dead}:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the survivors of slot {dead} did not go on\n{crew.words()}")
+            raise RuntimeError(
+                f"the survivors of slot {dead} did not go on\n{processes.last_output()}"
+            )
         time.sleep(0.05)
 
 
-def _faults(board: Board) -> list[tuple[float, int]]:
+def _faults(board: TimestampBoard) -> list[tuple[float, int]]:
     found = (board.fault(k) for k in range(min(board.newest + 1, board.iterations)))
     return [fault for fault in found if fault is not None]
 
 
-def _spans(board: Board, *, replaced: bool) -> list[tuple[float, float]]:
-    """For each fault: when it was, and when the last survivor was back in the function."""
+def _spans(board: TimestampBoard, *, replaced: bool) -> list[tuple[float, float]]:
+    """The time of each fault, and when the last survivor had entered the function again."""
     spans = []
     for moment, victim in _faults(board):
         entries = board.entries_after(moment)
@@ -108,6 +114,6 @@ def _spans(board: Board, *, replaced: bool) -> list[tuple[float, float]]:
     return spans
 
 
-def _rejoin(board: Board, number: int) -> float:
+def _rejoin(board: TimestampBoard, number: int) -> float:
     asked = board.join_time(number)
     return max(board.entries_after(asked).values()) - asked

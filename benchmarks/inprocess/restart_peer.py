@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.lib.faults import RANKS, body
-from benchmarks.lib.rank_processes import Crew, free_port, serve, store, wrapped
-from benchmarks.lib.timestamp_board import Board
+from benchmarks.lib.rank_processes import RankProcesses, free_port, serve, store, wrapped
+from benchmarks.lib.timestamp_board import TimestampBoard
 
 __all__ = ["SETTINGS", "Setting", "available", "measure"]
 
@@ -36,7 +36,7 @@ _INTERVALS = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How the peer is set: its intervals (`None`: defaults), and the timeout of gloo."""
+    """The peer's settings: its intervals (`None`: defaults), and the timeout of gloo."""
 
     interval_s: float | None
     gloo_s: float
@@ -56,7 +56,7 @@ def available() -> bool:
 
 
 def measure(kind: str, setting: Setting, faults: int, cap_s: float) -> list[float | None]:
-    """Seconds a fault; `None` where the survivors were not back within `cap_s`."""
+    """Seconds per fault; `None` if the survivors were not back within `cap_s`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a dependency of the peer
         library = importlib.import_module("nvidia_resiliency_ext.inprocess")
@@ -64,11 +64,11 @@ def measure(kind: str, setting: Setting, faults: int, cap_s: float) -> list[floa
 
 
 class NotReady(RuntimeError):
-    """The job did not get as far as its fault."""
+    """The job did not reach its fault."""
 
 
 def _patiently(library: Any, kind: str, setting: Setting, cap_s: float) -> float | None:
-    """With a gloo timeout of 1 s its groups do not always come up on a busy machine."""
+    """Retries: with a gloo timeout of 1 s, groups do not always connect on a busy machine."""
     for _ in range(2):
         try:
             return _one(library, kind, setting, cap_s)
@@ -78,15 +78,15 @@ def _patiently(library: Any, kind: str, setting: Setting, cap_s: float) -> float
 
 
 def _one(library: Any, kind: str, setting: Setting, cap_s: float) -> float | None:
-    board, port = Board(RANKS, 16), free_port()
-    with Crew(f"peer-{kind}", RANKS) as crew:
-        crew.start(SERVER, lambda: serve(port))
-        crew.start_all(lambda slot: _rank(library, board, slot, kind, setting, port))
+    board, port = TimestampBoard(RANKS, 16), free_port()
+    with RankProcesses(f"peer-{kind}", RANKS) as processes:
+        processes.start(SERVER, lambda: serve(port))
+        processes.start_all(lambda slot: _rank(library, board, slot, kind, setting, port))
         deadline = time.monotonic() + 60.0
         while (fault := board.fault(0)) is None:
-            crew.ended(0.05)
+            processes.ended(0.05)
             if time.monotonic() > deadline:
-                raise NotReady(f"the peer did not come to its fault\n{crew.words()}")
+                raise NotReady(f"the peer did not come to its fault\n{processes.last_output()}")
         moment, victim = fault
         survivors = set(range(RANKS)) - ({victim} if kind == "sigkill" else set())
         while set(entries := board.entries_after(moment)) < survivors:
@@ -96,7 +96,9 @@ def _one(library: Any, kind: str, setting: Setting, cap_s: float) -> float | Non
         return max(entries[slot] for slot in survivors) - moment
 
 
-def _rank(library: Any, board: Board, slot: int, kind: str, setting: Setting, port: int) -> None:
+def _rank(
+    library: Any, board: TimestampBoard, slot: int, kind: str, setting: Setting, port: int
+) -> None:
     options: dict[str, Any] = {}
     if setting.interval_s is not None:
         options = dict.fromkeys(_INTERVALS, datetime.timedelta(seconds=setting.interval_s))

@@ -1,9 +1,9 @@
-"""Barriers and view changes with many members against one real store, and what each asks of it.
+"""Barriers and view changes with many members on one real store, and their store operations.
 
-A member is a thread with a connection of its own, and runs the real state machine of the restart;
-only the function, and what else is rank-local, is left out. The server is a process of its own.
-The number of operations is what goes over a member's connection. It must not grow with the number
-of members. Bytes do: who has arrived is read as one value.
+A member is a thread with its own connection. It runs the real state machine of the restart, without
+the training function and other rank-local work. The server is a separate process. The number of
+operations on a member's connection must not grow with the number of members. The bytes do: the
+list of arrived members is read as one value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.lib.members import CountedStore, Member
-from benchmarks.lib.rank_processes import Crew, serve, store
+from benchmarks.lib.rank_processes import RankProcesses, serve, store
 from benchmarks.lib.sheets import Sheet, median, ms
 from outlast.coordination import Link, TorchStore, barrier, drive, perform_on
 
@@ -25,23 +25,23 @@ __all__ = ["run", "sheets"]
 SERVER = -1
 PATIENCE_S = 300.0
 SETTLE_S = 0.2
-"""Until the last member that has entered waits at the store."""
+"""Time for the last member to wait at the store after it has entered."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measures for growing numbers of members."""
+    """Measures with increasing numbers of members."""
     sizes = (4, 16) if quick else (4, 64, 512)
     return {str(size): _measure(size, 3 if quick else 5) for size in sizes}
 
 
 def _measure(size: int, rounds: int) -> dict[str, Any]:
     print(f"scale: {size} members", flush=True)
-    with Crew("scale", 1) as crew:
-        crew.start(SERVER, lambda: serve(crew.port))
-        # Side by side: torch asks for the peer's name at each connection, and some resolvers are
-        # slow to say that there is none.
+    with RankProcesses("scale", 1) as processes:
+        processes.start(SERVER, lambda: serve(processes.port))
+        # In parallel: torch resolves the host's name for each connection, and some resolvers answer
+        # slowly.
         with ThreadPoolExecutor(64) as pool:
-            made = pool.map(lambda _: store(crew.port), range(size))
+            made = pool.map(lambda _: store(processes.port), range(size))
             stores = [CountedStore(one) for one in made]
         return {
             "barrier": _barriers(stores, rounds),
@@ -50,7 +50,7 @@ def _measure(size: int, rounds: int) -> dict[str, Any]:
 
 
 def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
-    """From the moment all are let go until the last is through."""
+    """Seconds from the release of all members until the last one has passed the barrier."""
     expected = frozenset(range(len(stores)))
     together = threading.Barrier(len(stores))
     starts: list[float] = [0.0] * len(stores)
@@ -76,7 +76,7 @@ def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
 
 
 def _view_changes(stores: list[CountedStore], restarts: int) -> dict[str, Any]:
-    """From a fault on one member until the last one is back, by the real state machine."""
+    """Seconds from a fault on one member until the last member is back in the function."""
     members: list[Member] = []
 
     def all_in(iteration: int) -> None:
@@ -89,7 +89,7 @@ def _view_changes(stores: list[CountedStore], restarts: int) -> dict[str, Any]:
     def member(number: int) -> None:
         members[number].run(TorchStore(stores[number], "the store"))
 
-    # Coming in and going out are not part of a view change: the snapshots are taken by the members.
+    # Joining and leaving are not part of a view change: the members take the counts in between.
     _in_threads(len(stores), member, lambda number: members[number].counted(stores[number]))
     seconds = []
     for iteration in range(restarts):
@@ -106,7 +106,7 @@ def _in_threads(
     def guarded(number: int) -> None:
         try:
             work(number)
-        except BaseException as e:  # noqa: BLE001 - raised in the thread that asked
+        except BaseException as e:  # noqa: BLE001 - raised in the calling thread
             errors.append(e)
 
     if prepare is not None:
@@ -122,7 +122,7 @@ def _in_threads(
     if errors:
         raise errors[0]
     if time.monotonic() >= deadline:
-        raise RuntimeError(f"{size} members were not done within {PATIENCE_S} s")
+        raise RuntimeError(f"{size} members did not finish within {PATIENCE_S} s")
 
 
 def _counted(stores: list[CountedStore], work: Callable[[], None]) -> list[tuple[int, int]]:
@@ -142,7 +142,7 @@ def _per_member(counts: list[tuple[int, int]], rounds: int) -> dict[str, float]:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     rows = []
     for what in ("barrier", "view change"):
         for size, found in data.items():

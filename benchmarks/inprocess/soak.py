@@ -1,4 +1,4 @@
-"""A thousand restarts in a row: descriptors, threads, children and memory must stay as they are."""
+"""A thousand restarts in a row: descriptors, threads, children and memory must not grow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib.faults import part
-from benchmarks.lib.rank_processes import Crew, wrapped
+from benchmarks.lib.rank_processes import RankProcesses, wrapped
 from benchmarks.lib.sheets import Sheet, median, ms, quantile
-from benchmarks.lib.timestamp_board import Board
+from benchmarks.lib.timestamp_board import TimestampBoard
 from outlast import inprocess
 
 __all__ = ["run", "sheets"]
@@ -26,15 +26,15 @@ WHAT = ("descriptors", "threads", "children", "memory, MiB", "memory of its own,
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Restarts again and again; a sample every few iterations, of each rank and its monitor."""
+    """Restarts repeatedly, with a sample of each rank and its monitor every few iterations."""
     restarts, every = (30, 5) if quick else (1000, 20)
     print(f"soak: {restarts} restarts", flush=True)
-    board = Board(RANKS, restarts + 16)
-    with Crew("soak", RANKS) as crew:
-        crew.start_all(lambda slot: _rank(board, slot, restarts, every, str(crew.folder)))
-        crew.wait_all(120 + restarts)
+    board = TimestampBoard(RANKS, restarts + 16)
+    with RankProcesses("soak", RANKS) as processes:
+        processes.start_all(lambda slot: _rank(board, slot, restarts, every, str(processes.folder)))
+        processes.wait_all(120 + restarts)
         samples = {
-            f"{who} {slot}": json.loads((crew.folder / f"{who}{slot}.json").read_text())
+            f"{who} {slot}": json.loads((processes.folder / f"{who}{slot}.json").read_text())
             for slot in range(RANKS)
             for who in ("rank", "monitor")
         }
@@ -46,7 +46,7 @@ def run(quick: bool) -> dict[str, Any]:
     return {"restarts": len(restart), "samples": samples, "restart": restart}
 
 
-def _rank(board: Board, slot: int, restarts: int, every: int, folder: str) -> None:
+def _rank(board: TimestampBoard, slot: int, restarts: int, every: int, folder: str) -> None:
     mine: list[list[float]] = []
     monitors: list[list[float]] = []
 
@@ -85,7 +85,7 @@ def _sample(pid: int) -> list[float]:
 
 
 def slope(samples: list[list[float]], column: int) -> float:
-    """Growth over 1,000 restarts, a least-squares line through the second half: after warm-up."""
+    """Growth per 1,000 restarts: a least-squares line through the second half, after warm-up."""
     half = samples[len(samples) // 2 :]
     if len(half) < 2:
         return 0.0
@@ -94,7 +94,7 @@ def slope(samples: list[list[float]], column: int) -> float:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """The tables."""
+    """The tables of the results."""
     rows = []
     for who, samples in data["samples"].items():
         early = samples[min(1, len(samples) - 1)]

@@ -1,4 +1,4 @@
-"""The function that fails, the same under every wrapper, and what the other ranks are at then."""
+"""The faulty training function that all wrappers run, and the state of the other ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks.lib.timestamp_board import Board
+from benchmarks.lib.timestamp_board import TimestampBoard
 
 __all__ = ["KINDS", "RANKS", "body", "part"]
 
 RANKS = 4
 SETTLE_S = 0.05
-"""How long the rank that fails waits, so that the others are where they are to be."""
+"""How long the failing rank waits for the other ranks to reach their blocking calls."""
 
 KINDS = {
     "exception": "a rank raises, the others are in an all_reduce that it does not join",
@@ -28,8 +28,8 @@ KINDS = {
 
 
 def part() -> None:
-    """Ends the process group, when everyone is done with it: a rank that closes its connections
-    while another is still in the last collective would be a fault that nobody planned.
+    """Ends the process group after a barrier: a rank that closes its connections while another is
+    still in the last collective would cause an unplanned fault.
     """
     dist.barrier()
     time.sleep(SETTLE_S)
@@ -37,7 +37,7 @@ def part() -> None:
 
 
 def body(
-    board: Board,
+    board: TimestampBoard,
     slot: int,
     iteration: int,
     kind: str,
@@ -45,22 +45,22 @@ def body(
     join_group: Callable[[], None],
     first: int = 0,
 ) -> None:
-    """One iteration: comes together, works, and fails, until there were `faults` faults; all ranks
-    in turn are the one that fails, from rank `first` on.
+    """One iteration: joins the group, works and fails, until there were `faults` faults. The ranks
+    fail in turn, starting with rank `first`.
     """
     board.enter(iteration, slot, time.monotonic())
     trial = board.faults
     join_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.ones(1 << 18)
-    # Everyone makes it, also where nobody uses it: all kinds then cost the same.
+    # Created for every kind, also where it is unused, so that all kinds cost the same.
     victim = (first + trial) % size
     others = [r for r in range(size) if r != victim]
     subgroup = dist.new_group(others)
     for _ in range(3):
         dist.all_reduce(data)
     if size < board.slots:
-        while True:  # until the replacement of the killed rank comes in
+        while True:  # until the replacement of the killed rank joins
             time.sleep(0.01)
             dist.all_reduce(data)
     if trial >= faults:
@@ -76,8 +76,8 @@ def body(
     if kind == "sleep":
         time.sleep(3600)
     elif kind == "hang_world" and apart:
-        dist.recv(data, src=others[-1])  # that nobody sends
+        dist.recv(data, src=others[-1])  # that no rank sends
     elif kind == "hang_subgroup" and not apart:
-        dist.all_reduce(data, group=subgroup)  # that `apart` does not join
+        dist.all_reduce(data, group=subgroup)  # that the rank `apart` does not join
     dist.all_reduce(data)
-    raise AssertionError("a collective ended that nobody completes")
+    raise AssertionError("a collective ended that not all ranks had joined")

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the processor, memory, and versions of what took part."""
+"""Describes the machine of a measurement: processor, memory, and package versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("outlast", "torch", "nvidia-resiliency-ext")
 
 
 def describe() -> dict[str, str]:
-    """Machine and versions, by name."""
+    """The machine and the versions, by name."""
     facts = {
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",

@@ -1,4 +1,4 @@
-"""A member without a process: the real state machine over a counted connection to the store."""
+"""A member without a process: the real state machine on a store connection that is counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 300.0
 
 
 class CountedStore:
-    """A torch store that counts what goes over the connection: requests, and bytes received."""
+    """A torch store that counts the operations and the received bytes."""
 
     def __init__(self, store: Any) -> None:
         self.operations: Counter[str] = Counter()
@@ -48,15 +48,15 @@ class CountedStore:
         return counted
 
     def total(self) -> tuple[int, int]:
-        """Operations and bytes so far."""
+        """The operations and bytes so far."""
         return self.operations.total(), self.received_bytes
 
 
 class Member(MinimalHost):
-    """One member, and its rank-local side: member `k` fails in iteration k, until `restarts`.
+    """One member and its host: member `k` fails in iteration k, until `restarts`.
 
     Attributes:
-        entered: when it came into the function, by iteration.
+        entered: when it entered the function, by iteration.
         failed: when it failed, by iteration.
     """
 
@@ -75,15 +75,15 @@ class Member(MinimalHost):
         self._last: tuple[int, int] = (0, 0)
 
     def counted(self, store: CountedStore) -> None:
-        """Which connection to count on."""
+        """Sets the connection whose operations are counted."""
         self._counted = store
 
     def between(self) -> tuple[int, int]:
-        """Operations and bytes between the first entry into the function and the last."""
+        """The operations and bytes between the first and the last entry into the function."""
         return self._last[0] - self._first[0], self._last[1] - self._first[1]
 
     def run(self, store: Store) -> Any:
-        """From the first barrier to the last."""
+        """Runs the member from the first barrier to the last."""
         return drive(Machine(self, Link("job/"), self.size).run(), perform_on(store))
 
     # -- the rank-local side -----------------------------------------------------------------
@@ -112,7 +112,7 @@ class Member(MinimalHost):
         if iteration >= self.restarts:
             return Returned(None)
         if self.preferred_rank == iteration % self.size:
-            self._all_in(iteration)  # the others wait by then, as ranks in a collective do
+            self._all_in(iteration)  # returns once the others wait, as in a collective
             self.failed[iteration] = time.monotonic()
             return Raised(self.fault(iteration, Interruption.EXCEPTION, "planned"))
         await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Fills the page of figures in from the results: the part between two markers, nothing else."""
+"""Writes the tables of results between the two markers of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank processes, forked from this one, where torch is imported already; none is left behind."""
+"""Starts rank processes by fork, with torch already imported, and ends them all afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-__all__ = ["FOLDER", "Crew", "free_port", "serve", "store", "wrapped"]
+__all__ = ["FOLDER", "RankProcesses", "free_port", "serve", "store", "wrapped"]
 
 FOLDER = Path("build/benchmarks")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A free port below the range that outgoing connections take theirs from."""
+    """A free port below the range of ephemeral ports."""
     for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
         with socket.socket() as probe:
             try:
@@ -41,30 +41,30 @@ def free_port() -> int:
 
 
 def wrapped(function: Callable[..., T], wrapper: Callable[[Any], Any]) -> Callable[[], T]:
-    """`wrapper` applied to `function`, whose argument it fills in."""
+    """`function` wrapped by `wrapper`, which supplies its argument."""
     return cast("Callable[[], T]", wrapper(function))
 
 
 def store(port: int, *, serves: bool = False) -> Any:
-    """Torch's own store on this host: a connection, or the server."""
+    """A torch store on this host: a client connection, or the server."""
     kind: Any = dist.TCPStore  # type: ignore[attr-defined]
     return kind("127.0.0.1", port, is_master=serves, wait_for_workers=False)
 
 
 def serve(port: int) -> None:
-    """Serves a store until this process is ended. For a process of its own."""
+    """Serves a store until this process is killed."""
     server = store(port, serves=True)
     signal.pause()
     del server
 
 
-class Crew:
+class RankProcesses:
     """The processes of one job.
 
     Args:
-        name: of its folder, for what the ranks print and for events.
-        size: how many ranks.
-        env: for all of them.
+        name: the name of its folder, for the output and the events of the ranks.
+        size: the number of ranks.
+        env: environment variables for all ranks.
     """
 
     def __init__(self, name: str, size: int, env: Mapping[str, str] | None = None) -> None:
@@ -79,8 +79,8 @@ class Crew:
         self.codes: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
 
-    def __enter__(self) -> Crew:
-        # Orphans, such as monitors of killed ranks, become children of this process: found, reaped.
+    def __enter__(self) -> RankProcesses:
+        # Orphans, such as monitors of killed ranks, become children of this process, to be reaped.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         return self
 
@@ -99,7 +99,7 @@ class Crew:
     def start(
         self, slot: int, target: Callable[[], None], env: Mapping[str, str] | None = None
     ) -> None:
-        """Forks a rank that calls `target`. Negative slots are helpers, no ranks."""
+        """Forks a rank that calls `target`. A negative slot is a helper process, not a rank."""
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -115,7 +115,7 @@ class Crew:
             self.start(slot, functools.partial(target, slot))
 
     def ended(self, timeout: float) -> list[int]:
-        """Slots whose processes have ended meanwhile; waits at most `timeout` s for one."""
+        """The slots of processes that have ended; waits up to `timeout` seconds for one."""
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
@@ -130,12 +130,14 @@ class Crew:
         """Waits for the end of every rank.
 
         Raises:
-            RuntimeError: if one fails, or `timeout` s are over.
+            RuntimeError: if one fails, or after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while any(slot >= 0 for slot in self._pidfds):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the ranks did not end within {timeout} s\n{self.words()}")
+                raise RuntimeError(
+                    f"the ranks did not end within {timeout} s\n{self.last_output()}"
+                )
             self.ended(1.0)
             self.check()
 
@@ -143,10 +145,10 @@ class Crew:
         """Raises `RuntimeError` if a rank has ended with another exit code."""
         bad = {slot: code for slot, code in self.codes.items() if code not in allowed}
         if bad:
-            raise RuntimeError(f"exit codes by slot: {bad}\n{self.words()}")
+            raise RuntimeError(f"exit codes by slot: {bad}\n{self.last_output()}")
 
-    def words(self) -> str:
-        """The last that every rank has printed."""
+    def last_output(self) -> str:
+        """The last output of every rank."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1000:]}" for f in files)
 
@@ -154,7 +156,7 @@ class Crew:
         code = 1
         try:
             os.setsid()
-            # Should this process be killed, its ranks go too, and their monitors end after them.
+            # If this process is killed, its ranks end too, and their monitors after them.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             log = os.open(
                 self.folder / f"slot{slot}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644

@@ -1,4 +1,4 @@
-"""How results are shown: tables for the terminal and for the documentation."""
+"""Tables of results, for the terminal and for the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Sheet", "median", "ms", "quantile", "show", "to_markdown"]
 
 @dataclasses.dataclass(frozen=True)
 class Sheet:
-    """A table; the first column is text, the others are numbers."""
+    """A table; the first column contains text, the others numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -46,7 +46,7 @@ def to_markdown(sheet: Sheet) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """A duration in milliseconds, three digits that count."""
+    """A duration in milliseconds, with three significant digits."""
     if seconds is None:
         return "-"
     value = seconds * 1000
@@ -62,5 +62,5 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The median, or `None` of nothing."""
+    """The median, or `None` without values."""
     return statistics.median(values) if values else None

@@ -1,19 +1,19 @@
-"""Shared memory that ranks stamp times into: one host, one monotonic clock, no file, no lock."""
+"""Shared memory for timestamps of all ranks on one host, without files or locks."""
 
 from __future__ import annotations
 
 import mmap
 import time
 
-__all__ = ["Board"]
+__all__ = ["TimestampBoard"]
 
 
-class Board:
-    """Made before the ranks are forked; every word has one writer at a time.
+class TimestampBoard:
+    """Created before the ranks are forked; every word has one writer at a time.
 
     Args:
-        slots: rank processes; a replacement takes over the slot of the one that died.
-        iterations: at most so many are stamped.
+        slots: the number of rank processes; a replacement takes the slot of the dead rank.
+        iterations: the maximum number of iterations that are recorded.
     """
 
     def __init__(self, slots: int, iterations: int) -> None:
@@ -24,44 +24,44 @@ class Board:
 
     @property
     def faults(self) -> int:
-        """How many faults there were."""
+        """The number of faults so far."""
         return int(self._words[0])
 
     @property
     def joins(self) -> int:
-        """How many replacements have asked to come in."""
+        """The number of replacements that have asked to join."""
         return int(self._words[1])
 
     @property
     def newest(self) -> int:
-        """The newest iteration that somebody has entered."""
+        """The newest iteration that any rank has entered."""
         return int(self._words[2])
 
     def enter(self, iteration: int, slot: int, now: float) -> None:
-        """`slot` has entered the function."""
+        """Records that `slot` has entered the function."""
         if iteration < self.iterations:
             self._words[self._row(iteration) + slot] = now
             self._words[2] = iteration
 
     def fail(self, iteration: int, slot: int) -> None:
-        """`slot` fails now: the last thing it does before."""
+        """Records that `slot` fails now; its last call before the fault."""
         row = self._row(iteration) + self.slots
         self._words[row + 1] = slot
         self._words[0] += 1
         self._words[row] = time.monotonic()
 
     def join(self) -> None:
-        """A replacement is about to call the wrapped function."""
+        """Records that a replacement is about to call the wrapped function."""
         self._words[8 + self.joins * (self.slots + 3) + self.slots + 2] = time.monotonic()
         self._words[1] += 1
 
     def fault(self, iteration: int) -> tuple[float, int] | None:
-        """When and who failed in an iteration."""
+        """The time and the slot of the fault of an iteration."""
         row = self._row(iteration) + self.slots
         return (self._words[row], int(self._words[row + 1])) if self._words[row] else None
 
     def join_time(self, number: int) -> float:
-        """When the replacement `number` asked, counted from 0."""
+        """When replacement `number` asked to join, counted from 0."""
         return float(self._words[8 + number * (self.slots + 3) + self.slots + 2])
 
     def entries_after(self, moment: float) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The benchmarks run: the cheapest one, from the command line, to the file and the page."""
+"""Quick runs of the benchmarks from the command line, and the page with their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_quick_scale_benchmark_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
+def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
@@ -25,9 +25,7 @@ def test_the_quick_scale_benchmark_counts_a_constant_number_of_operations(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_where_it_says(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
@@ -46,7 +44,7 @@ def test_the_quick_checkpoint_benchmark_measures_every_way_and_restores_from_whe
 
 
 @pytest.mark.slow
-def test_the_quick_elastic_benchmark_finds_the_same_bits_at_any_size(tmp_path: Path) -> None:
+def test_elastic_finds_bit_identical_weights_at_any_size(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "elastic", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
@@ -70,7 +68,7 @@ def test_the_quick_elastic_benchmark_finds_the_same_bits_at_any_size(tmp_path: P
     assert "The registry of states" in done.stdout
 
 
-def test_the_page_of_figures_is_filled_in_between_its_markers(tmp_path: Path) -> None:
+def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
     numbers = {"seconds": [0.001], "operations": 6.0, "most": 7.0, "bytes": 1024.0}
