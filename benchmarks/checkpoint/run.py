@@ -1,8 +1,7 @@
 """Checkpoints: the cost of a save to the training, its time until durable, and restores.
 
-Everything is told as a ratio to what the machine can do, or to the loss of others, in one run: see
-`checkpoint_saves`, `checkpoint_restores`, `checkpoint_first`, `checkpoint_memory` and
-`checkpoint_training`.
+Results are ratios to the limits of the machine, or to other ways, measured in the same run: see
+`saves`, `restores`, `first_save`, `memory` and `interference`.
 """
 
 from __future__ import annotations

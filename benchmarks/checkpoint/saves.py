@@ -1,7 +1,7 @@
 """The cost of a save: seconds until the training continues, and until the checkpoint is durable.
 
-All ways take turns in the same processes, in another order each round, together with what the
-machine can do: a ratio is of figures that were taken side by side.
+All ways and the limits of the machine are measured alternately in the same processes, in another
+order each round: ratios compare adjacent measurements.
 """
 
 from __future__ import annotations

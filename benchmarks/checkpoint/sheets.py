@@ -120,9 +120,9 @@ def _saves(each: _Figures) -> Sheet:
         f"A save of {_mib(each.size_bytes)}, {each.name}",
         ("way", "blocked, ms", "x memcpy", "durable, ms", "x raw write"),
         rows,
-        "Blocked: until the training may go on; where the copy runs beside it, what its "
-        f"optimizer's step then waits is in it, and the pass beside which it runs ({passing} ms "
-        "by itself) is in the time until durable. torch.save is durable after an fsync.",
+        "Blocked: until the training continues. For overlapped copies this includes the wait of the "
+        "next optimizer step, and the time until durable includes the pass that overlaps with the "
+        f"copy ({passing} ms by itself). torch.save is durable after an fsync.",
     )
 
 
@@ -138,8 +138,8 @@ def _first(first: dict[str, Any]) -> Sheet:
         "The first save of a process",
         ("way", "opening, ms", "blocked, ms", "x memcpy into new memory", "durable, ms"),
         rows,
-        "Each in a new process. Opening is what happens before, once: for ours, "
-        "`Checkpointer(...)`, and the restore in the row that has one.",
+        "Each in a new process. Opening happens once, before the save: `Checkpointer(...)`, and the "
+        "restore in the row with one.",
     )
 
 
@@ -179,7 +179,7 @@ def _peaks(peaks: dict[str, Any]) -> Sheet:
             "x state and save in flight",
         ),
         rows,
-        "Proportional set size over all processes that take part: a shared page counts once.",
+        "Proportional set size of all processes of the save: a shared page counts once.",
     )
 
 
@@ -221,8 +221,8 @@ def _training(training: dict[str, Any]) -> Sheet:
         f"A training that saves {_mib(training['size_bytes'])}, one process",
         tuple(columns),
         rows,
-        "Lost: against a segment without saves right beside; the median of the pairs. "
-        "Milliseconds a save: by how much each save made the segment longer.",
+        "Lost: relative to the adjacent segment without saves; the median of the pairs. "
+        "Milliseconds a save: by how much each save lengthens the segment.",
     )
 
 

@@ -1,8 +1,8 @@
 """`ConsistentDDP` against DDP with the same global batch, alternately in the same processes.
 
-DDP takes each replica's share of the batch in one pass. In the other row of DDP it takes it in as
-many parts as `ConsistentDDP` has, and gives the gradients on with the last: what is left between
-the two is the price of the same bits.
+DDP processes each replica's share of the batch in one pass. The other row of DDP splits it into as
+many parts as `ConsistentDDP` has, and synchronizes the gradients after the last part. The
+difference to that row is the cost of bit-identical results.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def measure(
     """Seconds per step of the slowest rank.
 
     Args:
-        layers: of the transformer that is trained.
-        virtual: numbers of virtual replicas.
-        sizes: numbers of ranks.
-        steps: of a segment.
-        rounds: of segments.
+        layers: the number of layers of the transformer.
+        virtual: the numbers of virtual replicas.
+        sizes: the numbers of ranks.
+        steps: the number of steps of a segment.
+        rounds: the number of segments.
     """
     found = []
     for ranks in sizes:

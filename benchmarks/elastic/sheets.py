@@ -52,8 +52,8 @@ def _position(found: dict[str, Any]) -> Sheet:
         f"A position in {found['length']:,} samples",
         ("order", "first batch after a restore, ms", "p99, ms", "memory"),
         rows,
-        "Half way through a shuffled epoch, 4,096 samples a batch, 8 replicas. Memory: by how much "
-        "the process's peak grew.",
+        "In the middle of a shuffled epoch, 4,096 samples a batch, 8 replicas. Memory: the growth of "
+        "the process's peak.",
     )
 
 
@@ -75,8 +75,8 @@ def _loader(found: dict[str, Any]) -> Sheet:
         f"The loader, {found['batch']} samples a batch",
         ("way", "µs a batch", "more, µs", "x DataLoader"),
         rows,
-        "Samples of 12 KiB that lie in memory, so that nothing else takes time; in 4 parts a batch "
-        "is four calls of the collate function.",
+        "Samples of 12 KiB in memory, so that only the loader takes time; with 4 parts, a batch takes "
+        "four calls of the collate function.",
     )
 
 
@@ -101,9 +101,9 @@ def _state(found: dict[str, Any]) -> Sheet:
         f"A job's state of {_mib(found['size_bytes'])}",
         ("what", "ms", "x torch's"),
         _beside(found["seconds"], pairs),
-        "The same content, and loaded into the model, the optimizer and the sampler. A save of "
-        "`Job` holds the training up for the first time only, and is checksummed and committed in "
-        "the second; a restore verifies every byte. Both read what the page cache has.",
+        "The same content, loaded into the model, the optimizer and the sampler. `Job.save` blocks "
+        "the training for the first time only; checksums and commit are included in the second. A "
+        "restore verifies every byte. Both read from the page cache.",
     )
 
 
@@ -122,10 +122,10 @@ def _registry(found: dict[str, Any]) -> Sheet:
         f"The registry of states, {_mib(found['size_bytes'])}",
         ("what", "ms", "x torch's"),
         _beside(found["seconds"], pairs),
-        "The same content as states. `save_all_states` returns when the checkpoint is durable, "
-        "read back for its checksums, and committed; the asynchronous one when it is in memory. "
-        "`load_all_states` reads all of the newest checkpoint to choose it, and then, verified "
-        "again, what it loads. Both read what the page cache has.",
+        "The same content as states. `save_all_states` returns when the checkpoint is durable, read "
+        "back for its checksums, and committed; the asynchronous one when it is in memory. "
+        "`load_all_states` reads the whole newest checkpoint to choose it, and reads and verifies "
+        "again what it loads. Both read from the page cache.",
     )
 
 
@@ -146,7 +146,7 @@ def _resharding(found: list[dict[str, Any]]) -> Sheet:
         "Resharding",
         ("what", "Checkpointer.restore, ms", "dcp.load, ms", "x dcp.load"),
         rows,
-        "The slowest rank. Ours verifies every byte, torch.distributed.checkpoint none.",
+        "The slowest rank. `Checkpointer` verifies every byte, torch.distributed.checkpoint none.",
     )
 
 
@@ -172,9 +172,9 @@ def _consistent(found: dict[str, Any]) -> Sheet:
             )
     size = _mib(found["runs"][0]["gradient_bytes"])
     return Sheet(
-        f"The same bits at any size: a global batch of {BATCH}, gradients of {size}",
+        f"Bit-identical at any size: a global batch of {BATCH}, gradients of {size}",
         ("way", "ms a step", "x DDP", "x DDP in as many parts"),
         rows,
-        "A transformer with dropout, one thread a rank, gloo, all ranks on one machine. DDP in "
+        "A transformer with dropout, one thread per rank, gloo, all ranks on one machine. DDP in "
         "parts accumulates the gradients of as many parts as `ConsistentDDP` has.",
     )

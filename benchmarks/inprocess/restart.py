@@ -1,6 +1,6 @@
 """From a fault to the last survivor's entry into the function: 4 ranks, gloo, loopback.
 
-Every timeout of outlast is at its default. The peer is measured beside it, in the same run.
+Every timeout of outlast has its default. The peer is measured in the same run.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Latencies:
     Attributes:
         restart: from the fault to the last survivor's entry into the function.
         rejoin: from a replacement's call of the wrapped function to the last entry of all ranks.
-        phases: what the restart was made of, see `phases.py`.
+        phases: the phases of the restart, see `phases.py`.
     """
 
     restart: list[float]

@@ -1,8 +1,8 @@
 """Restart latency of nvidia-resiliency-ext's `inprocess.Wrapper`, on the same function and faults.
 
-It waits for gloo's own timeout, which is 30 minutes if nobody says otherwise: it is measured with
-20 s, and with 1 s, the least that one would dare to set. A killed rank does not come back, so each
-fault is one job; and rank 0, which its store ends with, is spared.
+It waits for the timeout of gloo, 30 minutes by default, so it is measured with 20 s and with 1 s,
+the smallest practical value. It does not replace a killed rank, so each fault is a job of its own.
+Rank 0 is never killed, because it serves the store.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_the_new_program_continues_from_the_old_checkpoint(tmp_path: Path) -> No
     # the workers of torchrun share one pipe, and write each line in two pieces.
     said = run(tmp_path, *TORCHRUN, "after.py", "2")
     for rank in range(2):
-        assert f"rank {rank} goes on after step 20, in epoch 2" in said
+        assert f"rank {rank} resumes after step 20, in epoch 2" in said
         assert f"rank {rank} has done 20 steps, 2 epochs" in said
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -83,19 +83,19 @@ def test_the_new_program_continues_from_the_old_checkpoint(tmp_path: Path) -> No
     Path("plan.json").write_text('{"faults": [{"rank": 1, "kind": "exception", "step": 3}]}')
     said = run(tmp_path, *OUTLAST, "--chaos", "plan.json", "after.py", "4")
     for rank in range(2):
-        assert said.count(f"[{rank}] rank {rank} goes on after step 20, in epoch 2\n") == 2
+        assert said.count(f"[{rank}] rank {rank} resumes after step 20, in epoch 2\n") == 2
         assert f"[{rank}] rank {rank} has done 40 steps, 4 epochs" in said
 
     # `last.pt` still exists, but the newer checkpoint wins.
     said = run(tmp_path, *TORCHRUN, "after.py", "6")
     for rank in range(2):
-        assert f"rank {rank} goes on after step 40, in epoch 4" in said
+        assert f"rank {rank} resumes after step 40, in epoch 4" in said
         assert f"rank {rank} has done 60 steps, 6 epochs" in said
 
 
 def test_without_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
     said = run(tmp_path, *OUTLAST, "after.py", "1")
-    assert "rank 0 goes on after step 0, in epoch 0" in said
+    assert "rank 0 resumes after step 0, in epoch 0" in said
     assert "rank 0 has done 10 steps, 1 epochs" in said
 
 
@@ -126,7 +126,7 @@ def stop_in_training(job: Job) -> None:
     """Sends SIGTERM once both ranks handle it."""
     job.start_all()
     deadline = time.monotonic() + NET_S
-    while job.output(0).count("goes on after step") < 2:
+    while job.output(0).count("resumes after step") < 2:
         assert job.running(0), job.errors(0)
         assert time.monotonic() < deadline, job.output(0) + job.errors(0)
         time.sleep(0.02)
