@@ -7,7 +7,6 @@ Results go to build/benchmarks.json, each with the machine and the versions that
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 from pathlib import Path
@@ -16,18 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.lib.machine import describe
-from benchmarks.lib.pages import write_docs
+from benchmarks.lib.pages import MODULES, load, write_docs
 from benchmarks.lib.sheets import show
-
-MODULES = {
-    "restart": "inprocess.restart",
-    "hang": "inprocess.hang",
-    "overhead": "inprocess.overhead",
-    "scale": "inprocess.scale",
-    "soak": "inprocess.soak",
-    "checkpoint": "checkpoint.run",
-    "elastic": "elastic.run",
-}
 
 
 def main() -> None:
@@ -46,13 +35,13 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help="update docs/benchmarks.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
-    names = options.name or ([] if options.write_docs else MODULES)
+    names = options.name or ([] if options.write_docs else list(MODULES))
     # torch resolves the name of every host that it connects to. If the resolver drops the query,
     # each connection takes five seconds, with outlast and with the peer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     console = Console(width=None if Console().is_terminal else 140)
     for name in names:
-        module = importlib.import_module(f"benchmarks.{MODULES[name]}")
+        module = load(name)
         kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
         data = module.run(options.quick, kept) if kept else module.run(options.quick)
         _store(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})

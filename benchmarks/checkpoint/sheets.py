@@ -120,9 +120,9 @@ def _saves(each: _Figures) -> Sheet:
         f"A save of {_mib(each.size_bytes)}, {each.name}",
         ("way", "blocked, ms", "x memcpy", "durable, ms", "x raw write"),
         rows,
-        "Blocked: until the training continues. For overlapped copies this includes the wait of the "
-        "next optimizer step, and the time until durable includes the pass that overlaps with the "
-        f"copy ({passing} ms by itself). torch.save is durable after an fsync.",
+        "Blocked: until the training continues. For overlapped copies this includes the wait of "
+        "the next optimizer step, and the time until durable includes the pass that overlaps with "
+        f"the copy ({passing} ms by itself). torch.save is durable after an fsync.",
     )
 
 
@@ -138,8 +138,8 @@ def _first(first: dict[str, Any]) -> Sheet:
         "The first save of a process",
         ("way", "opening, ms", "blocked, ms", "x memcpy into new memory", "durable, ms"),
         rows,
-        "Each in a new process. Opening happens once, before the save: `Checkpointer(...)`, and the "
-        "restore in the row with one.",
+        "Each in a new process. Opening happens once, before the save: `Checkpointer(...)`, and "
+        "the restore in the row with one.",
     )
 
 

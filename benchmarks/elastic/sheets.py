@@ -52,8 +52,8 @@ def _position(found: dict[str, Any]) -> Sheet:
         f"A position in {found['length']:,} samples",
         ("order", "first batch after a restore, ms", "p99, ms", "memory"),
         rows,
-        "In the middle of a shuffled epoch, 4,096 samples a batch, 8 replicas. Memory: the growth of "
-        "the process's peak.",
+        "In the middle of a shuffled epoch, 4,096 samples a batch, 8 replicas. Memory: the growth "
+        "of the process's peak.",
     )
 
 
@@ -75,8 +75,8 @@ def _loader(found: dict[str, Any]) -> Sheet:
         f"The loader, {found['batch']} samples a batch",
         ("way", "µs a batch", "more, µs", "x DataLoader"),
         rows,
-        "Samples of 12 KiB in memory, so that only the loader takes time; with 4 parts, a batch takes "
-        "four calls of the collate function.",
+        "Samples of 12 KiB in memory, so that only the loader takes time; with 4 parts, a batch "
+        "takes four calls of the collate function.",
     )
 
 
@@ -122,8 +122,8 @@ def _registry(found: dict[str, Any]) -> Sheet:
         f"The registry of states, {_mib(found['size_bytes'])}",
         ("what", "ms", "x torch's"),
         _beside(found["seconds"], pairs),
-        "The same content as states. `save_all_states` returns when the checkpoint is durable, read "
-        "back for its checksums, and committed; the asynchronous one when it is in memory. "
+        "The same content as states. `save_all_states` returns when the checkpoint is durable, "
+        "read back for its checksums, and committed; the asynchronous one when it is in memory. "
         "`load_all_states` reads the whole newest checkpoint to choose it, and reads and verifies "
         "again what it loads. Both read from the page cache.",
     )

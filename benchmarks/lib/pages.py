@@ -8,22 +8,28 @@ from typing import Any
 
 from benchmarks.lib.sheets import to_markdown
 
-__all__ = ["write_docs"]
+__all__ = ["MODULES", "load", "write_docs"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
-_TITLES = {
-    "restart": "Restart latency",
-    "hang": "Hangs",
-    "overhead": "Cost without faults",
-    "scale": "Scale",
-    "soak": "A thousand restarts in a row",
-    "checkpoint": "Checkpoints",
-    "elastic": "Elastic state",
+MODULES = {
+    "restart": ("inprocess.restart", "Restart latency"),
+    "hang": ("inprocess.hang", "Hangs"),
+    "overhead": ("inprocess.overhead", "Cost without faults"),
+    "scale": ("inprocess.scale", "Scale"),
+    "soak": ("inprocess.soak", "A thousand restarts in a row"),
+    "checkpoint": ("checkpoint.run", "Checkpoints"),
+    "elastic": ("elastic.run", "Elastic state"),
 }
+"""The module of each benchmark, and the title of its section on the page."""
+
+
+def load(name: str) -> Any:
+    """Imports the module of a benchmark."""
+    return importlib.import_module(f"benchmarks.{MODULES[name][0]}")
 
 
 def write_docs(page: Path, results: dict[str, Any]) -> None:
-    """Puts the tables of `results` between the markers of `page`.
+    """Writes the tables of `results` between the markers of `page`.
 
     Raises:
         ValueError: if the page has no markers.
@@ -32,16 +38,15 @@ def write_docs(page: Path, results: dict[str, Any]) -> None:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{page} lacks the lines {_BEGIN} and {_END}")
-    parts = [_section(name, results[name]) for name in _TITLES if name in results]
+    parts = [_section(name, results[name]) for name in MODULES if name in results]
     page.write_text(f"{before}{_BEGIN}\n\n" + "\n".join(parts) + f"\n{_END}{after}")
 
 
 def _section(name: str, result: dict[str, Any]) -> str:
-    module = importlib.import_module(f"benchmarks.{name}")
     machine = "; ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"## {_TITLES[name]}", ""]
+    lines = [f"## {MODULES[name][1]}", ""]
     if result["quick"]:
-        lines.extend(["**A quick run: these figures only show that it works.**", ""])
-    lines.extend(to_markdown(sheet) for sheet in module.sheets(result["data"]))
+        lines.extend(["**A quick run: these figures only test the benchmark.**", ""])
+    lines.extend(to_markdown(sheet) for sheet in load(name).sheets(result["data"]))
     lines.extend([f"Measured on: {machine}.", ""])
     return "\n".join(lines)
