@@ -78,6 +78,13 @@ def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> Non
     states.unlock()
     storage.unlock()
     assert folders.verify(states, 4).step == 4
+    with pytest.MonkeyPatch.context() as patch:  # root may read everything
+
+        def refuse(self: LocalStorage, folder: str, name: str) -> int:
+            raise PermissionError(13, "no")
+
+        patch.setattr(LocalStorage, "size", refuse)
+        assert [step for step, _ in folders.candidates(states)] == [9, 4]
     with pytest.raises(CheckpointError, match=r"no checkpoint of states 3; it has \[4\]"):
         folders.verify(states, 3)
 
