@@ -1,4 +1,4 @@
-"""What the tests of elastic state share: an environment that says nothing."""
+"""Fixtures of the elastic tests: an environment without our variables, a folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state of a few characters, for tests."""
+"""Small states for tests: text, and one that fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outlast.elastic import State
 
 
 class Text(State):
-    """Text, and what was done with it."""
+    """Text, and the methods that were called."""
 
     def __init__(self, name: str, text: str = "") -> None:
         super().__init__(name)
@@ -28,7 +28,7 @@ class Text(State):
 
 
 class Failing(Text):
-    """A state that raises in the methods that it is told."""
+    """A state that raises in the given methods."""
 
     def __init__(self, name: str, *methods: str) -> None:
         super().__init__(name)

@@ -1,4 +1,4 @@
-"""A save in the background: what is saved is the state as it was when the save was asked for."""
+"""Background saves: they save the states as they were at the call."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from outlast.errors import CheckpointError, TimeoutError
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The writing waits for it."""
-    gate = threading.Event()
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Saves wait for it before they write."""
+    may_write = threading.Event()
     write = saving_module._write
 
     def wait(path: str, writes: saving_module.Writes, world_size: int) -> str:
-        assert gate.wait(60)
+        assert may_write.wait(60)
         return write(path, writes, world_size)
 
     monkeypatch.setattr(saving_module, "_write", wait)
-    return gate
+    return may_write
 
 
-def test_it_saves_what_was_there(folder: Path, gate: threading.Event) -> None:
+def test_it_saves_what_was_there(folder: Path, may_write: threading.Event) -> None:
     state = Text("a", "then")
     handle = save_all_states(asynchronous=True)
     assert handle is not None
@@ -42,7 +42,7 @@ def test_it_saves_what_was_there(folder: Path, gate: threading.Event) -> None:
     with pytest.raises(TimeoutError, match="not committed after"):
         handle.wait(datetime.timedelta(milliseconds=1))
     state.text = "later"
-    gate.set()
+    may_write.set()
     handle.wait()
     assert handle.done
     assert handle.directory == str(folder / "states-00000001")
@@ -50,11 +50,11 @@ def test_it_saves_what_was_there(folder: Path, gate: threading.Event) -> None:
     assert state.text == "then"
 
 
-def test_a_second_one_waits_for_the_first(folder: Path, gate: threading.Event) -> None:
+def test_a_second_one_waits_for_the_first(folder: Path, may_write: threading.Event) -> None:
     state = Text("a", "1")
     first = save_all_states(asynchronous=True)
     assert first is not None
-    opener = threading.Timer(0.05, gate.set)
+    opener = threading.Timer(0.05, may_write.set)
     opener.start()
     state.text = "2"
     second = save_all_states(asynchronous=True)  # at most one is held in memory
@@ -67,11 +67,11 @@ def test_a_second_one_waits_for_the_first(folder: Path, gate: threading.Event) -
     assert second.directory == str(folder / "states-00000002")
 
 
-def test_a_load_waits_for_it(folder: Path, gate: threading.Event) -> None:
+def test_a_load_waits_for_it(folder: Path, may_write: threading.Event) -> None:
     state = Text("a", "1")
     handle = save_all_states(asynchronous=True)
     assert handle is not None
-    opener = threading.Timer(0.05, gate.set)
+    opener = threading.Timer(0.05, may_write.set)
     opener.start()
     state.text = ""
     assert load_state(state)

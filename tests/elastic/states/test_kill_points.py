@@ -1,4 +1,4 @@
-"""A save that is killed anywhere leaves the old checkpoint or the new one, and nothing between."""
+"""A save that is killed at any point leaves the old checkpoint or the new one, complete."""
 
 from __future__ import annotations
 

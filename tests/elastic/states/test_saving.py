@@ -1,4 +1,4 @@
-"""One process: what is saved is found again, whole, or the one before it is."""
+"""One process: a load finds the newest valid checkpoint, and a save leaves no other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def damage(path: Path) -> None:
 
 
 def keep_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the process was killed between the commit and the removal of the one before."""
+    """As if the process was killed between the commit and the removal of the previous one."""
     replaced_by = "outlast.async_checkpoint.files._replaced_by"
     monkeypatch.setattr(replaced_by, lambda storage, number: [])
 
@@ -308,7 +308,7 @@ def test_a_later_format_is_neither_passed_over_nor_removed(
     assert names_in(folder) == ["states-00000002", "states-00000003"]
 
 
-# --------------------------------------------------------------------------- what is not ours
+# --------------------------------------------------------------------- folders of other programs
 
 
 def test_what_is_not_ours_is_left_alone(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""States are known by name, as long as they live."""
+"""The registry: live states by name, and the names of their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.elastic import State
 from outlast.elastic.states.state import name_of, registered
 from outlast.elastic.states.state_files import file_name
 
-# Any text, also what no encoding takes: a lone half of a surrogate pair.
+# Any text, also what no encoding accepts: half of a surrogate pair.
 NAMES = st.text(st.characters(), max_size=300)
 ODD = ["", ".", "..", "/", "a/b", "../up", "manifest.json", "%", "a b", "\0", "ä" * 100, "x" * 5000]
 
@@ -96,7 +96,7 @@ def test_a_state_without_a_name() -> None:
         name_of(Nameless())
 
 
-def test_a_state_may_think_of_equality_what_it_likes() -> None:
+def test_a_state_with_its_own_equality_and_no_hash() -> None:
     class Equal(State):
         def __eq__(self, other: object) -> bool:
             return True

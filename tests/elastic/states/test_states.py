@@ -1,4 +1,4 @@
-"""The ready-made states: what they save comes back, and what does not fit changes nothing."""
+"""The ready-made states: they load what they saved, and a misfit changes nothing."""
 
 from __future__ import annotations
 

@@ -85,14 +85,14 @@ def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
         for name in states.keys() - found.keys():
             log.info("the state %r is not in %s", name, chosen.where)
         try:
-            _together(replicas, chosen, found)
+            _load_together(replicas, chosen, found)
         except CheckpointError:
-            _known.clear()  # a checkpoint that has become unreadable is verified again
+            _verified.clear()  # a checkpoint that has become unreadable is verified again
             raise
         return list(found)
 
 
-def _together(replicas: Replicas, chosen: FileCheckpoint, states: Mapping[str, State]) -> None:
+def _load_together(replicas: Replicas, chosen: FileCheckpoint, states: Mapping[str, State]) -> None:
     """Prepares all states on all replicas, then applies them."""
     what = {name: f"the load of state {name!r} from {chosen.where}" for name in states}
     prepared = {}
@@ -109,17 +109,17 @@ def _prepare(chosen: FileCheckpoint, name: str, state: State) -> Callable[[], No
     try:
         return state.prepare(content)
     except Exception as e:
-        raise _unloadable(name, e) from e
+        raise _load_error(name, e) from e
 
 
 def _apply(name: str, apply: Callable[[], None]) -> None:
     try:
         apply()
     except Exception as e:
-        raise _unloadable(name, e) from e
+        raise _load_error(name, e) from e
 
 
-def _unloadable(name: str, error: Exception) -> CheckpointError:
+def _load_error(name: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"the state {name!r} could not be loaded: {describe(error)}")
 
 
@@ -128,21 +128,21 @@ def _unloadable(name: str, error: Exception) -> CheckpointError:
 
 # On rank 0, by path: the checkpoints there, and the one that was chosen and verified. So states
 # that are loaded one by one come from one checkpoint, which is verified once.
-_known: dict[str, tuple[list[str], str]] = {}
+_verified: dict[str, tuple[list[str], str]] = {}
 
 
 @contextlib.contextmanager
 def _source(replicas: Replicas) -> Iterator[FileCheckpoint | None]:
     if environment.from_ray():
         with ray_trial.opened() as folder:
-            yield _of_trial(folder) if folder is not None else None
+            yield _trial_checkpoint(folder) if folder is not None else None
         return
     path = environment.checkpoint_path()
     assert path is not None
-    yield _chosen(path, replicas)
+    yield _newest_checkpoint(path, replicas)
 
 
-def _of_trial(folder: str) -> FileCheckpoint | None:
+def _trial_checkpoint(folder: str) -> FileCheckpoint | None:
     place = Path(os.path.abspath(folder))
     storage = LocalStorage(str(place.parent), STATES)
     if not is_committed(storage, place.name):
@@ -152,18 +152,18 @@ def _of_trial(folder: str) -> FileCheckpoint | None:
     return FileCheckpoint(storage, place.name)
 
 
-def _chosen(path: str, replicas: Replicas) -> FileCheckpoint | None:
+def _newest_checkpoint(path: str, replicas: Replicas) -> FileCheckpoint | None:
     storage = LocalStorage(path, STATES)
 
     def choose(parts: list[object]) -> str | None:
         there = [folder for _, folder in candidates(storage)]
-        before, folder = _known.get(storage.where, ([], ""))
+        before, folder = _verified.get(storage.where, ([], ""))
         if before != there or not there:
             newest = newest_valid(storage)
             if newest is None:
                 return None
             folder = newest
-            _known[storage.where] = (there, folder)
+            _verified[storage.where] = (there, folder)
         return folder
 
     folder = replicas.gather(f"the choice of a checkpoint in {path}", None, choose)

@@ -85,16 +85,16 @@ def save_all_states(
     if path is None and not in_trial:
         return None
     replicas = current(timeout)
-    states = _agreed(replicas)
+    states = _registered_on_all(replicas)
     for name, state in states.items():
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
     writes: Writes = {name: checked(name, state.save) for name, state in states.items()}
     if in_trial:
-        directory = _committed(replicas, "Ray", lambda: _report(writes, metrics or {}))
+        directory = _save_on_rank_0(replicas, "Ray", lambda: _report(writes, metrics or {}))
         return pending_save.completed(directory) if asynchronous else directory
     assert path is not None
     if not asynchronous:
-        return _committed(replicas, path, lambda: _write(path, writes, replicas.world_size))
+        return _save_on_rank_0(replicas, path, lambda: _write(path, writes, replicas.world_size))
     copies: dict[str, StateCopy] = {}
 
     def copy(parts: list[Any]) -> None:
@@ -105,7 +105,9 @@ def save_all_states(
     def commit() -> str | None:
         copied: Writes = {name: each.write for name, each in copies.items()}
         try:
-            return _committed(replicas, path, lambda: _write(path, copied, replicas.world_size))
+            return _save_on_rank_0(
+                replicas, path, lambda: _write(path, copied, replicas.world_size)
+            )
         finally:
             free()
 
@@ -158,7 +160,7 @@ def save_state(
     replicas.together(f"the save of state {name!r}", write)
 
 
-def _agreed(replicas: Replicas) -> dict[str, State]:
+def _registered_on_all(replicas: Replicas) -> dict[str, State]:
     """The registered states, after a check that all replicas have the same ones."""
     what = "the comparison of registered states"
     states = registered()
@@ -185,7 +187,7 @@ def _differences(names: list[list[str]]) -> str:
     return "; ".join(differences)
 
 
-def _committed(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:
+def _save_on_rank_0(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:
     """Calls `write` on rank 0; returns the path of the checkpoint on all replicas."""
     directory = replicas.gather(
         f"the save into {where}", None, lambda parts: write() if replicas.writes else None
