@@ -1,4 +1,4 @@
-"""Which of several ranks that stood still is the one that the others waited for."""
+"""Which of several hung ranks the others waited for."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def echo(member: int) -> Fault:
         ),
     ],
 )
-def test_the_culprit_comes_first_in_whatever_order_it_was_told(said: list[Fault]) -> None:
+def test_the_cause_comes_first_in_any_order_of_reports(said: list[Fault]) -> None:
     for faults in itertools.permutations(said):
         hung = hung_ranks(faults)
         assert hung[0].member == 2
@@ -62,7 +62,7 @@ def test_the_culprit_comes_first_in_whatever_order_it_was_told(said: list[Fault]
         assert all(fault.consequence or fault.pings >= hung[0].pings for fault in hung[1:])
 
 
-def test_who_is_ahead_is_given_as_a_consequence() -> None:
+def test_a_rank_ahead_of_another_is_a_consequence() -> None:
     assert [f.consequence for f in hung_ranks([rank(0), rank(1, collectives=8)])] == [False, True]
 
 

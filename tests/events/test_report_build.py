@@ -53,7 +53,7 @@ def run_with_a_death() -> SyntheticRun:
     return run
 
 
-def test_an_exception_is_told_with_its_rank_and_all_phases() -> None:
+def test_an_exception_is_reported_with_its_rank_and_all_phases() -> None:
     report = build(run_with_an_exception().events)
     (restart,) = report.restarts
     assert restart.cause is not None
@@ -200,7 +200,7 @@ def test_a_joiner_ends_an_iteration_without_a_fault() -> None:
     assert (restart.world_size_before, restart.world_size_after) == (2, 3)
 
 
-def test_a_fault_that_ends_the_run_is_told() -> None:
+def test_a_fault_that_ends_the_run_is_reported() -> None:
     run = SyntheticRun(hosts=["a", "a"])
     run.begin(at=0.0)
     run.fault(1, at=5.0)
@@ -231,7 +231,7 @@ def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
     assert second.phases.total == RESTART
 
 
-def test_each_call_of_a_wrapper_counts_its_iterations_anew() -> None:
+def test_each_call_of_a_wrapper_counts_its_iterations_from_zero() -> None:
     run = run_with_an_exception()
     run.iteration = 0
     run.begin(at=30.0)
@@ -250,7 +250,7 @@ def test_each_call_of_a_wrapper_counts_its_iterations_anew() -> None:
     assert report.hosts[0].wall_seconds == 20.5 + 2.0
 
 
-def test_notes_are_counted_and_waiting_joiners_told() -> None:
+def test_notes_are_counted_and_waiting_joiners_reported() -> None:
     run = run_with_an_exception()
     for _ in range(3):
         run.write(0, Note(name="checkpoint.saved"), 12.0)

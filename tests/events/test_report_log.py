@@ -29,7 +29,7 @@ def test_what_sinks_write_is_read_back(tmp_path: Path) -> None:
     assert load(tmp_path) == sorted(run.events, key=lambda event: event.pid)
 
 
-def test_a_torn_last_line_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
     (tmp_path / "killed.jsonl").write_text(GOOD + "\n" + GOOD[:30])
     report = build(load(tmp_path))
     assert report.torn_logs == ("killed.jsonl",)

@@ -98,7 +98,7 @@ def test_a_run_that_never_ended(tmp_path: Path) -> None:
     assert "No rank is known to have completed" in text
 
 
-def test_a_large_job_makes_no_endless_sentences(tmp_path: Path) -> None:
+def test_a_large_job_makes_short_sentences(tmp_path: Path) -> None:
     run = SyntheticRun(hosts=["a"] * 40)
     run.begin(at=0.0)
     for rank in range(1, 40):
@@ -111,7 +111,7 @@ def test_a_large_job_makes_no_endless_sentences(tmp_path: Path) -> None:
     assert max(len(sentence) for sentence in text.split(". ")) < 900
 
 
-def test_an_echo_without_its_fault_is_told_as_such(tmp_path: Path) -> None:
+def test_a_consequence_without_its_fault_is_reported_as_such(tmp_path: Path) -> None:
     run = SyntheticRun(hosts=["a", "a"])
     run.begin(at=0.0)
     message = "RuntimeError: [/some/where/gloo/pair.cc:553] Connection closed by peer"

@@ -25,11 +25,11 @@ def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float
     )
 
 
-def test_a_run_without_checkpoints_says_nothing_of_them() -> None:
+def test_a_run_without_checkpoints_has_no_saves() -> None:
     assert build([]).saves is None
 
 
-def test_each_save_counts_once_although_every_rank_tells_of_it() -> None:
+def test_each_save_counts_once_for_all_ranks() -> None:
     events = [
         committed(step, rank=rank, blocked=blocked, seconds=seconds, at=float(step))
         for step, blocked, seconds in ((10, 0.002, 0.5), (20, 0.004, 0.7), (30, 0.04, 0.6))
@@ -47,7 +47,7 @@ def test_each_save_counts_once_although_every_rank_tells_of_it() -> None:
     assert "600.0 ms" in said
 
 
-def test_what_failed_was_damaged_or_restored_is_named_by_its_step() -> None:
+def test_failed_damaged_and_restored_checkpoints_are_named_by_step() -> None:
     events: list[Event] = [
         CheckpointFailed(rank=0, host="a", time=1.0, step=7, cause="the disk is full"),
         CheckpointPassedOver(rank=0, host="a", time=2.0, step=6, source="storage", cause="damaged"),

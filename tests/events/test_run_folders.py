@@ -1,4 +1,4 @@
-"""Several runs in one directory: told apart by their folders, the newest first of all."""
+"""Several runs in one directory: one folder each; the newest is the default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reasons(folder: Path, run: str | None = None) -> list[str]:
     return [event.reason for event in load(folder, run) if isinstance(event, Seen)]
 
 
-def test_a_new_run_has_a_folder_of_its_own_although_its_id_comes_again(tmp_path: Path) -> None:
+def test_each_run_has_its_own_folder_even_with_a_repeated_id(tmp_path: Path) -> None:
     folders = [written(new_run(tmp_path / "events", "nightly"), str(i)) for i in range(5)]
     assert len(set(folders)) == 5
     runs = runs_in(tmp_path / "events")
@@ -37,7 +37,7 @@ def test_a_new_run_has_a_folder_of_its_own_although_its_id_comes_again(tmp_path:
     assert reasons(folders[2]) == ["2"]  # the folder of one run is a directory as any other
 
 
-def test_an_id_may_be_no_name_of_a_folder(tmp_path: Path) -> None:
+def test_a_run_id_may_contain_a_slash(tmp_path: Path) -> None:
     folder = written(new_run(tmp_path, "team/nightly"), "1")
     assert folder.parent == tmp_path
     assert reasons(tmp_path) == ["1"]
@@ -65,7 +65,7 @@ def test_logs_in_the_directory_itself_are_a_run_too(
     assert reasons(tmp_path, "x") == ["other"]
 
 
-def test_what_is_no_run_is_passed_over(tmp_path: Path) -> None:
+def test_other_folders_are_skipped(tmp_path: Path) -> None:
     written(tmp_path / "other", "no name of a run")
     written(tmp_path / "20261399-120000.000-x", "no date")
     (tmp_path / "20260101-120000.000-empty").mkdir()
@@ -76,7 +76,7 @@ def test_what_is_no_run_is_passed_over(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_run_is_an_error_that_lists_the_runs(tmp_path: Path) -> None:
     written(tmp_path / "20260101-120000.000-x", "")
     with pytest.raises(EventLogError, match=r"no run 'y'; there are: 20260101-120000\.000-x"):
         load(tmp_path, "y")

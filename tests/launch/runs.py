@@ -35,7 +35,7 @@ from outlast.launch.agent.job_store import JOB_KEY
 from procs import MARKER, NET_S, marked
 
 WORKER = '''
-"""Says that it is there, then exits as it is told: SIGUSR1 is code 0, SIGUSR2 code 3."""
+"""Reports that it is ready, then exits on a signal: SIGUSR1 with 0, SIGUSR2 with 3."""
 import json, os, signal, sys
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))

@@ -1,4 +1,4 @@
-"""No process is left behind, whatever died."""
+"""No process is left behind, whichever process died."""
 
 from __future__ import annotations
 

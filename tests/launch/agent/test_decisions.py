@@ -69,7 +69,7 @@ def death(rank: int, when: float, decision: Decision, code: int = 1) -> Death:
     return Death(rank=rank, pid=100 + rank, exit_code=code, when=when, decision=decision)
 
 
-def test_the_first_cause_is_the_earliest_that_was_not_overcome() -> None:
+def test_the_first_cause_is_the_earliest_failure_without_recovery() -> None:
     replaced = death(0, 1, Decision.REPLACED)
     late, early = death(1, 3, Decision.FATAL), death(2, 2, Decision.FATAL)
     assert first_cause([replaced, late, early], PLAIN) is early
@@ -77,7 +77,7 @@ def test_the_first_cause_is_the_earliest_that_was_not_overcome() -> None:
     assert first_cause([], PLAIN) is None
 
 
-def test_who_is_lost_fails_a_job_that_did_not_complete() -> None:
+def test_a_lost_rank_fails_a_job_that_did_not_complete() -> None:
     lost = death(0, 1, Decision.LOST)
     assert first_cause([lost], RUNNING) is lost
     assert first_cause([lost], ABORTED) is lost

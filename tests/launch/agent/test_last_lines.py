@@ -69,7 +69,7 @@ def test_else_the_last_lines_on_stderr(
     assert len(last) <= 40
 
 
-def test_a_script_that_cannot_start_tells_once(tmp_path: Path) -> None:
+def test_a_script_that_cannot_start_is_reported_once(tmp_path: Path) -> None:
     with Run(tmp_path, "syntax error here", "--nproc-per-node=1") as run:
         assert run.wait() == 1
     assert run.words[-1] == "  SyntaxError: invalid syntax"

@@ -117,7 +117,7 @@ def test_nothing_is_replaced_after_an_abort(tmp_path: Path) -> None:
         assert run.wait() == 3
 
 
-def test_who_was_lost_before_the_completion_does_not_fail_the_job(tmp_path: Path) -> None:
+def test_a_worker_lost_before_completion_does_not_fail_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]
         run.set_job("completed", pids=[first[0].pid])
@@ -127,7 +127,7 @@ def test_who_was_lost_before_the_completion_does_not_fail_the_job(tmp_path: Path
         assert run.wait() == 0
 
 
-def test_who_completed_and_fails_afterwards_fails_the_job(tmp_path: Path) -> None:
+def test_a_worker_that_fails_after_completion_fails_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]
         run.set_job("completed", pids=[ready.pid for ready in first])

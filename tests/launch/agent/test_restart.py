@@ -1,4 +1,4 @@
-"""A script that does not use Wrapper gets what torchrun gives it: all workers start again."""
+"""Without Wrapper, as with torchrun: a failure restarts all workers."""
 
 from __future__ import annotations
 

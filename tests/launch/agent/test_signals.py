@@ -1,4 +1,4 @@
-"""Signals to the launcher reach the workers; whoever stays is killed."""
+"""Signals to the launcher reach the workers; workers that stay are killed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_later_signals_reach_the_workers_too(tmp_path: Path) -> None:
         assert run.wait() == 128 + signal.SIGINT
 
 
-def test_nobody_is_replaced_while_the_job_ends(tmp_path: Path) -> None:
+def test_no_replacement_while_the_job_ends(tmp_path: Path) -> None:
     with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=1000", args=["--stay"]) as run:
         first = run.start_job(2)
         run.process.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ def test_it_listens_on_the_address_alone(store: JobStore) -> None:
     store.close()
 
 
-def test_a_taken_port_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -63,7 +63,7 @@ def test_a_taken_port_is_told(tmp_path: Path) -> None:
         )
 
 
-def test_an_address_of_another_machine_is_told() -> None:
+def test_an_address_of_another_machine_is_a_clear_error() -> None:
     with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.1"):
         JobStore("192.0.2.1", 0)
 

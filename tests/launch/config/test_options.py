@@ -1,4 +1,4 @@
-"""What can be typed, and what is made of it."""
+"""The options of `outlast run`, and the job specification made from them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_lines_carry_the_rank(tmp_path: Path) -> None:
     assert sorted(run.err.splitlines()) == ["[0] err of 0", "[1] err of 1"]
 
 
-def test_whatever_bytes_workers_write_lines_of_utf8_come_out(tmp_path: Path) -> None:
+def test_any_bytes_of_workers_come_out_as_lines_of_utf8(tmp_path: Path) -> None:
     with Run(tmp_path, HARD) as run:
         assert run.wait() == 0
     first, bar, dos, *long, last = run.out.splitlines()
@@ -120,7 +120,7 @@ def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) ->
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out of 0\n"
 
 
-def test_who_reads_slowly_holds_up_workers_and_not_the_launcher(tmp_path: Path) -> None:
+def test_a_slow_reader_blocks_workers_and_not_the_launcher(tmp_path: Path) -> None:
     # Rank 0 writes much more than anybody reads here, until rank 1's death has been answered.
     flood = """if env["RANK"] == "0":
     for _ in range(400): os.write(1, b"y" * 9_999 + b"\\n")
@@ -153,7 +153,7 @@ def first_write(path: Path) -> str:
     return data.decode()
 
 
-def test_nobody_reads_any_more(tmp_path: Path) -> None:
+def test_output_without_a_reader(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=1") as run:
         worker = run.ready(0)
         assert run.process.stdout is not None

@@ -168,7 +168,7 @@ def test_a_full_outlet_stops_the_reading_from_workers(
     os.close(worker)
 
 
-def test_a_capture_takes_what_is_there_though_the_pipe_stays_open(loop: EventLoop) -> None:
+def test_a_capture_drains_a_pipe_that_stays_open(loop: EventLoop) -> None:
     read, write = os.pipe()
     capture = Capture(loop, read, b"", None, None)
     os.write(write, b"one\ntwo")

@@ -67,7 +67,7 @@ class Console:
     def _nonblocking(self, fd: int) -> int:
         """For a terminal, a descriptor that never blocks, even if output is paused (Ctrl-S).
 
-        It is opened anew, because the non-blocking flag is shared by all processes with the same
+        It is opened again, because the non-blocking flag is shared by all processes with the same
         open file, the shell among them.
         """
         if not os.isatty(fd):
