@@ -295,7 +295,7 @@ class Machine:
         ranks = sorted(slots.index(m) for m in missing if m in slots)
         return (
             f"rank {self.assigned.rank}: barrier {name} was not passed within barrier_timeout="
-            f"{self.host.limits.barrier} s: ranks {ranks} did not come"
+            f"{self.host.limits.barrier} s: ranks {ranks} did not arrive"
         )
 
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
