@@ -15,7 +15,7 @@ from ranks import RANK, join_group, leave_group, main, raising, say, scenario
 from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, state_of
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.restore.from_memory import InMemory
+from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots
 from outlast.chaos.storage import flip_byte
@@ -146,7 +146,7 @@ def one_has_no_room(path: str, plan: str) -> None:
         saves(checkpointer, 1, state_of(1))
         with pytest.MonkeyPatch.context() as patch:
             if RANK == 1:
-                patch.setattr(InMemory, "rooms", _no_memory)
+                patch.setattr(MemorySnapshot, "receive_buffers", _no_memory)
             raising(lambda: checkpointer.restore(blank()))
         found = blank()
         assert checkpointer.restore(found) == 1
@@ -163,7 +163,7 @@ def each_has_its_own(path: str, plan: str) -> None:
     with Checkpointer(path) as checkpointer:
         saves(checkpointer, 1, state)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(InMemory, "index_for", _no_memory)
+            patch.setattr(MemorySnapshot, "index_for", _no_memory)
             found: dict[str, Any] = copy_of(blank)
             assert checkpointer.restore(found) == 1
             assert same(found, state)

@@ -1,8 +1,8 @@
 """Restores from snapshots that are still in memory.
 
-Each rank's memory holds the parts that this rank saves. With shards, that is what it loads; what
-ranks have in common (under DDP, everything) is shared out between them, and what a rank lacks is
-sent round: verified where it comes from, and again where it arrives.
+Each rank's memory holds the parts that this rank saves. With shards, that is what it loads. What
+ranks have in common (under DDP, everything) is divided between them, and what a rank lacks is
+broadcast: verified before it is sent, and again where it arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outlast.async_checkpoint.restore.agreement import Agreement
 from outlast.async_checkpoint.restore.fit import Index, empty_dicts, fill_empty
+from outlast.async_checkpoint.restore.load import Content
 from outlast.async_checkpoint.restore.verified_read import (
     MemorySource,
     Piece,
@@ -35,20 +37,21 @@ from outlast.async_checkpoint.storage.manifest import (
     checksum,
     pieces,
 )
+from outlast.coordination.call_failure import CallFailure
 
-__all__ = ["InMemory"]
+__all__ = ["MemorySnapshot", "content_in_memory"]
 
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed
 
 
-class InMemory:
-    """A snapshot that all ranks have.
+class MemorySnapshot:
+    """This rank's part of a snapshot that all ranks have.
 
     Args:
-        snapshot: what this rank's writer says of its own.
-        view: the memory it lies in.
-        values: what belongs to it that is no tensor.
+        snapshot: its description by this rank's writer.
+        view: the shared-memory buffer that holds it.
+        values: the pickled values.
     """
 
     def __init__(self, snapshot: Mapping[str, Any], view: memoryview, values: bytes) -> None:
@@ -57,7 +60,7 @@ class InMemory:
         self._values = values
 
     @functools.cached_property
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What the other ranks need to know of this rank's part."""
         snapshot = self._snapshot
         return {
@@ -68,11 +71,11 @@ class InMemory:
             "values": snapshot["values"],
         }
 
-    def suffices(
+    def is_sufficient(
         self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
     ) -> bool:
-        """Whether this rank's part is what its state dict has room for, no more and no less: then
-        it needs to know nothing of the others'. So it is with shards.
+        """Whether this rank's part is exactly what its state dict holds, as with shards: then the
+        rank needs nothing of the other ranks' parts.
         """
         if empty_dicts(state_dict):
             return False
@@ -88,13 +91,13 @@ class InMemory:
         self,
         state_dict: dict[str, Any],
         items_of: Callable[[dict[str, Any]], list[Item]],
-        told: Sequence[Mapping[str, Any]],
+        descriptions: Sequence[Mapping[str, Any]],
         rank: int,
     ) -> tuple[Index, list[str]]:
-        """What all ranks' parts hold together, and the names of what this rank is to load and does
-        not have in its own part. Empty dicts are filled.
+        """The index of all ranks' parts together, and the names that this rank loads and does not
+        have in its own part. Fills empty dicts.
         """
-        others = [_index_of(each) for owner, each in enumerate(told) if owner != rank]
+        others = [_index_of(each) for owner, each in enumerate(descriptions) if owner != rank]
         own = self._index
         whole = _merged([own, *others]) if others else own
         fill_empty(state_dict, whole)
@@ -109,23 +112,23 @@ class InMemory:
         return whole, sorted(lacking)
 
     def own(self) -> tuple[Source, Index]:
-        """This rank's part."""
-        told = self.told
+        """The source of this rank's part, and its index."""
+        description = self.description
         views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
-        if told["values"]:
-            views[told["values"]] = memoryview(bytearray(self._values))
+        if description["values"]:
+            views[description["values"]] = memoryview(bytearray(self._values))
         files = {
             name: FileEntry(name, entry["size_bytes"], entry["checksums"])
-            for name, entry in told["files"].items()
+            for name, entry in description["files"].items()
         }
         return MemorySource(self._where, views, files, CHUNK_BYTES), self._index
 
     def pack(self, names: Collection[str]) -> tuple[memoryview, dict[str, Any]]:
-        """What this rank has under these names, verified, one thing after another; and what the
-        other ranks need to know to use it.
+        """What this rank has under these names, verified and contiguous; and the description that
+        other ranks need to read it.
 
         Raises:
-            CheckpointError: if a byte is not what it was.
+            CheckpointError: if a byte differs from what was copied.
         """
         source, index = self.own()
         tensors = {name: entry for name, entry in index.tensors.items() if name in names}
@@ -162,10 +165,10 @@ class InMemory:
             "values": {n: dataclasses.asdict(v) for n, v in packed_values.items()},
         }
 
-    def rooms(
+    def receive_buffers(
         self, packed: memoryview, told: Sequence[Mapping[str, Any]], rank: int
     ) -> list[memoryview]:
-        """Memory for what each rank has packed; this rank's own is there."""
+        """Memory for what each rank has packed; for this rank, its own."""
         return [
             packed if owner == rank else memoryview(bytearray(each["bytes"]))
             for owner, each in enumerate(told)
@@ -173,18 +176,18 @@ class InMemory:
 
     def exchange(
         self,
-        rooms: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         told: Sequence[Mapping[str, Any]],
         lacking: Collection[str],
         group: Any,
     ) -> list[tuple[Source, Index]]:
-        """Sends what each rank has packed to all. Called on all ranks alike.
+        """Broadcasts what each rank has packed. Called on all ranks.
 
         Returns:
-            The sources of what this rank lacks, and what is in each.
+            The sources of what this rank lacks, each with its index.
         """
         found: list[tuple[Source, Index]] = []
-        for owner, (each, content) in enumerate(zip(told, rooms, strict=True)):
+        for owner, (each, content) in enumerate(zip(told, buffers, strict=True)):
             if not each["bytes"]:
                 continue
             _send(torch.frombuffer(content, dtype=torch.uint8), owner, group)
@@ -203,18 +206,63 @@ class InMemory:
 
     @functools.cached_property
     def _index(self) -> Index:
-        return _index_of(self.told)
+        return _index_of(self.description)
 
     @property
     def _where(self) -> str:
         return f"the snapshot of step {self._snapshot['step']} in memory"
 
 
+def content_in_memory(
+    memory: MemorySnapshot,
+    state_dict: dict[str, Any],
+    items_of: Callable[[dict[str, Any]], list[Item]],
+    ranks: Agreement,
+    group: Any,
+) -> Content | CallFailure:
+    """What a snapshot holds for this rank, or the failure of one rank, the same on all. Fills empty
+    dicts. Called on all ranks.
+
+    What can fail on one rank alone is attempted by all together before the next exchange, so that a
+    rank without memory, or with a damaged byte, does not leave the others waiting in it.
+    """
+    sufficient = ranks.attempt(lambda: memory.is_sufficient(state_dict, items_of))
+    if isinstance(sufficient, CallFailure):
+        return sufficient
+    if ranks.gather(sufficient, all):
+        source, index = memory.own()
+        return Content(index, [(source, index)])
+
+    described = ranks.exchange(memory.description)
+    found = ranks.attempt(lambda: memory.index_for(state_dict, items_of, described, ranks.rank))
+    if isinstance(found, CallFailure):
+        return found
+    index, lacking = found
+    wanted = ranks.gather(lacking, _in_any)
+    if not wanted:
+        return Content(index, [memory.own()])
+
+    packed = ranks.attempt(lambda: memory.pack(set(wanted)))
+    if isinstance(packed, CallFailure):
+        return packed
+    content, description = packed
+    told = ranks.exchange(description)
+    buffers = ranks.attempt(lambda: memory.receive_buffers(content, told, ranks.rank))
+    if isinstance(buffers, CallFailure):
+        return buffers
+    sent = memory.exchange(buffers, told, set(lacking), group)
+    return Content(index, [memory.own(), *sent])
+
+
+def _in_any(lists: list[list[str]]) -> list[str]:
+    return sorted(set().union(*lists))
+
+
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:
     source = dist.get_global_rank(group, owner) if group is not None else owner
     on_gpu = dist.get_backend(group) == "nccl"
     for piece in content.split(_SENT_BYTES):
-        if on_gpu:  # NCCL moves nothing else
+        if on_gpu:  # NCCL needs tensors on the GPU
             moved = piece.cuda()
             dist.broadcast(moved, source, group=group)
             piece.copy_(moved)
@@ -230,7 +278,7 @@ def _parts(index: Index) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     }
 
 
-def _index_of(told: Mapping[str, Any]) -> Index:
+def _index_of(description: Mapping[str, Any]) -> Index:
     tensors = {
         name: TensorEntry(
             entry["path"],
@@ -238,11 +286,13 @@ def _index_of(told: Mapping[str, Any]) -> Index:
             entry["shape"],
             [Shard(**shard) for shard in entry["shards"]],
         )
-        for name, entry in told["index"]["tensors"].items()
+        for name, entry in description["index"]["tensors"].items()
     }
     values = {
-        name: ValueEntry(path, told["values"], at, size)
-        for (name, path), (at, size) in zip(told["index"]["values"], told["places"], strict=True)
+        name: ValueEntry(path, description["values"], at, size)
+        for (name, path), (at, size) in zip(
+            description["index"]["values"], description["places"], strict=True
+        )
     }
     return Index(tensors, values)
 

@@ -1,8 +1,8 @@
-"""Reads parts of a checkpoint into memory, and believes no byte that was not verified.
+"""Reads parts of a checkpoint into memory, and verifies every chunk that it reads.
 
-The unit is the chunk that has a checksum. One that lies within a single destination is read there
-and hashed in place; one that several share goes through a buffer. From memory, a chunk is copied,
-and hashed where it lies while it is in the cache. Several threads do this side by side.
+A chunk is the unit that has a checksum. If one destination takes all of it, it is read there and
+hashed in place; otherwise it goes through a buffer. From memory, a chunk is copied, and hashed at
+its source while it is in the cache. Several threads do this at once.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from outlast.system.shared_memory import memory_at
 
 __all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
 
-# What a core's own cache holds beside other things: copied, it is still there to be hashed.
+# Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 384 << 10
 
 
 def _threads() -> int:
-    """The processors that are there for each of the ranks of this host; at least one."""
+    """How many processors each rank of this host has; at least one."""
     return max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Bytes that are wanted: which, and the address they go to. `owner` keeps that memory."""
+    """Bytes of a file, and the address to read them to. `owner` keeps that memory alive."""
 
     file: str
     at: int
@@ -48,14 +48,14 @@ class Piece:
 
 
 class Source(Protocol):
-    """The files of one checkpoint, and what they must be."""
+    """The files of one checkpoint, and their checksums."""
 
     where: str
     chunk_bytes: int
     files: Mapping[str, FileEntry]
 
     def open(self, name: str) -> FileReader:
-        """Opens a file of its."""
+        """Opens a file."""
         ...
 
 
@@ -79,10 +79,10 @@ class MemorySource:
     """A snapshot in memory.
 
     Args:
-        where: what to call it.
+        where: its name in messages.
         views: the content of each file.
-        files: what it must be.
-        chunk_bytes: the stretch that each checksum is of.
+        files: sizes and checksums.
+        chunk_bytes: how many bytes each checksum covers.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MemorySource:
 
 
 class _Scratch:
-    """A buffer, made when it is needed."""
+    """A buffer, allocated at its first use."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size = size_bytes
@@ -128,11 +128,11 @@ class _MemoryReader:
 
 
 def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None = None) -> None:
-    """Reads what is wanted.
+    """Reads the pieces.
 
     Raises:
-        CheckpointError: naming the file and the place, at the first chunk that is missing or not
-            what was written. What was read before stays where it is.
+        CheckpointError: at the first chunk that is missing or damaged; names the file and the
+            bytes. The destinations may have been written to.
     """
     threads = _threads() if threads is None else threads
     by_chunk: dict[tuple[str, int], list[Piece]] = {}
@@ -200,34 +200,34 @@ def _read_chunk(
         raise CheckpointError(f"{where} cannot be read: {e}") from e
     if got != size:
         raise CheckpointError(
-            f"{where} is cut short: {begin + got} bytes, {entry.size_bytes} were written"
+            f"{where} is truncated: {begin + got} bytes instead of {entry.size_bytes}"
         )
     if found != expected:
         raise _damaged(where, begin, size)
     if not direct:
-        _deal(_address(chunk), begin, begin + size, pieces)
+        _distribute(_address(chunk), begin, begin + size, pieces)
 
 
 def _copy_chunk(
     chunk: memoryview, begin: int, pieces: Sequence[Piece], expected: str, where: str
 ) -> None:
-    """Copies and hashes a chunk that is in memory, in stretches that stay in the cache between.
+    """Copies and hashes a chunk in memory, in stretches that stay in the cache in between.
 
-    The copy comes first: it waits for the memory on both of its sides at once, and the hash then
-    finds what was read in the cache. The other way round the two add up.
+    The copy comes first: it waits for the memory of source and destination at once, and the hash
+    then reads from the cache. In the other order the two waits add up.
     """
     digest = xxhash.xxh3_128()
     address = _address(chunk)
     for at in range(0, len(chunk), _CACHED_BYTES):
         stretch = chunk[at : at + _CACHED_BYTES]
-        _deal(address + at, begin + at, begin + at + len(stretch), pieces)
+        _distribute(address + at, begin + at, begin + at + len(stretch), pieces)
         digest.update(stretch)
     if digest.hexdigest() != expected:
         raise _damaged(where, begin, len(chunk))
 
 
-def _deal(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
-    """Copies what the pieces want of the bytes from `begin` to `end` of the file, at `address`."""
+def _distribute(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+    """Copies the bytes from `begin` to `end` of the file, which are at `address`, to the pieces."""
     for piece in pieces:
         low, high = max(begin, piece.at), min(end, piece.at + piece.size_bytes)
         if low < high:

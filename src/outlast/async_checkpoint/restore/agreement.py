@@ -1,0 +1,112 @@
+"""Steps of a restore that all ranks take together, and whose outcome is the same on all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from outlast.async_checkpoint.restore.fit import Misfit
+from outlast.coordination import KeyTimeout
+from outlast.coordination.call_failure import CallFailure
+from outlast.coordination.call_ledger import CallLedger
+from outlast.errors import CheckpointError
+
+__all__ = ["MISFIT", "Agreement"]
+
+T = TypeVar("T")
+
+MISFIT = "misfit"
+"""The name of a failure that no other candidate can repair: the restore ends with it."""
+
+
+class Agreement:
+    """One rank's part in it. All ranks take the same steps in the same order.
+
+    Args:
+        ledger: of these steps alone.
+        timeout_s: how long a rank waits for the others.
+        where: the directory of the checkpoints, for errors.
+    """
+
+    def __init__(self, ledger: CallLedger, timeout_s: float, where: str) -> None:
+        self.rank = ledger.rank
+        self.world_size = ledger.world_size
+        self._ledger = ledger
+        self._timeout = timeout_s
+        self._where = where
+        self._steps = 0
+
+    def attempt(self, work: Callable[[], T]) -> T | CallFailure:
+        """Runs `work` on every rank.
+
+        Returns:
+            What `work` returned on this rank; or, if it failed on any rank, the failure of one of
+            them, the same on all ranks.
+
+        Raises:
+            BaseException: what `work` raised here, unless it is a `CheckpointError` or `OSError`.
+                The other ranks return it as a failure named `MISFIT`.
+        """
+        index, ledger = self._next(), self._ledger
+        result: T | None = None
+        try:
+            result = work()
+        except (CheckpointError, OSError) as e:
+            name = MISFIT if isinstance(e, Misfit) else ""
+            ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
+        except BaseException as e:
+            ledger.fail(index, CallFailure.of(e, index, MISFIT, self.rank))
+            raise
+        else:
+            ledger.finish(index)
+        verdict = self._await(lambda: ledger.await_verdict(index, self._timeout))
+        ledger.forget(index)
+        return result if verdict.failure is None else verdict.failure  # type: ignore[return-value]
+
+    def gather(self, part: Any, work: Callable[[list[Any]], T]) -> T:
+        """Runs `work` on rank 0, on the parts of all ranks in their order; returns its result on
+        every rank. Parts and result are JSON.
+
+        Raises:
+            CheckpointError: on every rank, if `work` raises it or an `OSError`.
+        """
+        index, ledger = self._next(), self._ledger
+        if self.world_size == 1:
+            try:
+                return work([part])
+            except OSError as e:
+                raise CheckpointError(f"rank 0: {e}") from e
+        ledger.finish(index, json.dumps(part).encode())
+        if self.rank == 0:
+            try:
+                self._await(lambda: ledger.await_verdict(index, self._timeout))
+                answer: dict[str, Any] = {
+                    "is": work([json.loads(each) for each in ledger.parts(index)])
+                }
+            except (CheckpointError, OSError) as e:
+                answer = {"error": f"rank 0: {e}"}
+            ledger.conclude(index, json.dumps(answer).encode())
+        said = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
+        ledger.forget(index)
+        if "error" in said:
+            raise CheckpointError(said["error"])
+        result: T = said["is"]
+        return result
+
+    def exchange(self, part: Any) -> list[Any]:
+        """The parts of all ranks in their order, on every rank."""
+        return self.gather(part, list)
+
+    def _await(self, wait: Callable[[], T]) -> T:
+        try:
+            return wait()
+        except KeyTimeout as e:
+            raise CheckpointError(
+                f"rank {self.rank} waits for the other ranks at the checkpointer of "
+                f"{self._where}; not all came within {self._timeout:g} s"
+            ) from e
+
+    def _next(self) -> int:
+        self._steps += 1
+        return self._steps
