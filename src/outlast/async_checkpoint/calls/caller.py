@@ -1,4 +1,4 @@
-"""One background process, and whether it is done: on this rank, or on all of them."""
+"""One background call at a time, and whether it is done: on this rank, or on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DistributedAsyncCaller:
         self._index = -1
         self._name = ""
         self._running = False
-        self._open = False  # until somebody was told how it ended
+        self._open = False  # whether there is a call whose end was not returned
         self._outcome = Outcome()
 
     def schedule_async_call(
@@ -94,7 +94,7 @@ class DistributedAsyncCaller:
         return True
 
     def close(self) -> None:
-        """Kills the process if there is one, and gives everything back."""
+        """Kills the process, if there is one, and releases its resources."""
         self._runner.close()
         self._running = self._open = False
 

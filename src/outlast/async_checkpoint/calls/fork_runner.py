@@ -78,7 +78,7 @@ class _Child:
         self._report = report
 
     def take(self) -> Outcome:
-        """Waits for its end; gives everything back."""
+        """Waits for the end of the process; returns the outcome."""
         code = reap(self.pidfd)
         data = os.pread(self._report, os.fstat(self._report).st_size, 0)
         os.close(self._report)

@@ -1,7 +1,7 @@
-"""The contract between a queue of calls and what runs them in the background.
+"""The protocol between a queue of calls and the runners that execute them.
 
-Two runners keep it: `forked_call.ForkRunner`, a process for each call, and
-`call_worker.WorkerRunner`, one process for all of them.
+There are two: `fork_runner.ForkRunner`, a process for each call, and
+`worker_runner.WorkerRunner`, one process for all of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Runner(Protocol):
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Starts call `index`, or puts it behind those that are running. What the arguments hold
-        is as it was when this returns, whatever is done to them later.
+        """Starts call `index`, or queues it. The call sees the arguments as they are when this
+        returns, also if they change later.
 
         Raises:
             TypeError: naming the function, if it cannot be given to another process.
@@ -57,19 +57,19 @@ class Runner(Protocol):
         ...
 
     def descriptors(self) -> list[int]:
-        """What to wait on: one of them is readable when there is something to `collect`."""
+        """The descriptors to wait on: one is readable when there is something to `collect`."""
         ...
 
     def collect(self) -> list[tuple[int, Outcome]]:
-        """The calls that have ended since the last time. Never waits."""
+        """The calls that have ended since the last call of this. Does not wait."""
         ...
 
     def kill(self) -> None:
-        """Kills whatever runs. Does not wait; the ends are there to be collected."""
+        """Kills all running calls. Does not wait; their outcomes can be collected."""
         ...
 
     def close(self) -> None:
-        """Kills and reaps whatever runs, and gives everything back."""
+        """Kills and reaps all processes, and releases their resources."""
         ...
 
 
@@ -83,7 +83,7 @@ def await_copies() -> None:
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """For the background process: calls the function, and says how that ended."""
+    """Runs in the background process: calls the function and returns the outcome."""
     try:
         fn(*args, **kwargs)
     except SystemExit as e:

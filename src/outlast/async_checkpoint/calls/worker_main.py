@@ -1,4 +1,4 @@
-"""The program of a persistent worker: takes calls off the channel, says how each one ended.
+"""The program of a persistent worker: receives calls on a channel and reports their outcomes.
 
 It has nothing of its parent's but the path of its modules. A call of a function that is defined
 in the parent's program needs that program here: it is then imported, under another name, so that
@@ -27,7 +27,7 @@ importing_main = False
 
 
 def main() -> None:
-    """Runs calls until the parent closes the channel, or is gone."""
+    """Runs calls until the parent closes the channel or ends."""
     channel = settle(nice=int(sys.argv[3]))
     try:
         surroundings = json.loads(channel.receive()[0])

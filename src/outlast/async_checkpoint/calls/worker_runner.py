@@ -1,4 +1,4 @@
-"""One process for all calls: started once, given each call pickled, started again if it dies.
+"""Runs all calls in one process: started once, and started again if it dies.
 
 A call waits here until the one before it has ended. So a worker that dies takes one call with it,
 and the others go to the next worker. The pickle goes into a file in memory whose descriptor is
@@ -58,7 +58,7 @@ class WorkerRunner:
         try:
             self._next()
         except OSError:
-            _, descriptor = self._waiting.pop()  # it is the last: nobody else was waiting
+            _, descriptor = self._waiting.pop()  # the last one: this call
             os.close(descriptor)
             raise
 
@@ -95,8 +95,8 @@ class WorkerRunner:
             self._worker = None
 
     def _said(self, worker: BackgroundProcess) -> Outcome | None:
-        """What the worker says of its call, or its end does; `None` if there is nothing yet."""
-        alive = worker.alive  # asked first: what it said before its end is there below
+        """The outcome that the worker reports or its end means; `None` if there is none yet."""
+        alive = worker.alive  # read first: a report sent before its end is received below
         if not self._hung_up and readable(worker.channel.fileno(), timeout=0):
             try:
                 return Outcome.decode(worker.channel.receive()[0])
@@ -111,7 +111,7 @@ class WorkerRunner:
         return ended_badly(worker.close())
 
     def _start_next(self, outcomes: list[tuple[int, Outcome]]) -> None:
-        """Hands over the next call; one for which no worker can be started has failed."""
+        """Hands over the next call; a call for which no worker can be started fails."""
         while self._waiting and self._running is None and not self._hung_up:
             try:
                 self._next()
@@ -168,7 +168,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _surroundings() -> dict[str, Any]:
-    """What the worker needs to find the modules that this process finds."""
+    """What the worker needs to import the modules of this process."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return {
