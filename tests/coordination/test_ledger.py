@@ -176,7 +176,7 @@ def test_a_failure_goes_through_json_and_names_everything() -> None:
         "background call 3 (save) failed on rank 1 on host1: ValueError: 1\nTraceback ..."
     )
     for garbage in (b"", b"[]", b"{}", b"nothing", b'{"call": "x"}'):
-        with pytest.raises(AsyncCallError, match="no record"):
+        with pytest.raises(AsyncCallError, match="not a record of a failed call"):
             CallFailure.decode(garbage)
 
 

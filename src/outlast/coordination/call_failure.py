@@ -1,6 +1,6 @@
-"""How a background call ended: what one rank says of it, and all others repeat.
+"""How a background call ended: the record that one rank writes and all ranks read.
 
-These records come from other hosts, so they are JSON, and nothing in them is run.
+These records come from other hosts, so they are JSON, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["CallFailure", "Verdict"]
 
 @dataclasses.dataclass(frozen=True)
 class CallFailure:
-    """Why a call has failed, as the rank on which it did puts it.
+    """Why a call has failed, as reported by the rank on which it failed.
 
     Attributes:
         call: its index in the order of scheduling.
-        name: of what was called.
+        name: of the function.
         rank: where it failed, in the group of the ledger.
         host: the name of that rank's host.
-        cause: what happened, in a line: `ValueError: ...`, `killed by SIGKILL`.
-        traceback: as text; empty where there is none (a killed process leaves none).
+        cause: what happened, in one line: `ValueError: ...`, `killed by SIGKILL`.
+        traceback: as text; empty if there is none (a killed process leaves none).
     """
 
     call: int
@@ -52,10 +52,10 @@ class CallFailure:
 
     @classmethod
     def decode(cls, data: bytes) -> CallFailure:
-        """From what `encode` made.
+        """The inverse of `encode`.
 
         Raises:
-            AsyncCallError: if it is something else.
+            AsyncCallError: if `data` is not such a record.
         """
         try:
             values: dict[str, Any] = json.loads(data)
@@ -68,10 +68,10 @@ class CallFailure:
                 traceback=str(values["traceback"]),
             )
         except (ValueError, KeyError, TypeError) as e:
-            raise AsyncCallError(f"this is no record of a failed call: {data[:200]!r}") from e
+            raise AsyncCallError(f"not a record of a failed call: {data[:200]!r}") from e
 
     def to_error(self) -> AsyncCallError:
-        """What every rank raises."""
+        """The error that every rank raises."""
         text = f"background call {self.call} ({self.name}) failed on rank {self.rank} on "
         text += f"{self.host}: {self.cause}"
         return AsyncCallError(f"{text}\n{self.traceback.rstrip()}" if self.traceback else text)
@@ -79,7 +79,7 @@ class CallFailure:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a call ended, for all ranks: with all of them done, or with the failure of one."""
+    """How a call ended, for all ranks: all of them are done, or one has failed."""
 
     failure: CallFailure | None = None
 
@@ -89,10 +89,10 @@ class Verdict:
         return self.failure is None
 
     def encode(self) -> bytes:
-        """As JSON; `{}` if all is well."""
+        """As JSON; `{}` for success."""
         return b"{}" if self.failure is None else self.failure.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Verdict:
-        """From what `encode` made."""
+        """The inverse of `encode`."""
         return cls() if data == b"{}" else cls(CallFailure.decode(data))

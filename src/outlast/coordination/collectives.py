@@ -33,11 +33,11 @@ def raise_together(error: Exception | None, what: str, rank: int, group: Any = N
         Exception: `error`, if this rank has one.
         AsyncCallError: naming another rank on which `what` happened.
     """
-    nobody = 1 << 62
-    first = least(nobody if error is None else rank, group)
+    no_rank = 1 << 62
+    first = least(no_rank if error is None else rank, group)
     if error is not None:
         raise error
-    if first != nobody:
+    if first != no_rank:
         raise AsyncCallError(f"{what} on rank {first}: its own error says why")
 
 

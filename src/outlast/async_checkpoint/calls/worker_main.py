@@ -19,6 +19,7 @@ from typing import IO, Any
 from outlast.async_checkpoint.calls.runner_protocol import Outcome, run_here
 from outlast.system.background_process import settle
 from outlast.system.error_text import describe, traceback_text
+from outlast.system.fork import flush_streams
 
 __all__ = ["importing_main", "main"]
 
@@ -35,7 +36,7 @@ def main() -> None:
         while True:
             _, (descriptor,) = channel.receive()
             outcome = _run(descriptor, surroundings)
-            _flush()
+            flush_streams()
             channel.send(outcome.encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # threads that a call has left behind do not hold up the end
@@ -91,14 +92,6 @@ def _import_main(surroundings: Mapping[str, Any]) -> None:
         shared.importing_main = False
     module.__dict__.update(content)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, ValueError, OSError):
-            continue  # there is none, or a closed one, or nobody behind it
 
 
 if __name__ == "__main__":
