@@ -18,7 +18,7 @@ from unittest import mock
 
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import StepTimer, Timed, disk_folder, in_ranks, one_save
-from benchmarks.checkpoint.training_state import FULL, QUICK, Job, Size
+from benchmarks.checkpoint.training_state import FULL, QUICK, Size, Training
 from benchmarks.checkpoint.ways import make
 from benchmarks.lib.sheets import Sheet, median, ms
 from outlast.async_checkpoint.restore import verified_read
@@ -43,7 +43,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _measure(size: Size, rounds: int) -> dict[str, Any]:
-    timer, job = StepTimer(), Job(size)
+    timer, job = StepTimer(), Training(size)
     timer.after(job)
     seconds: dict[str, Timed] = {}
     turns: list[tuple[str, str, Any]] = []
@@ -74,7 +74,7 @@ def _measure(size: Size, rounds: int) -> dict[str, Any]:
     }
 
 
-def _restore(checkpointer: Any, job: Job) -> float:
+def _restore(checkpointer: Any, job: Training) -> float:
     state = job.state_dict()
     began = time.perf_counter()
     checkpointer.restore(state)
