@@ -61,7 +61,7 @@ def from_ray() -> bool:
     """Whether this process runs a Ray Tune trial. States are then saved into and loaded from the
     trial's own checkpoint, and `checkpoint_path()` is ignored.
     """
-    from outlast.elastic.states import ray_trial
+    from outlast.elastic import ray_trial
 
     return ray_trial.in_trial()
 

@@ -5,6 +5,7 @@
 * `background_process`: start another program beside this one, and end it.
 * `fork`: run a function in a forked child that has let go of what belongs to its parent.
 * `channel`: messages and descriptors between two processes of a host.
+* `shared_memory`: memory that two processes of a host share.
 * `sockets`: the sockets of this process.
 * `waiting`: wait for descriptors; wait in a thread, so that the wait can be interrupted.
 * `parallel`: one piece of work in several threads.

@@ -22,9 +22,9 @@ from outlast.async_checkpoint.files import (
     newest_valid,
     verify_folder,
 )
-from outlast.elastic import environment
+from outlast.elastic import environment, ray_trial
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
-from outlast.elastic.states import pending_save, ray_trial
+from outlast.elastic.states import pending_save
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from outlast.async_checkpoint.files import STATES, LocalStorage, new_checkpoint, replace_file
-from outlast.elastic import environment
+from outlast.elastic import environment, ray_trial
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
-from outlast.elastic.states import pending_save, ray_trial
+from outlast.elastic.states import pending_save
 from outlast.elastic.states.pending_save import PendingSave
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
