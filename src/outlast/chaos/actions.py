@@ -20,8 +20,6 @@ from outlast.errors import ChaosError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["UNSENT_TAG", "fire"]
-
 UNSENT_TAG = 0x6F75_7461
 """Tag of the message that `HANG_COLLECTIVE` waits for, and that no rank sends."""
 

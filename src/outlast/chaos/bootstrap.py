@@ -25,8 +25,6 @@ from outlast.chaos.install import install
 from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
 
-__all__ = ["main"]
-
 _USAGE = "usage: python -m outlast.chaos.bootstrap (SCRIPT | -m MODULE) [ARGUMENT...]"
 _MISUSE = 2
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["Environment"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:

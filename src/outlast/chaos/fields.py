@@ -10,8 +10,6 @@ from typing import Any
 from outlast.chaos.kinds import Kind
 from outlast.errors import ChaosError
 
-__all__ = ["Fields", "load_json"]
-
 
 def load_json(path: Path) -> Any:
     """Reads a JSON file.

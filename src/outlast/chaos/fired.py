@@ -20,8 +20,6 @@ from typing import Any, Protocol
 from outlast.chaos.environment import Environment
 from outlast.errors import ChaosError
 
-__all__ = ["FiredFaults", "MarkerDirectory", "MemoryFired", "job_directory"]
-
 
 class FiredFaults(Protocol):
     """Stores claims on faults. Implementations are thread-safe."""

@@ -22,8 +22,6 @@ from outlast.chaos.kinds import Kind
 from outlast.chaos.plan import Moment, Plan, PlannedFault
 from outlast.clock import Clock, MonotonicClock
 
-__all__ = ["Injector", "ObservedCall"]
-
 log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from outlast.chaos.injector import Injector
 from outlast.chaos.plan import Plan, PlannedFault
 
-__all__ = ["install", "installed", "step", "uninstall"]
-
 _installed: Injector | None = None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Kind"]
-
 
 class Kind(str, enum.Enum):
     """A kind of fault; its value is its name in a plan.

@@ -11,8 +11,6 @@ import resource
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["HEADROOM_BYTES", "exhaust_memory"]
-
 HEADROOM_BYTES = 256 * 2**20
 """The maximum that is allocated before allocation fails."""
 

@@ -29,8 +29,6 @@ from outlast.chaos.fields import Fields, load_json
 from outlast.chaos.kinds import Kind
 from outlast.errors import ChaosError
 
-__all__ = ["Moment", "Plan", "PlannedFault", "RandomFaults", "fail_at"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:

@@ -20,18 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-__all__ = [
-    "FaultyStorage",
-    "Flipped",
-    "Full",
-    "Slow",
-    "StorageFault",
-    "Torn",
-    "Write",
-    "flip_byte",
-    "truncate",
-]
-
 
 @dataclass(frozen=True)
 class Write:

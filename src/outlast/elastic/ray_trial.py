@@ -16,8 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["in_trial", "opened", "report"]
-
 
 def in_trial() -> bool:
     """Whether this process runs a trial of Ray Tune."""

@@ -18,8 +18,6 @@ from outlast.clock import Clock, MonotonicClock
 from outlast.events.sinks import NullSink, Sink
 from outlast.events.types import Event
 
-__all__ = ["Emitter", "Span"]
-
 log = logging.getLogger("outlast.events")
 
 E = TypeVar("E", bound=Event)

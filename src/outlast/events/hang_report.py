@@ -18,8 +18,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["HUNG", "HungFault", "hung_ranks"]
-
 HUNG = "SOFT_TIMEOUT"
 """The interruption that reports a rank without progress."""
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from outlast.errors import EventLogError
 
-__all__ = ["OWN", "Run", "choose_run", "logs_in", "new_run", "runs_in"]
-
 OWN = "."
 """The name of the run whose logs are directly in the directory."""
 

@@ -13,8 +13,6 @@ import typer
 import outlast
 from outlast.launch.commands import checkpoint, report, run
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="outlast",
     help="PyTorch training jobs that outlast their faults.",

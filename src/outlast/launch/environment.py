@@ -11,8 +11,6 @@ from pathlib import Path
 
 from outlast.launch.config.job_spec import JobSpec
 
-__all__ = ["mark", "names_chaos_state", "orphan_killer_environment", "python", "worker_environment"]
-
 _MARK = "OUTLAST_JOB"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 

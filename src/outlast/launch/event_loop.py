@@ -17,8 +17,6 @@ from types import FrameType, TracebackType
 
 from outlast.clock import Clock, MonotonicClock
 
-__all__ = ["EventLoop", "Timer"]
-
 
 class Timer:
     """A scheduled call."""

@@ -26,8 +26,6 @@ from outlast.elastic import environment
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
 
-__all__ = ["ElasticLoader", "rank_and_replicas"]
-
 
 def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
     """This replica's rank and the number of replicas: as given, or those of the default process

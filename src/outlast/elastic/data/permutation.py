@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Permutation", "mix64"]
-
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 

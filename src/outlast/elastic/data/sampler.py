@@ -18,8 +18,6 @@ import torch
 
 from outlast.elastic.data.permutation import Permutation
 
-__all__ = ["ElasticSampler", "Share"]
-
 _LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
 

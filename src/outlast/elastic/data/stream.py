@@ -18,8 +18,6 @@ from torch.utils.data import default_collate
 
 from outlast.elastic.data.loader import rank_and_replicas
 
-__all__ = ["ShardedStream"]
-
 
 class ShardedStream:
     """Batches of the items of this replica's shards.

@@ -16,8 +16,6 @@ import torch
 
 from outlast.errors import CheckpointError
 
-__all__ = ["AttachedState", "is_plain_tensor", "load_target", "pack", "unpack"]
-
 _KEY = "(skeleton)"
 _MARK = "\0saved by itself"  # part of the checkpoint's format
 # What `weights_only` loads: nothing here runs code when it is loaded.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Backup"]
-
 
 class Backup:
     """Copies a nested state; the contents of its tensors go into the CPU's memory.

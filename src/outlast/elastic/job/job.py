@@ -36,8 +36,6 @@ from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
 from outlast.system.durations import Duration, as_timedelta
 
-__all__ = ["Job"]
-
 log = logging.getLogger("outlast.elastic")
 
 PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect of a job that they told to stop

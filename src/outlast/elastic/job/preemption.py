@@ -42,8 +42,6 @@ from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
 from outlast.system.exit_text import signal_name
 
-__all__ = ["SignalHandlers", "StopAgreement"]
-
 log = logging.getLogger("outlast.elastic")
 
 _REPORTS = 0  # the ledger's call in which the ranks report the steps that they have begun

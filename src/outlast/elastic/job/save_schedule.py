@@ -8,8 +8,6 @@ import time
 from outlast.coordination.call_ledger import CallLedger
 from outlast.system.durations import as_timedelta
 
-__all__ = ["SaveSchedule", "check_interval"]
-
 
 class SaveSchedule:
     """Decides, step by step, whether to save.

@@ -18,8 +18,6 @@ from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
 from outlast.errors import CheckpointError
 
-__all__ = ["ThirdPartyLoader", "is_third_party"]
-
 
 def is_third_party(source: Any, *, is_loader: bool = False) -> bool:
     """Whether the state of `source` is saved rank by rank.

@@ -21,8 +21,6 @@ from outlast.elastic.numerics import generators
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
 
-__all__ = ["TrainingState", "check_stateful"]
-
 log = logging.getLogger("outlast.elastic")
 
 _OPTIONAL = ("random.", "states.", "parts.")

@@ -37,8 +37,6 @@ from torch import nn
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
 
-__all__ = ["ConsistentDDP"]
-
 
 class CurrentPart(Protocol):
     """The attributes of an `ElasticLoader` that describe the current part."""

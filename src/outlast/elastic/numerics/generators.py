@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Generators", "capture", "setter"]
-
 log = logging.getLogger("outlast.elastic")
 
 Generators = dict[str, torch.Tensor]

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["OrderedSum", "global_rank", "views_of"]
-
 _BUCKET_BYTES = 8 << 20
 
 

@@ -15,8 +15,6 @@ from types import TracebackType
 
 from outlast.inprocess.collectives import interrupt_collectives
 
-__all__ = ["CollectiveGuard"]
-
 log = logging.getLogger("outlast.elastic")
 
 GRACE_S = 3.0

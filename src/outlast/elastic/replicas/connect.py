@@ -17,8 +17,6 @@ from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic.replicas.collective_guard import CollectiveGuard
 from outlast.errors import CheckpointError, OutlastError, TimeoutError
 
-__all__ = ["connect"]
-
 
 def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     """As `connect_ledger`, but waits no longer than `timeout`.

@@ -27,8 +27,6 @@ from outlast.errors import CheckpointError, StoreError, TimeoutError
 from outlast.system.durations import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait
 
-__all__ = ["TIMEOUT", "Replicas", "current"]
-
 T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)

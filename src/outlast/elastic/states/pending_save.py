@@ -13,8 +13,6 @@ from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas.replica_group import Replicas
 from outlast.system.durations import Duration
 
-__all__ = ["PendingSave", "completed", "drain", "start"]
-
 STALE_S = 10.0
 """How long to wait for a save whose replicas no longer exist."""
 

@@ -26,8 +26,6 @@ from outlast.elastic.replicas import replica_group
 from outlast.elastic.states.serialization import dump, parse
 from outlast.elastic.states.state import State
 
-__all__ = ["RandomState"]
-
 _KIND = "random"
 
 

@@ -15,8 +15,6 @@ from typing import Any, BinaryIO
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-__all__ = ["check_module", "dump", "parse"]
-
 _FORMAT = 1
 _SHOWN = 5
 

@@ -25,8 +25,6 @@ from outlast.elastic.replicas import replica_group
 from outlast.elastic.states.serialization import check_module, dump, parse
 from outlast.elastic.states.state import State
 
-__all__ = ["ShardedState"]
-
 _KIND = "sharded"
 
 

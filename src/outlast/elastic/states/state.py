@@ -27,8 +27,6 @@ import weakref
 from collections.abc import Callable
 from typing import BinaryIO
 
-__all__ = ["State", "name_of", "registered"]
-
 _lock = threading.RLock()  # reentrant: garbage collection may create or finalize states
 _by_name: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
 _NAME = "_outlast_name"  # an attribute that no subclass uses

@@ -12,8 +12,6 @@ from outlast.async_checkpoint.files import checksum
 from outlast.errors import CheckpointError
 from outlast.system.error_text import describe
 
-__all__ = ["StateCopy", "Write", "checked", "file_name"]
-
 Write = Callable[[BinaryIO], object]
 
 _SUFFIX = ".state"

@@ -22,8 +22,6 @@ from outlast.events.types import (
     Seen,
 )
 
-__all__ = ["build"]
-
 
 def build(events: Iterable[Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""

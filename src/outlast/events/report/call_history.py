@@ -27,8 +27,6 @@ from outlast.events.types import (
 )
 from outlast.system.exit_text import signal_name
 
-__all__ = ["CallHistory", "exits_of"]
-
 
 def exits_of(events: Iterable[Event]) -> dict[Process, str]:
     """How each process of the launcher ended, in words."""

@@ -17,8 +17,6 @@ from outlast.errors import EventLogError
 from outlast.events.run_folders import Run, choose_run, logs_in, runs_in
 from outlast.events.types import Event, Note, event_from_dict
 
-__all__ = ["TORN_LINE", "load", "load_run"]
-
 TORN_LINE = "outlast.torn_line"
 """Name of the note that replaces a torn last line; `data["file"]` is the name of the file."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Cause", "HostTime", "Party", "Phases", "Report", "Restart", "Saves"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:

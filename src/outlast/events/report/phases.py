@@ -21,8 +21,6 @@ from outlast.events.types import (
     Seen,
 )
 
-__all__ = ["measure_phases", "productive_time"]
-
 Timed = AbortDone | Assigned | BarrierPassed | FinalizeDone | HealthCheckDone | InitializeDone
 
 

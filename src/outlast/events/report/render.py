@@ -31,8 +31,6 @@ from outlast.events.report.sentences import (
     share,
 )
 
-__all__ = ["render", "render_report", "to_json"]
-
 _PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
     ("detect", lambda phases: phases.detection),
     ("abort", lambda phases: phases.abort),

@@ -15,8 +15,6 @@ from outlast.events.types import (
     Event,
 )
 
-__all__ = ["describe_saves", "summarize_saves"]
-
 
 def summarize_saves(events: Iterable[Event]) -> Saves | None:
     """The checkpoints in an event log; `None` if there are no events of checkpoints."""

@@ -7,16 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from outlast.events.report.model import Cause, Party, Restart
 
-__all__ = [
-    "cause_text",
-    "describe_restart",
-    "duration",
-    "one_line",
-    "plural",
-    "restart_title",
-    "share",
-]
-
 _FAILURES = {
     "EXCEPTION": "raised an exception",
     "BASE_EXCEPTION": "left the job",

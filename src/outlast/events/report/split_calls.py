@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from outlast.events.types import Assigned, Completed, Entered, Event
 
-__all__ = ["Process", "main_processes", "split_calls"]
-
 Process = tuple[str, int]
 """Host and process id."""
 

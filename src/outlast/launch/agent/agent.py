@@ -41,8 +41,6 @@ from outlast.launch.processes.reaping import ended_children, reap
 from outlast.launch.workers.worker import Worker
 from outlast.system.exit_text import exit_text
 
-__all__ = ["Agent", "Phase"]
-
 
 class Phase(enum.Enum):
     """The launcher's phase; see the module's docstring."""

@@ -9,8 +9,6 @@ from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.agent.job_summary import Death
 from outlast.launch.workers.worker import Worker
 
-__all__ = ["DeathLog"]
-
 
 class DeathLog:
     """The deaths of a job, in the order of the decisions on them."""

@@ -6,8 +6,6 @@ import dataclasses
 import enum
 import json
 
-__all__ = ["Decision", "JobRecord", "JobState", "decide", "replacements"]
-
 DEFAULT_REPLACEMENTS = 3
 """The default for a job that uses `Wrapper`; any other job has no restarts, as with torchrun."""
 

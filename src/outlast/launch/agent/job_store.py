@@ -19,8 +19,6 @@ from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobRecord
 
-__all__ = ["JOB_KEY", "JobStore"]
-
 JOB_KEY = "outlast/job"
 """The key under which `outlast.inprocess.Wrapper` writes the state of its latest call; see
 `JobRecord`.

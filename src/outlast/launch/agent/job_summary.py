@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.system.exit_text import exit_text
 
-__all__ = ["Death", "exit_code", "failure_times", "first_cause", "summary"]
-
 _SIGNALS_OF_FAULTS = {
     -signal.SIGKILL,
     -signal.SIGSEGV,

@@ -11,8 +11,6 @@ from outlast.launch.agent.job_summary import Death
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.event_loop import Timer
 
-__all__ = ["Replacements"]
-
 
 class Replacements:
     """The replacements that wait for their back-off.

@@ -31,8 +31,6 @@ from outlast.launch.processes.reaping import reap
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 
-__all__ = ["FORWARDED", "JobResources"]
-
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that are forwarded to the workers; the same as torchrun's."""
 

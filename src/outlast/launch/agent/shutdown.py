@@ -16,8 +16,6 @@ from outlast.launch.processes.descendants import (
     at_end_of_job,
 )
 
-__all__ = ["Shutdown"]
-
 
 class Shutdown:
     """Ends workers, then their helpers, whatever the reason.

@@ -20,8 +20,6 @@ from outlast.launch.commands import checkpoint_output as output
 if TYPE_CHECKING:
     from outlast.async_checkpoint.files import Storage
 
-__all__ = ["register"]
-
 _NAMED = 5  # files named in the error about a folder of other things
 
 Directory = Annotated[

@@ -12,13 +12,6 @@ import typer
 if TYPE_CHECKING:
     from outlast.async_checkpoint.files import Found
 
-__all__ = [
-    "as_json",
-    "print_table",
-    "print_verified",
-    "progress_bar",
-]
-
 
 def as_json(found: Found, prefix: str) -> dict[str, object]:
     """A folder as a JSON object.

@@ -12,8 +12,6 @@ import typer
 if TYPE_CHECKING:
     from outlast.events.run_folders import Run
 
-__all__ = ["register"]
-
 _NAMED = 5  # the newest other runs are listed; the rest is counted
 
 

@@ -12,8 +12,6 @@ from outlast.errors import LaunchError
 from outlast.launch.config.job_spec import job_from_options
 from outlast.launch.config.options import RunOptions
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""

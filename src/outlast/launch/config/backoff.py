@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-__all__ = ["BackOff"]
-
 
 @dataclasses.dataclass(frozen=True)
 class BackOff:

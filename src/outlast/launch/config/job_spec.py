@@ -15,8 +15,6 @@ from outlast.launch.config.backoff import BackOff
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Routes, Std, parse_std
 
-__all__ = ["JobSpec", "Program", "job_from_options"]
-
 DEFAULT_HOST = "127.0.0.1"
 
 

@@ -14,8 +14,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["RunOptions"]
-
 _torchrun = functools.partial(typer.Option, rich_help_panel="As in torchrun")
 _outlast = functools.partial(typer.Option, rich_help_panel="Beyond torchrun")
 _accepted = functools.partial(typer.Option, rich_help_panel="Accepted for torchrun's command lines")

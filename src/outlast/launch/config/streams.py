@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-__all__ = ["Routes", "Std", "parse_std"]
-
 
 class Std(enum.IntFlag):
     """Standard streams of a process."""

@@ -12,8 +12,6 @@ from rich.style import Style
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.worker_output import Outlet
 
-__all__ = ["Console"]
-
 # Of the 8 colours of every terminal, without black and white (backgrounds) and red (ours).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
 _OWN = "bold red"

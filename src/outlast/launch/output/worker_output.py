@@ -19,8 +19,6 @@ from typing import BinaryIO
 
 from outlast.launch.event_loop import EventLoop
 
-__all__ = ["KEPT_LINES", "Capture", "Lines", "Outlet", "readable"]
-
 KEPT_LINES = 40
 """How many of a worker's last lines are kept for the summary of the job."""
 LINE_LIMIT = 64 * 1024

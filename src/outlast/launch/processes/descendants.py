@@ -21,17 +21,6 @@ import psutil
 
 from outlast.launch.event_loop import EventLoop, Timer
 
-__all__ = [
-    "BETWEEN_ATTEMPTS",
-    "KILL_NOW",
-    "LINGER_S",
-    "DescendantShutdown",
-    "at_end_of_job",
-    "kill_descendants",
-    "kill_group",
-    "terminate_group",
-]
-
 LINGER_S = 1.0
 """How long helpers of ended workers may take to end by themselves."""
 TERMINATE_S = 5.0

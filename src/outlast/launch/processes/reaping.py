@@ -11,8 +11,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-__all__ = ["ended_children", "reap"]
-
 
 def ended_children() -> Iterator[tuple[int, int]]:
     """Pid and exit code (negative for a signal) of every child that has ended and is not reaped.

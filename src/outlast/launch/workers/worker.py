@@ -19,8 +19,6 @@ from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.output.worker_output import KEPT_LINES, Capture, readable
 
-__all__ = ["Worker", "WorkerSlot", "start_worker"]
-
 _TAIL_BYTES = 16 * 1024
 _SHIM = str(Path(__file__).with_name("exec_shim.py"))
 

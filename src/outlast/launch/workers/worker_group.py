@@ -14,8 +14,6 @@ from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 
-__all__ = ["WorkerGroup"]
-
 
 class WorkerGroup:
     """The running workers, and the earlier processes of each rank.
