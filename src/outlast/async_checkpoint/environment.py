@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["events_folder", "local_ranks", "ranks", "runtime_folder"]
-
 
 def events_folder() -> str:
     """The folder for events; an empty string for none."""

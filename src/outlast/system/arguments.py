@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_callable", "check_int"]
-
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
     """Raises unless `value` is an `int` (no `bool`) that is not below `at_least`."""

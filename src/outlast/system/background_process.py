@@ -35,8 +35,6 @@ from outlast.system.processes import (
 )
 from outlast.system.waiting import readable
 
-__all__ = ["BackgroundProcess", "settle", "start_process"]
-
 
 class BackgroundProcess:
     """This side of a background process. Any thread may use it.

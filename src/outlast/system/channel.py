@@ -19,8 +19,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["MAX_DESCRIPTORS", "Channel", "pack", "unpack"]
-
 MAX_DESCRIPTORS = 253
 """How many descriptors one message may carry on Linux (SCM_MAX_FD)."""
 

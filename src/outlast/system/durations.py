@@ -6,8 +6,6 @@ import datetime
 import math
 from typing import TypeAlias
 
-__all__ = ["Duration", "as_timedelta", "seconds"]
-
 Duration: TypeAlias = "datetime.timedelta | float"
 """A number of seconds, or a `datetime.timedelta`."""
 

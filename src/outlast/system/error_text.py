@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["describe", "first_line", "message", "traceback_text"]
-
 _MESSAGE_CHARS = 2_000
 _TRACEBACK_CHARS = 20_000
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["exit_text", "signal_name"]
-
 
 def signal_name(number: int) -> str:
     """`SIGKILL`, `SIGRTMIN+3`, or `signal 32` where the system has no name for it."""

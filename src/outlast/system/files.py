@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 
-__all__ = ["FileLocked", "fsync_folder", "lock_file"]
-
 
 class FileLocked(Exception):
     """Another process has locked the file; the message is what that process wrote into it."""

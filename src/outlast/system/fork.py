@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["end_stray_child", "flush_streams", "fork_detached"]
-
 log = logging.getLogger("outlast")
 
 

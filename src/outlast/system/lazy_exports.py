@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["exports"]
-
 
 def exports(
     package: str, modules: Mapping[str, str]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["in_threads"]
-
 
 def in_threads(work: Callable[[], None], threads: int, name: str) -> None:
     """Runs `work` in each of `threads` threads, and returns when all of them have ended.

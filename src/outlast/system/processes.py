@@ -25,19 +25,6 @@ import psutil
 
 from outlast.system.waiting import readable
 
-__all__ = [
-    "UNKNOWN_EXIT",
-    "become_subreaper",
-    "end_with_parent",
-    "is_dying",
-    "lower_priority",
-    "open_parent",
-    "open_process",
-    "open_thread",
-    "reap",
-    "send_signal",
-]
-
 UNKNOWN_EXIT = 255
 """The exit code of a process whose real one is lost: this program ignores SIGCHLD, or another part
 of it reaps every child. It is not 0, because success was not seen.

@@ -12,14 +12,6 @@ import mmap
 import os
 import threading
 
-__all__ = [
-    "PAGE_BYTES",
-    "SharedMemory",
-    "memory_at",
-    "page_up",
-    "populate",
-]
-
 PAGE_BYTES = mmap.PAGESIZE
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates all pages at once

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["descriptors_of", "replace_tcp_sockets", "shut_down", "socket_inode", "socket_inodes"]
-
 _FDS = Path("/proc/self/fd")
 
 

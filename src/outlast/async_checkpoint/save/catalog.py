@@ -22,8 +22,6 @@ from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.state_dict.tree import torch_path
 from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
 
-__all__ = ["Catalog"]
-
 
 class Catalog:
     """The contents of a checkpoint of all ranks, and where they are. It never changes.

@@ -18,8 +18,6 @@ from outlast.async_checkpoint.storage.manifest import (
 from outlast.async_checkpoint.writer.messages import Commit
 from outlast.errors import CheckpointError
 
-__all__ = ["commit_of"]
-
 _METADATA = ".metadata"
 
 

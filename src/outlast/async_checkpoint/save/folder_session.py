@@ -21,8 +21,6 @@ from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
 
-__all__ = ["FolderSession", "session_for"]
-
 _sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
 

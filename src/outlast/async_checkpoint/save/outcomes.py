@@ -22,8 +22,6 @@ from outlast.events import (
     Event,
 )
 
-__all__ = ["SaveOutcomes"]
-
 log = logging.getLogger("outlast.checkpoint")
 
 _NOT_REMOVED = "old checkpoints could not be removed"

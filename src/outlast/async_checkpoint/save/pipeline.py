@@ -53,8 +53,6 @@ from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, OutlastError, StoreError
 
-__all__ = ["SavePipeline"]
-
 log = logging.getLogger("outlast.checkpoint")
 
 # After an abort that came too late to drop a save: how long rank 0 has to conclude it.

@@ -12,8 +12,6 @@ from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_failure import CallFailure
 from outlast.errors import CheckpointError, OutlastError
 
-__all__ = ["ABORTED", "Save", "error_of", "save_name"]
-
 ABORTED = "aborted: it was dropped for all ranks"
 
 

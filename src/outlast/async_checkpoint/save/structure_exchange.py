@@ -29,8 +29,6 @@ from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 
-__all__ = ["Agreement", "StructureExchange"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:

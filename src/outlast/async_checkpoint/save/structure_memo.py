@@ -27,8 +27,6 @@ from outlast.async_checkpoint.state_dict.sharding import (
 )
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 
-__all__ = ["StructureMemo"]
-
 
 class StructureMemo:
     """The structures that one process remembers."""

@@ -30,8 +30,6 @@ from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescrip
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
 
-__all__ = ["Snapshot", "Snapshotter"]
-
 
 @dataclasses.dataclass
 class Snapshot:

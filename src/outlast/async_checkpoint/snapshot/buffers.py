@@ -21,8 +21,6 @@ from outlast.async_checkpoint.writer.messages import BufferReused, ReleaseBuffer
 from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescription
 from outlast.system.shared_memory import SharedMemory, populate
 
-__all__ = ["BufferPool", "SnapshotBuffer"]
-
 
 @dataclasses.dataclass
 class SnapshotBuffer:

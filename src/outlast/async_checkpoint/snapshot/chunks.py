@@ -29,8 +29,6 @@ from outlast.async_checkpoint.state_dict.last import Last
 from outlast.async_checkpoint.storage.manifest import pieces
 from outlast.system.shared_memory import SharedMemory, memory_at
 
-__all__ = ["Chunk", "ChunkCache", "Chunks", "are_private", "cut"]
-
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
 

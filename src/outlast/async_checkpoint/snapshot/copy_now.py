@@ -15,8 +15,6 @@ import torch
 from outlast.async_checkpoint.snapshot.chunks import Chunks
 from outlast.async_checkpoint.snapshot.copy_overlapped import CopyPair
 
-__all__ = ["EagerCopy"]
-
 _MOST_THREADS = 8  # fewer saturate the memory of a host
 
 

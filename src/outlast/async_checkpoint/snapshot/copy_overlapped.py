@@ -32,16 +32,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from outlast.async_checkpoint.snapshot.chunks import Chunks
 from outlast.errors import CheckpointError
 
-__all__ = [
-    "CopyPair",
-    "OverlappedCopy",
-    "Writes",
-    "addresses_of_optimizers",
-    "can_overlap",
-    "copy_by_torch",
-    "is_contiguous_cpu",
-]
-
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
 # The writer, which writes pieces of this size, is notified each time that so much is copied.

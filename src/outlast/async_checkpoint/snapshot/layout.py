@@ -23,8 +23,6 @@ import torch
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.system.shared_memory import SharedMemory, page_up
 
-__all__ = ["Frame", "Layout", "TensorExtent", "frame", "lay_out"]
-
 _ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it the same way
 # A file that has this size gets no more tensors, so that several files are written and read in
 # parallel. A tensor is never split.

@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LIBRARY", "load", "move", "streams"]
-
 LIBRARY = "_nontemporal_copy.so"
 """The name of the compiled file, beside this one."""
 

@@ -21,8 +21,6 @@ from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
-__all__ = ["Structure", "values_file"]
-
 _SIMPLE = (int, float, str, bool, type(None))
 
 

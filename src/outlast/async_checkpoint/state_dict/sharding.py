@@ -23,15 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, torch_path
 from outlast.errors import CheckpointError
 
-__all__ = [
-    "Item",
-    "Key",
-    "decode_items",
-    "describe",
-    "encode_items",
-    "share_out",
-]
-
 Key = tuple[str, tuple[int, ...]]
 
 

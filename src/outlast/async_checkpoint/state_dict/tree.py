@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Path", "is_leaf", "look_up", "nodes", "signature_and_leaves", "torch_path"]
-
 Path = tuple[Any, ...]
 
 

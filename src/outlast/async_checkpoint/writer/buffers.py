@@ -12,8 +12,6 @@ from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, S
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.system.shared_memory import SharedMemory
 
-__all__ = ["HeldBuffer", "HeldBuffers"]
-
 
 @dataclasses.dataclass
 class HeldBuffer:

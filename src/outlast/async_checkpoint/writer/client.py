@@ -38,8 +38,6 @@ from outlast.system.channel import Channel, pack
 from outlast.system.exit_text import exit_text
 from outlast.system.shared_memory import SharedMemory
 
-__all__ = ["WriterClient", "WriterFailed"]
-
 A = TypeVar("A", bound=Message)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["CopyProgress"]
-
 
 class CopyProgress:
     """The progress of one snapshot's copy."""

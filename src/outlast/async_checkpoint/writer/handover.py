@@ -23,8 +23,6 @@ from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.waiting import readable
 
-__all__ = ["HandedOver", "hand_over", "private_folder", "take_over"]
-
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A replacement that connects and then sends nothing must not keep the writer forever.
 _PATIENCE_S = 10.0

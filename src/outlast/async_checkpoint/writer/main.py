@@ -35,8 +35,6 @@ from outlast.system.processes import open_process
 from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
 
-__all__ = ["main"]
-
 
 class Writer:
     """The writer process: its buffers and its threads."""

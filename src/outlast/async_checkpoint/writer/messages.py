@@ -15,35 +15,6 @@ from typing import Any, Generic, TypeVar
 from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, SnapshotDescription
 from outlast.system.channel import pack, unpack
 
-__all__ = [
-    "AwaitRemovals",
-    "BeginSave",
-    "BufferReused",
-    "Commit",
-    "DescribeSnapshots",
-    "Done",
-    "DropSaves",
-    "FilesWritten",
-    "Goodbye",
-    "HideFolders",
-    "Message",
-    "ReleaseBuffer",
-    "RemovalErrors",
-    "RemoveFolders",
-    "Request",
-    "RequestFailed",
-    "SaveDropped",
-    "ShareBuffer",
-    "SnapshotCommitted",
-    "SnapshotCopied",
-    "SnapshotSealed",
-    "SnapshotTorn",
-    "Snapshots",
-    "WriteSnapshot",
-    "decode",
-    "encode",
-]
-
 A = TypeVar("A", bound="Message")
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-__all__ = ["HeldSnapshot", "SnapshotDescription"]
-
 
 class _Outcome(TypedDict, total=False):
     files: dict[str, dict[str, Any]] | None
