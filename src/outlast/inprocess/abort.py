@@ -33,6 +33,8 @@ __all__ = ["Abort", "AbortTorchDistributed"]
 
 log = logging.getLogger("outlast.inprocess")
 
+_AGAIN_S = 0.02
+
 
 class Abort(abc.ABC):
     """Ends in-flight work. Called in the monitor thread, not in the function's thread."""
@@ -88,6 +90,21 @@ class AbortTorchDistributed(Abort):
         for descriptor, inode in socket_inodes().items():
             if inode not in self._open_before and _peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
+
+
+def interrupt_collectives(done: threading.Event) -> None:
+    """Makes every gloo collective that is in flight in this process raise, until `done` is set by
+    the threads that were in one: a thread may be about to open a connection, or to wait on one.
+
+    It shuts down gloo's connections, so the process groups cannot be used afterwards. Collectives
+    of NCCL are not touched: they do not block the thread that calls them.
+    """
+    gloo = GlooAbort()
+    while True:
+        connected = gloo.shut_down()
+        if done.wait(_AGAIN_S):
+            return
+        gloo.wake_blocked(settled=not connected)
 
 
 def _nccl_backends() -> list[Any]:

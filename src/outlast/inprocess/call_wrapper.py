@@ -13,8 +13,6 @@ from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 from outlast.system.durations import Duration, as_timedelta, seconds
 
-__all__ = ["CallWrapper"]
-
 
 class CallWrapper:
     """Passed to the function for an argument annotated `CallWrapper`.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Compose", "iter_parts"]
-
 P = TypeVar("P", bound=Callable[..., Any])
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Launch", "exported", "publish_rank", "read_launch", "store_endpoint"]
-
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

@@ -1,27 +1,11 @@
-"""Observers of wrapped calls: they see a rank enter the function and make progress.
-
-For fault injection and profilers.
-"""
+"""Observers of wrapped calls, for fault injection and profilers."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from outlast.inprocess.state import State
-
-__all__ = ["ObservedCall", "Observer", "add_observer", "observers", "remove_observer"]
-
-
-class ObservedCall(Protocol):
-    """What an observer sees of a `CallWrapper`."""
-
-    state: State
-    monitor_pid: int | None
-
-    @property
-    def iteration(self) -> int:
-        """The number of restarts so far."""
-        ...
+if TYPE_CHECKING:
+    from outlast.inprocess.call_wrapper import CallWrapper
 
 
 class Observer(Protocol):
@@ -29,13 +13,11 @@ class Observer(Protocol):
     one of the function, and it may be interrupted.
     """
 
-    def entered(self, call: ObservedCall) -> None:
+    def entered(self, call: CallWrapper) -> None:
         """Called just before the function, in every iteration."""
-        ...
 
-    def pinged(self, call: ObservedCall, pings: int) -> None:
+    def pinged(self, call: CallWrapper, pings: int) -> None:
         """Called at each `call.ping()`; `pings` counts from 1 in every iteration."""
-        ...
 
 
 _observers: list[Observer] = []
@@ -47,11 +29,7 @@ def add_observer(observer: Observer) -> None:
 
 
 def remove_observer(observer: Observer) -> None:
-    """Removes an observer.
-
-    Raises:
-        ValueError: if it was not added.
-    """
+    """Removes an observer; a `ValueError` if it was not added."""
     _observers.remove(observer)
 
 

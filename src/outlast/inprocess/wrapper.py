@@ -26,8 +26,6 @@ from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
 from outlast.system.durations import Duration, as_timedelta
 
-__all__ = ["Wrapper"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -12,12 +12,4 @@ interleaving, every death, fault, newcomer and delay. A failure prints its seed;
     simulate(4711, Schedule(members=3))  # or one of your own
 
 The same seed and schedule give the same run, step by step, as long as the code is the same.
-
-* `scheduler`: runs coroutines, one operation at a time.
-* `schedule`: what may happen in a run, and how often.
-* `minimal_host`: the rank-local side that all members without a process share.
-* `simulated_member`: a rank of the simulated job.
-* `simulated_job`: its members and monitors; deaths, suspicions, newcomers.
-* `invariants`: what must hold in every step, and at the end.
-* `simulate`: one run, from a seed.
 """

@@ -14,15 +14,10 @@ from outlast.testing.schedule import Schedule
 from outlast.testing.scheduler import Simulation, Task
 from outlast.testing.simulated_member import HOLD_S, SimulatedMember
 
-__all__ = ["Invariants"]
-
 
 class Invariants:
-    """Checks a run; `simulate.py` lists what is checked.
-
-    Args:
-        schedule, sim: of the run.
-        hosts: the live members, kept up to date by the simulated job.
+    """Checks a run; `simulate.py` lists what is checked. The simulated job keeps `hosts`, the live
+    members, up to date.
     """
 
     def __init__(
@@ -37,9 +32,11 @@ class Invariants:
         self.broken: list[str] = []
         self.timeouts_seen = 0
 
+    def _read(self, key: str) -> list[dict[str, Any]]:
+        return lines(self.sim.store.table.get(key))
+
     def _ledger(self) -> frozenset[int]:
-        table = self.sim.store.table
-        return frozenset(record["member"] for record in lines(table.get(barrier.LEDGER)))
+        return frozenset(record["member"] for record in self._read(barrier.LEDGER))
 
     def must(self, holds: bool, what: str) -> None:
         """Records a broken invariant: the member that finds it may die before it can raise."""
@@ -50,7 +47,7 @@ class Invariants:
         """R1 and R2, when a member has passed the barrier `start/k`."""
         k, assigned, expected = host.iteration, host.assigned, host.machine.record.expected
         assert assigned is not None
-        arrived = lines(self.sim.store.table.get(f"start/{k}/arrived"))
+        arrived = self._read(f"start/{k}/arrived")
         ranks = sorted(said["rank"] for said in arrived)
         self.must(
             ranks == list(range(assigned.world_size)), f"R1: ranks {ranks} in {k}: {assigned}"
@@ -83,7 +80,7 @@ class Invariants:
                 not inside or other.member in lost,
                 f"R2: what follows {k} is decided while {other.name} is in it",
             )
-        asked = [said["member"] for said in lines(self.sim.store.table.get("joins"))]
+        asked = [said["member"] for said in self._read("joins")]
         self.known.setdefault(k + 1, (lost, asked))
 
     def decided(self, record: ViewRecord) -> None:
@@ -119,7 +116,7 @@ class Invariants:
                 self.must(False, f"R5: it took a timeout of the wait for {key}")
             elif (host := self.hosts.get(task)) is not None:
                 k = host.iteration
-                known = lines(table.get("joins")) + lines(table.get(f"start/{k}/arrived"))
+                known = self._read("joins") + self._read(f"start/{k}/arrived")
                 present = {said["member"] for said in known} - self._ledger()
                 full = len(present) >= self.schedule.members
                 told = range(1, int(table.get("joined", b"0")) + 1)
@@ -130,12 +127,13 @@ class Invariants:
                 self.must(not ahead, f"R5: {k} was held, and was decided")
 
     def completed(self, task: Task, host: SimulatedMember) -> None:
-        k, record, table = host.iteration, host.machine.record, self.sim.store.table
-        assert table.get(f"over/{k}") == COMPLETED, f"R5: {host.name} completed {k}, which is not"
+        k, record = host.iteration, host.machine.record
+        over = self.sim.store.table.get(f"over/{k}")
+        assert over == COMPLETED, f"R5: {host.name} completed {k}, which is not"
         if host.member not in record.expected or record.iteration != k:
             assert task.value is None, f"R5: {host.name} was in no view, and returned a value"
             return
-        arrived = {said["member"] for said in lines(table.get(f"start/{k}/arrived"))}
+        arrived = {said["member"] for said in self._read(f"start/{k}/arrived")}
         missing = arrived - self.finished.get(k, set())
         assert not missing, f"R5: {k} completed without members {sorted(missing)}"
         assert host.assigned is not None
@@ -145,15 +143,12 @@ class Invariants:
     def failed(self, error: BaseException, host: SimulatedMember) -> None:
         allowed = error is host.given
         if isinstance(error, RestartAbort):
-            allowed |= any(said.get("ends_job") for said in self._lost_records())
+            allowed |= any(said.get("ends_job") for said in self._read(barrier.LEDGER))
         elif isinstance(error, RankLostError):
             allowed |= host.member in self.suspected
         elif type(error) is RestartError and self.schedule.grow is GrowPolicy.NEVER:
             allowed |= host.member < 0
         assert allowed, f"R5: {host.name} ended with {error!r}"
-
-    def _lost_records(self) -> list[dict[str, Any]]:
-        return lines(self.sim.store.table.get(barrier.LEDGER))
 
     def finish(self, ended: list[tuple[Task, SimulatedMember]], born: int) -> None:
         """What must hold when all members have ended."""

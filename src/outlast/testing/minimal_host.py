@@ -8,15 +8,9 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
-__all__ = ["MinimalHost"]
-
 
 class MinimalHost:
-    """A base of the hosts of simulated members: nothing to clean up, and no events to emit.
-
-    Attributes:
-        preferred_rank, member: its identity in faults.
-    """
+    """A base of the hosts of simulated members: nothing to clean up, and no events to emit."""
 
     preferred_rank: int
     member = -1

@@ -7,21 +7,16 @@ import random
 
 from outlast.inprocess.recovery.contract import GrowPolicy
 
-__all__ = ["Budget", "Schedule"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """What may happen. Probabilities are per step of the simulation, numbers per run.
 
     Attributes:
-        members: the number of members at the start.
         deaths, double_deaths: of main processes, and of monitors while they report one.
         suspicions: live members that are reported as lost.
         faults, leaves, aborts: exceptions that restart, that end a member, that end the job.
         joins: new processes, mostly replacements of a dead one.
-        p_death: the probability of a death.
-        grow, divisor, reserve, await_full: the policies.
     """
 
     members: int = 4

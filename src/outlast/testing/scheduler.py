@@ -19,8 +19,6 @@ from outlast.coordination.ops import Op, perform_on
 from outlast.coordination.stores.memory_store import MemoryStore
 from outlast.coordination.stores.store import KeyTimeout, Store
 
-__all__ = ["Deadlock", "Simulation", "Task"]
-
 _STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 
 
@@ -30,23 +28,15 @@ class Deadlock(AssertionError):
 
 @dataclass(eq=False)
 class Task:
-    """One simulated flow of control.
-
-    Attributes:
-        name: for traces.
-        op: the operation that it has yielded; `None` when it has ended.
-        deadline: when its wait expires, in simulated seconds; `None` for never.
-        error, value: how it ended.
-        slow: how many times less often than other tasks it is picked.
-    """
+    """One simulated flow of control."""
 
     name: str
     coroutine: Coroutine[Any, Any, Any]
-    op: Op | None = None
-    deadline: float | None = None
+    op: Op | None = None  # that it has yielded; `None` when it has ended
+    deadline: float | None = None  # of its wait, in simulated seconds; `None` for never
     error: BaseException | None = None
     value: Any = None
-    slow: int = 1
+    slow: int = 1  # how many times less often than other tasks it is picked
     killed: bool = False
     on_end: Callable[[Task], None] | None = field(default=None, repr=False)
 
@@ -58,10 +48,8 @@ class Task:
 class Simulation:
     """A seeded scheduler. `trace` lists the steps, `timeouts` the waits that expired.
 
-    Args:
-        seed: of the one random generator.
-        choose: for operations that are not the store's (a coroutine may yield any `Op`): returns
-            a function that performs it now, or `None` while it cannot go on.
+    A coroutine may yield operations that are not the store's. `choose` returns a function that
+    performs such an operation now, or `None` while it cannot go on.
     """
 
     def __init__(self, seed: int, choose: Callable[[Task, Op], Callable[[], Any] | None]) -> None:
@@ -82,7 +70,6 @@ class Simulation:
         return task
 
     def add(self, task: Task) -> None:
-        """Adds a task that exists already, and runs it up to its first operation."""
         self.tasks.append(task)
         self._resume(task, None, None)
 

@@ -21,8 +21,6 @@ from typing import Any
 from outlast.testing.schedule import Schedule
 from outlast.testing.simulated_job import SimulatedJob
 
-__all__ = ["Result", "simulate"]
-
 
 @dataclasses.dataclass
 class Result:

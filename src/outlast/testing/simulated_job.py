@@ -14,8 +14,6 @@ from outlast.testing.schedule import Budget, Schedule
 from outlast.testing.scheduler import Simulation, Task
 from outlast.testing.simulated_member import SimulatedMember
 
-__all__ = ["SimulatedJob"]
-
 
 class SimulatedJob:
     """The members, the monitors of the dead ones, and what may still happen to them."""
@@ -31,8 +29,6 @@ class SimulatedJob:
         self.born = 0
         for rank in range(schedule.members):
             self.start(rank)
-
-    # -- events ------------------------------------------------------------------------------
 
     def start(self, rank: int) -> None:
         """A new process, started as `rank`."""
@@ -105,7 +101,7 @@ class SimulatedJob:
         return all(self._id_of(host) != member for host in self.hosts.values())
 
     def _choose(self, task: Task, op: Op) -> Any:
-        return self._heartbeat(op) if op.name == "heartbeat" else self._function(op)
+        return self._heartbeat(op) if op.name == "heartbeat" else lambda: self._function(op)
 
     def _heartbeat(self, op: Op) -> Any:
         """A member that has the silent one in its view reports it, at its own iteration."""
@@ -123,20 +119,15 @@ class SimulatedJob:
         return (lambda: self.sim.random.choice(watching)) if watching else None
 
     def _function(self, op: Op) -> Any:
-        over = self.sim.store.table.get(op.key)
-
-        def end() -> Any:
-            if over is not None:
-                return self.sim.random.choice(["interrupt", "interrupt", "raise", "return"])
-            if self.budget.spend("faults", 0.5):
-                return "raise"
-            if self.budget.spend("leaves", 0.2):
-                return SystemExit(3)
-            if self.budget.spend("aborts", 0.1):
-                return RestartAbort("function")
-            return "return"
-
-        return end
+        if op.key in self.sim.store.table:
+            return self.sim.random.choice(["interrupt", "interrupt", "raise", "return"])
+        if self.budget.spend("faults", 0.5):
+            return "raise"
+        if self.budget.spend("leaves", 0.2):
+            return SystemExit(3)
+        if self.budget.spend("aborts", 0.1):
+            return RestartAbort("function")
+        return "return"
 
     def _ended(self, task: Task) -> None:
         if self.reporters.pop(task, None) is not None:

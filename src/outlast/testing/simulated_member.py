@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
 from outlast.coordination.ops import Link, Op, request
@@ -22,47 +22,17 @@ from outlast.inprocess.recovery.machine import Machine
 from outlast.testing.minimal_host import MinimalHost
 from outlast.testing.schedule import Budget, Schedule
 
-__all__ = ["HOLD_S", "Checks", "SimulatedMember"]
+if TYPE_CHECKING:
+    from outlast.testing.invariants import Invariants
 
 # How long a restart is held for replacements, if the schedule says so. Shorter than the backstop of
 # the waits: a hold whose end was to come from a member that died ends by itself first.
 HOLD_S = 0.5
 
 
-class Checks(Protocol):
-    """What a member reports of itself, to be checked."""
-
-    def started(self, member: SimulatedMember) -> None:
-        """It has passed the barrier `start/k`."""
-        ...
-
-    def deciding(self, k: int) -> None:
-        """It is about to decide the view of iteration k+1."""
-        ...
-
-    def decided(self, record: ViewRecord) -> None:
-        """It follows this view."""
-        ...
-
-    def caused(self, iteration: int, cause: FaultRecord | None) -> None:
-        """It names this first cause of the end of an iteration."""
-        ...
-
-    def returned(self, iteration: int, member: int) -> None:
-        """It has returned from the function."""
-        ...
-
-
 class SimulatedMember(MinimalHost):
     """The rank-local side of a simulated member; its function is an operation whose result the
-    scheduler chooses.
-
-    Args:
-        name: for traces; its token too.
-        rank: it was started as.
-        clock: of the simulation.
-        schedule, budget: of the run.
-        checks: are told what it does.
+    scheduler chooses. `name` is its token too.
     """
 
     def __init__(
@@ -72,20 +42,17 @@ class SimulatedMember(MinimalHost):
         clock: Clock,
         schedule: Schedule,
         budget: Budget,
-        checks: Checks,
+        invariants: Invariants,
     ) -> None:
         self.name, self.token = name, name
-        self.preferred_rank = rank
-        self.clock = clock
-        self.schedule, self.budget, self.checks = schedule, budget, checks
-        self.grow = schedule.grow
+        self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
+        self.schedule, self.budget, self.invariants = schedule, budget, invariants
         size = schedule.members if schedule.await_full else 0
         self.limits = Limits(120.0, 120.0, await_size=size, await_seconds=HOLD_S)
-        self.machine = SimulatedMachine(self, Link(), schedule.members)
+        self.machine = _Machine(self, Link(), schedule.members)
         self.iteration, self.member = -1, -1
         self.assigned: AssignedRank | None = None
-        self.inside = False
-        self.leaving = False
+        self.inside = self.leaving = False
         self.given: BaseException | None = None
 
     async def live(self) -> Any:
@@ -97,16 +64,16 @@ class SimulatedMember(MinimalHost):
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.iteration, self.member = iteration, member
         if state is RecoveryState.INITIALIZE:
-            self.checks.started(self)
+            self.invariants.started(self)
             self.inside = True
         elif state is RecoveryState.DECIDE:
-            self.checks.deciding(iteration)
+            self.invariants.deciding(iteration)
         elif state is RecoveryState.DONE:
             self.inside = False
 
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.iteration = record.iteration
-        self.checks.decided(record)
+        self.invariants.decided(record)
         self.maybe_leave("assign")
         alive = [m for m in record.slots() if m is not None]
         size = len(alive) - len(alive) % self.schedule.divisor
@@ -135,12 +102,12 @@ class SimulatedMember(MinimalHost):
             return Raised(self.fault(iteration, Interruption.EXCEPTION, "function"))
         if outcome == "interrupt":
             return Interrupted()
-        self.checks.returned(iteration, self.member)
+        self.invariants.returned(iteration, self.member)
         return Returned(self.name)
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         if self.assigned is not None and not self.assigned.active:
-            self.checks.returned(iteration, self.member)
+            self.invariants.returned(iteration, self.member)
         return await super().wait_over(link, iteration, timeout)
 
     async def settle(self, iteration: int) -> None:
@@ -148,9 +115,7 @@ class SimulatedMember(MinimalHost):
         self.inside = False
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        self.checks.caused(self.iteration, cause)
-
-    # -- faults ------------------------------------------------------------------------------
+        self.invariants.caused(self.iteration, cause)
 
     def give(self, error: BaseException) -> BaseException:
         """The error that this member is to end with."""
@@ -164,7 +129,7 @@ class SimulatedMember(MinimalHost):
             raise self.give(RestartAbort(f"{self.name} {where}"))
 
 
-class SimulatedMachine(Machine):
+class _Machine(Machine):
     async def _leave(self, error: BaseException) -> None:
         assert isinstance(self.host, SimulatedMember)
         self.host.leaving, self.host.inside = True, False

@@ -13,7 +13,7 @@ import logging
 import threading
 from types import TracebackType
 
-from outlast.inprocess.collectives import interrupt_collectives
+from outlast.inprocess.abort import interrupt_collectives
 
 log = logging.getLogger("outlast.elastic")
 

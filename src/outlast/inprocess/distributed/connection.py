@@ -19,8 +19,6 @@ from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
 from outlast.system.error_text import first_line
 from outlast.system.sockets import shut_down, socket_inodes
 
-__all__ = ["Connection", "connect"]
-
 T = TypeVar("T")
 
 

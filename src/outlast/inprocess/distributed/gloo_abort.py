@@ -1,45 +1,217 @@
-"""Ends the gloo collectives of this process that are in flight: `GlooAbort`."""
+"""Ends the gloo collectives in flight, and wakes threads that stay blocked in gloo after that.
+
+To shut down the connections (see `gloo_sockets.py`) ends nearly every wait. Two kinds remain, seen
+on torch 2.13, and would last for the timeout of the group, 30 minutes by default:
+
+* a send whose bytes were not all written. `Pair::signalException` notifies the buffers of receives
+  and of sends that have not begun, but not those of the sends in its transmission queue;
+* the wait for a peer to connect while the group is created: there is no connection yet.
+
+Linux shows what a thread waits for in `/proc/self/task/<tid>/syscall`: the address of the futex,
+and the stack pointer. A return address into `UnboundBuffer::waitSend`, for example, near the stack
+pointer proves that the thread waits in gloo; idle threads wait as well, but on their group. The
+futex is part of a condition variable, which is part of the gloo object: so the object begins a few
+words below the futex, at the word that leads to its run-time type name. A function of that object
+then ends the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`,
+`Pair::signalExceptionExternal`.
+
+A thread is woken only when nothing else will wake it, so that the object is alive while the
+function is called. That is the case when gloo's event loop has closed every connection, which it
+does as it notifies the waiting buffers (the connections are then gone from its epoll instance), and
+the thread was in the same wait at two looks after that, without a context switch in between. Where
+connections remain, a longer patience replaces that event.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import struct
+import time
 from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
-from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.gloo_blocked_waits import BlockedWaits
+from outlast.inprocess.distributed.gloo_sockets import pair_sockets, type_name
 from outlast.system.sockets import shut_down
 
-__all__ = ["GlooAbort"]
+SETTLED_PATIENCE_S = 0.003
+PATIENCE_S = 0.04
+_TASKS = Path("/proc/self/task")
+_FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
+_BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
+_PAIR = b"N4gloo9transport3tcp4PairE"
+_REACH = 1024
+"""The largest offset of the condition variable in an object, in bytes."""
+_STACK = 2048
+"""The largest distance of a gloo function's frame from the stack pointer, in bytes."""
+_CODE = 0x300
+"""The length of these functions, in bytes."""
+_MILLISECONDS = "EPiNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"
+_WAITS_IN = {
+    f"_ZN4gloo9transport3tcp13UnboundBuffer8waitSend{_MILLISECONDS}": _BUFFER,
+    f"_ZN4gloo9transport3tcp13UnboundBuffer8waitRecv{_MILLISECONDS}": _BUFFER,
+    "_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb": _PAIR,
+}
+
+# A std::string that is short enough to be stored inline: pointer, length, 16 characters.
+_TEXT = b"aborted"
+_Wait = tuple[int, int, bytes, int]
 
 
 class GlooAbort:
-    """Shuts down gloo's connections, and wakes threads that gloo leaves waiting without any.
-
-    Args:
-        keep: inodes of sockets that are left alone.
+    """Shuts down gloo's connections, and wakes threads that gloo leaves waiting without any; leaves
+    the sockets whose inodes are in `keep` alone.
     """
 
     def __init__(self, keep: Collection[int] = ()) -> None:
         self._keep = keep
-        self._blocked = BlockedWaits()
+        self._since: dict[_Wait, float] = {}
+        self._settled_at = 0.0
 
     def shut_down(self) -> bool:
         """Shuts down all connections between gloo's pairs; returns whether there were any."""
-        pairs = [pair for pair in gloo_sockets.pair_sockets().items() if pair[1] not in self._keep]
+        pairs = [pair for pair in pair_sockets().items() if pair[1] not in self._keep]
         for descriptor, inode in pairs:
             shut_down(descriptor, inode)
         return bool(pairs)
 
     def wake_blocked(self, *, settled: bool) -> int:
-        """Wakes the threads that no connection will wake; to be called repeatedly.
+        """Looks once, and wakes every thread that nothing else will wake; returns how many. To be
+        called repeatedly.
 
         Args:
             settled: whether `shut_down()` has just found no connection.
-
-        Returns:
-            How many threads were woken.
         """
-        return self._blocked.wake(settled)
+        now, woken = time.monotonic(), 0
+        self._since = {wait: self._since.get(wait, now) for wait in _waits()}
+        self._settled_at = (self._settled_at or now) if settled else 0.0
+        for wait, since in self._since.items():
+            quiet = settled and now - max(since, self._settled_at) >= SETTLED_PATIENCE_S
+            if (quiet or now - since >= PATIENCE_S) and wait in _waits():
+                woken += _wake(wait[2], wait[3])
+        return woken
 
-    def any_blocked(self) -> bool:
-        """Whether any thread waits in gloo."""
-        return self._blocked.waiting()
+
+def any_blocked() -> bool:
+    """Whether any thread waits on an object of gloo now."""
+    return bool(_waits())
+
+
+def _waits() -> set[_Wait]:
+    """The present waits: thread, its number of context switches, type and address of the object."""
+    found = set()
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for tid in os.listdir(_TASKS):
+            try:
+                fields = (_TASKS / tid / "syscall").read_bytes().split()
+                status = (_TASKS / tid / "status").read_bytes()
+            except OSError:
+                continue  # the thread has ended, or the system does not show it
+            if len(fields) == 9 and fields[0] == _FUTEX:
+                held = _object_of(memory, int(fields[1], 16), int(fields[7], 16))
+                if held is not None:
+                    switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+                    found.add((int(tid), switches, *held))
+    finally:
+        os.close(memory)
+    return found
+
+
+def _object_of(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
+    """Type and address of the gloo object that contains the futex."""
+    wanted = _type_waited_for(memory, stack)
+    if wanted is None:
+        return None
+    start = futex & ~7
+    words = _words(memory, start - _REACH, _REACH + 8)
+    low, high = _library()
+    for index in range(len(words) - 1, -1, -1):
+        if low <= words[index] < high:  # may be a vtable
+            address = start - 8 * (len(words) - 1 - index)
+            if type_name(memory, address) == wanted:
+                # The vtable may be one of a base class; it has the offset to the whole object.
+                (to_top,) = struct.unpack("=q", os.pread(memory, 8, words[index] - 16))
+                return wanted, address + to_top
+    return None
+
+
+def _type_waited_for(memory: int, stack: int) -> bytes | None:
+    ranges = _code()
+    for word in _words(memory, stack, _STACK):
+        for begin, name in ranges:
+            if begin <= word < begin + _CODE:
+                return name
+    return None
+
+
+def _words(memory: int, address: int, size: int) -> tuple[int, ...]:
+    try:
+        window = os.pread(memory, size, address)
+    except (OSError, OverflowError):
+        return ()  # the lower end is not mapped
+    return struct.unpack(f"={len(window) // 8}Q", window[: len(window) // 8 * 8])
+
+
+@functools.cache
+def _code() -> tuple[tuple[int, bytes], ...]:
+    """The addresses of the functions in which a thread may wait, and the types they wait on."""
+    found = []
+    for symbol, name in _WAITS_IN.items():
+        function = _function(symbol)
+        address = ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+        if address:
+            found.append((address, name))
+    return tuple(found)
+
+
+@functools.cache
+def _library() -> tuple[int, int]:
+    """The address range of torch's library, which contains gloo."""
+    bounds = [
+        int(bound, 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libtorch_cpu" in line
+        for bound in line.partition(" ")[0].split("-")
+    ]
+    return (min(bounds), max(bounds)) if bounds else (0, 0)
+
+
+def _wake(name: bytes, address: int) -> bool:
+    if name == _BUFFER:
+        calls = [
+            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"),
+            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"),
+        ]
+        for call in calls:
+            if call is not None:
+                call(ctypes.c_void_p(address))
+        return None not in calls
+    signal = _function(
+        "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERKNSt7__cxx1112basic_string"
+        "IcSt11char_traitsIcESaIcEEE"
+    )
+    if signal is None:
+        return False
+    text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
+    words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
+    words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
+    result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
+    signal(ctypes.byref(result), ctypes.c_void_p(address), text)
+    return True
+
+
+@functools.cache
+def _function(symbol: str) -> Any:
+    """A function of the gloo inside torch's library, which is loaded already."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = getattr(ctypes.CDLL(str(library)), symbol)
+    except (OSError, AttributeError):
+        return None
+    function.restype = None
+    return function

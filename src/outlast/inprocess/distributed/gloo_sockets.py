@@ -25,8 +25,6 @@ from pathlib import Path
 
 from outlast.system.sockets import descriptors_of, socket_inode
 
-__all__ = ["pair_sockets", "type_name"]
-
 _EVENT = re.compile(rb"^tfd:\s+(\d+) events:\s+[0-9a-f]+ data:\s+([0-9a-f]+)", re.MULTILINE)
 
 

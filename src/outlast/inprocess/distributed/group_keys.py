@@ -12,8 +12,6 @@ import torch.distributed as dist
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.state import State
 
-__all__ = ["KeyExchange"]
-
 
 class KeyExchange:
     """Gives each healthy rank the keys of all of them.

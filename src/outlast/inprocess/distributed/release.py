@@ -2,7 +2,7 @@
 
 A call of `destroy_process_group()` is not enough, for three reasons:
 
-* A worker thread of gloo may still be blocked (`gloo_blocked_waits.py`). The destructor of its
+* A worker thread of gloo may still be blocked (`gloo_abort.py`). The destructor of its
   group would wait for that thread and, where a DDP module holds the last reference to the group,
   hold the GIL meanwhile. So references to the groups are kept from the abort on, and their threads
   are woken before anything is destroyed.
@@ -26,9 +26,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.gloo_abort import GlooAbort
-
-__all__ = ["Releaser"]
+from outlast.inprocess.distributed.gloo_abort import GlooAbort, any_blocked
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -90,7 +88,7 @@ def _drain() -> None:
     """Waits until gloo's threads have left their waits; usually they have at the first look."""
     gloo = GlooAbort()
     deadline = time.monotonic() + _DRAIN_S
-    while gloo.any_blocked() and time.monotonic() < deadline:
+    while any_blocked() and time.monotonic() < deadline:
         gloo.wake_blocked(settled=not gloo.shut_down())
         time.sleep(0.002)  # there is no event for a thread of gloo that leaves a wait
 
@@ -99,15 +97,8 @@ def _forget_groups() -> None:
     """Clears torch's records of process groups."""
     c10d = dist.distributed_c10d
     c10d._update_default_pg(None)
-    for name in (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "pg_to_tag",
-        "tags_to_pg",
-        "pg_coalesce_state",
-    ):
+    tables = "map names group_ranks backend_config to_tag coalesce_state"
+    for name in ("tags_to_pg", *(f"pg_{table}" for table in tables.split())):
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0

@@ -14,8 +14,6 @@ from types import TracebackType
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.interrupter import Interrupter
 
-__all__ = ["AtomicSection"]
-
 
 class AtomicSection:
     """The context manager behind `CallWrapper.atomic()`; re-entrant, for one thread."""

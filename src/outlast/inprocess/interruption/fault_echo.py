@@ -10,8 +10,6 @@ import torch.distributed as dist
 from outlast.errors import RankShouldRestart
 from outlast.system.error_text import message
 
-__all__ = ["ending_in", "is_consequence", "is_interrupt", "release_frames"]
-
 # What gloo (pair.cc), NCCL (remote process exited) and torch's TCP store say on either side of a
 # broken connection.
 _ECHOES = (

@@ -40,8 +40,6 @@ from typing import Any
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.fault_echo import ending_in
 
-__all__ = ["INTERRUPT_SIGNAL", "Interrupter"]
-
 INTERRUPT_SIGNAL = signal.SIGURG
 
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc

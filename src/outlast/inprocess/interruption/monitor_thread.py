@@ -38,8 +38,6 @@ from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.stack_sample import StackSample, sample_stack
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["IterationWatch", "MonitorThread"]
-
 log = logging.getLogger("outlast.inprocess")
 
 T = TypeVar("T")

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["StackSample", "sample_stack"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StackSample:

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.store_access import StoreAccess
 
-__all__ = ["FaultReports"]
+
+def fault_event(fault: FaultRecord) -> Fault:
+    """The event that tells the same as the record."""
+    values = dataclasses.asdict(fault)
+    del values["pid"], values["idle"]  # the pid of an event is that of its writer
+    return Fault(**values)
 
 
 class FaultReports:
-    """Writes faults to the store and to the event log.
+    """Writes faults to the store and to the event log; `main` is the pid of the main process."""
 
-    Args:
-        plan: of the monitor.
-        main: process id of the main process.
-        emitter: of the events.
-        membership, store: where the faults are recorded.
-    """
-
-    def __init__(
-        self,
-        plan: MonitorPlan,
-        main: int,
-        emitter: Emitter,
-        membership: MembershipProtocol,
-        store: StoreAccess,
-    ) -> None:
+    def __init__(self, plan: MonitorPlan, main: int, emitter: Emitter, store: StoreAccess) -> None:
         self._plan, self._page, self._main = plan, plan.page, main
-        self._emitter, self._membership, self._store = emitter, membership, store
+        self._emitter, self._store, self._membership = emitter, store, store.membership
         self.hard_timeout_cause = ""
 
     def soft_timeout(self, idle: float, limit: float) -> None:
@@ -42,7 +32,7 @@ class FaultReports:
         fault = dataclasses.replace(self._fault(Interruption.SOFT_TIMEOUT, cause), idle=idle)
         # Written before the store, where the other ranks can see the end of the iteration.
         self._page.reported_soft = fault.iteration
-        self._emit(fault)
+        self._emitter.emit(fault_event(fault))
         self._store.perform(self._membership.report_fault(fault))
 
     def death(self) -> None:
@@ -53,7 +43,6 @@ class FaultReports:
             kind = Interruption.TERMINATED
             cause = f"process {self._main} ended without a report (killed or crashed)"
         fault = self._fault(kind, cause)
-        self._emit(fault)
         self._emit_lost(fault)
         self._report_killed(fault.member, fault)
 
@@ -61,13 +50,13 @@ class FaultReports:
         """The main process failed before it had a rank. It lives, but no member waits for it."""
         cause = f"process {self._main} failed before it took its rank"
         fault = self._fault(Interruption.BASE_EXCEPTION, cause)
-        self._emit(fault)
+        self._emitter.emit(fault_event(fault))
         self._report_killed(-1, fault)
 
     def unresponsive(self, member: int) -> None:
         """The heartbeat of `member` has stopped."""
         iteration = self._page.iteration
-        view = self._store.perform(self._membership.view(iteration))
+        view = self._store.view(iteration)
         slots = () if view is None else view.slots()
         fault = FaultRecord(
             iteration=iteration,
@@ -78,7 +67,6 @@ class FaultReports:
             interruption=Interruption.UNRESPONSIVE.value,
             cause=f"no heartbeat for {self._plan.heartbeat:.3f} s (heartbeat timeout)",
         )
-        self._emit(fault)
         self._emit_lost(fault)
         lost = LostRecord(member, fault.cause)
         self._store.perform(self._membership.report_lost(lost, iteration, fault))
@@ -100,25 +88,7 @@ class FaultReports:
             pings=page.pings,
         )
 
-    def _emit(self, fault: FaultRecord) -> None:
-        self._emitter.emit(
-            Fault(
-                iteration=fault.iteration,
-                member=fault.member,
-                rank=fault.rank,
-                host=fault.host,
-                interruption=fault.interruption,
-                cause=fault.cause,
-                pings=fault.pings,
-            )
-        )
-
     def _emit_lost(self, fault: FaultRecord) -> None:
-        self._emitter.emit(
-            Lost(
-                iteration=fault.iteration,
-                member=fault.member,
-                rank=fault.rank,
-                reason=fault.cause,
-            )
-        )
+        self._emitter.emit(fault_event(fault))
+        k, member, rank = fault.iteration, fault.member, fault.rank
+        self._emitter.emit(Lost(iteration=k, member=member, rank=rank, reason=fault.cause))

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from outlast.clock import Clock
-from outlast.coordination.barrier import lost_members
-from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.store_access import StoreAccess
-
-__all__ = ["HeartbeatRing"]
 
 
 class HeartbeatRing:
     """The members of a view form a ring in the order of their ids, without the lost ones.
 
-    Args:
-        plan: of the monitor.
-        clock: a member is judged by this clock alone, by when this process last saw its count
-            change.
-        membership, link, store: where the counts are.
-        reports: takes a member whose heartbeat has stopped.
-
-    Attributes:
-        next_beat: when the next heartbeat is due.
-        watched: the next member in the ring; `None` if there is no other member.
+    A member is judged by this process's clock alone: by when its count was last seen to change.
     """
 
     def __init__(
-        self,
-        plan: MonitorPlan,
-        clock: Clock,
-        membership: MembershipProtocol,
-        link: Link,
-        store: StoreAccess,
-        reports: FaultReports,
+        self, plan: MonitorPlan, clock: Clock, store: StoreAccess, reports: FaultReports
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
-        self._membership, self._link, self._store, self._reports = membership, link, store, reports
-        self.next_beat = 0.0
-        self.watched: int | None = None
+        self._store, self._reports = store, reports
+        self.next_beat = 0.0  # when the next heartbeat is due
+        self.watched: int | None = None  # the next in the ring; `None` if there is no other member
         self._chosen_in = -2  # the iteration in which `watched` was chosen
         self._count, self._changed_at = -1, 0.0
 
@@ -52,7 +32,7 @@ class HeartbeatRing:
         self.next_beat = now + self._plan.interval
         if self._page.member < 0 or not self._store.available:
             return
-        if self._store.add(f"beat/{self._page.member}", 1) is not None:
+        if self._store.count(f"beat/{self._page.member}", 1) is not None:
             self._watch_next()
 
     def _watch_next(self) -> None:
@@ -61,20 +41,20 @@ class HeartbeatRing:
             self._choose_next(iteration, frozenset())
         if self.watched is None:
             return
-        count = self._store.add(f"beat/{self.watched}", 0)
+        count = self._store.count(f"beat/{self.watched}", 0)
         if count is None:
             return
         now = self._clock.now()
         if count != self._count:
             self._count, self._changed_at = count, now
         elif now - self._changed_at >= self._plan.heartbeat:
-            lost = self._store.perform(lost_members(self._link)) or frozenset()
+            lost = self._store.lost_members() or frozenset()
             if self.watched not in lost:
                 self._reports.unresponsive(self.watched)
             self._choose_next(iteration, lost | {self.watched})
 
     def _choose_next(self, iteration: int, lost: frozenset[int]) -> None:
-        view = self._store.perform(self._membership.view(iteration))
+        view = self._store.view(iteration)
         self.watched, self._chosen_in = None, iteration
         self._count, self._changed_at = -1, self._clock.now()
         if view is None:

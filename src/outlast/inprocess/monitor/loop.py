@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from outlast.clock import MonotonicClock
-from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
@@ -28,17 +26,12 @@ from outlast.inprocess.monitor.store_service import StoreService
 from outlast.inprocess.progress.shared_page import Activity
 from outlast.system.processes import is_dying, open_parent, open_thread
 
-__all__ = ["MonitorLoop"]
-
 
 class MonitorLoop:
     """Runs in the monitor process.
 
-    Args:
-        plan: of this monitor.
-        main: process id of the main process.
-        end: the socket to it.
-        server: of the store; it serves for as long as the object lives.
+    `main` is the pid of the main process, `end` the socket to it. `server` serves the store for as
+    long as the object lives.
     """
 
     def __init__(self, plan: MonitorPlan, main: int, end: socket.socket, server: Any) -> None:
@@ -46,17 +39,17 @@ class MonitorLoop:
         self._server = server
         self._clock = MonotonicClock()
         self._poll = select.poll()
-        self._pidfd = self._open_pidfd()
+        self._pidfd = open_parent(main)
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd, select.POLLIN)
         self._main_alive = self._pidfd is not None
         self._poll.register(end, select.POLLIN)
         self._threads: set[int] = set()  # pidfds of threads of the main process
-        link = Link(plan.prefix)
-        membership = MembershipProtocol(link, plan.world_size)
         self._store = StoreAccess(plan, self._clock)
-        self._reports = FaultReports(plan, main, Emitter(_sink(plan)), membership, self._store)
+        self._reports = FaultReports(plan, main, Emitter(_sink(plan)), self._store)
         self._timeouts = ProgressTimeouts(plan, self._clock, self._reports, self._pidfd)
-        self._ring = HeartbeatRing(plan, self._clock, membership, link, self._store, self._reports)
-        self._service = StoreService(plan, self._clock, membership, link, self._store, self._ring)
+        self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
+        self._service = StoreService(plan, self._clock, self._store, self._ring)
 
     def run(self) -> None:
         """Returns when this process has nothing left to do."""
@@ -96,12 +89,6 @@ class MonitorLoop:
         """Seconds until the next timeout or heartbeat is due, if no event comes before."""
         due = min(self._ring.next_beat, self._timeouts.next_check())
         return max(0.001, min(due - self._clock.now(), self._plan.interval))
-
-    def _open_pidfd(self) -> int | None:
-        pidfd = open_parent(self._main)
-        if pidfd is not None:
-            self._poll.register(pidfd, select.POLLIN)
-        return pidfd
 
     def _watch_threads(self) -> None:
         for tid in (self._page.thread_1, self._page.thread_2):

@@ -9,27 +9,21 @@ from typing import Any
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.store import StoreMixin
 
-__all__ = ["MonitorPlan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MonitorPlan:
     """The configuration of one monitor process. Durations are in seconds.
 
     Attributes:
-        page: shared with the main process.
         factory, kwargs, endpoint: of the store.
         serve: whether this monitor serves the store.
         ready: the key that the server of the store sets for this call, or an empty string.
-        prefix: of the keys of the call.
         rank, world_size, token: what the main process registers with.
         interval: between two heartbeats.
         heartbeat: a member without a heartbeat for this long counts as lost.
-        soft, hard: progress timeouts.
         grace: between SIGTERM and SIGKILL.
         patience: for reaching the store.
         logfile: for the output of the monitor process; `None` discards it.
-        events_dir: where to write events, or an empty string.
         address: of this host; the store of an iteration is served there.
     """
 

@@ -11,8 +11,6 @@ from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.system.processes import send_signal
 
-__all__ = ["ProgressTimeouts", "timeouts_in_force"]
-
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
 _HARD_PER_SOFT = 10.0
 _HARD_AT_LEAST_S = 5.0
@@ -36,14 +34,7 @@ def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> tuple[float, float
 
 
 class ProgressTimeouts:
-    """Applies the timeouts to the main process.
-
-    Args:
-        plan: of the monitor.
-        clock: the monotonic clock that the main process uses too.
-        reports: takes the soft timeout.
-        pidfd: of the main process; `None` if that has ended.
-    """
+    """Applies the timeouts to the main process; `pidfd` is `None` if that has ended."""
 
     def __init__(
         self, plan: MonitorPlan, clock: Clock, reports: FaultReports, pidfd: int | None

@@ -27,21 +27,14 @@ from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.waiting import readable
 
-__all__ = ["MonitorHandle", "start_monitor"]
-
 
 class MonitorHandle:
-    """The main process's side of its monitor process.
-
-    Attributes:
-        pid: of the monitor process.
-        endpoint: of the store; if the monitor serves it, with the port that the system chose.
-        socket: readable when the monitor process has ended.
-    """
+    """The main process's side of its monitor process."""
 
     def __init__(self, pid: int, end: socket.socket, endpoint: tuple[str, int] | None) -> None:
         self.pid = pid
-        self.socket = end
+        self.socket = end  # readable when the monitor process has ended
+        # Of the store; if the monitor serves it, with the port that the system chose.
         self.endpoint = endpoint
 
     def watch_threads(self) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from outlast.clock import Clock
-from outlast.coordination.ops import Op, drive, perform_on
+from outlast.coordination.barrier import lost_members
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.view import ViewRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.plan import MonitorPlan
-
-__all__ = ["StoreAccess"]
 
 T = TypeVar("T")
 
@@ -23,11 +24,12 @@ class StoreAccess:
 
     def __init__(self, plan: MonitorPlan, clock: Clock) -> None:
         self._plan, self._clock = plan, clock
+        self.link = Link(plan.prefix)
+        self.membership = MembershipProtocol(self.link, plan.world_size)
         self._connection: Connection | None = None
 
     @property
     def available(self) -> bool:
-        """Whether there is a connection."""
         return self._connection is not None
 
     def connect(self, give_up: Callable[[], bool]) -> None:
@@ -50,20 +52,18 @@ class StoreAccess:
             coroutine.close()
             return None
         try:
-            result: T = drive(coroutine, perform_on(self._connection))
+            return drive(coroutine, perform_on(self._connection))
         except StoreError as e:
             print(e)
             self._connection = None
             return None
-        return result
 
-    def add(self, key: str, amount: int) -> int | None:
-        """Adds to the counter `key` of the call; `None` if the store is lost."""
-        if self._connection is None:
-            return None
-        try:
-            return self._connection.add(self._plan.prefix + key, amount)
-        except StoreError as e:
-            print(e)
-            self._connection = None
-            return None
+    def view(self, iteration: int) -> ViewRecord | None:
+        return self.perform(self.membership.view(iteration))
+
+    def lost_members(self) -> frozenset[int] | None:
+        return self.perform(lost_members(self.link))
+
+    def count(self, key: str, amount: int) -> int | None:
+        """Adds to a counter; returns the sum."""
+        return self.perform(self.link.add(key, amount))

@@ -7,9 +7,7 @@ import os
 import threading
 
 from outlast.clock import Clock
-from outlast.coordination.barrier import done_key, lost_members
-from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link
+from outlast.coordination.barrier import done_key
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
@@ -18,8 +16,6 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 from outlast.inprocess.store import TCPStore
 from outlast.system.waiting import readable
 
-__all__ = ["StoreService"]
-
 _OBSERVER = 1 << 40
 """The member id of a monitor whose main process is no member: after all others in the ring."""
 
@@ -27,25 +23,14 @@ _OBSERVER = 1 << 40
 class StoreService:
     """Keeps stores reachable for the other ranks.
 
-    Args:
-        plan: of the monitor.
-        clock: for the limits of the waits.
-        membership, link, store: of the call.
-        ring: goes on while this process waits, so that it does not wait for members whose hosts
-            have died.
+    The heartbeats go on meanwhile, so that it does not wait for members whose hosts have died.
     """
 
     def __init__(
-        self,
-        plan: MonitorPlan,
-        clock: Clock,
-        membership: MembershipProtocol,
-        link: Link,
-        store: StoreAccess,
-        ring: HeartbeatRing,
+        self, plan: MonitorPlan, clock: Clock, store: StoreAccess, ring: HeartbeatRing
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
-        self._membership, self._link, self._store, self._ring = membership, link, store, ring
+        self._store, self._ring = store, ring
 
     def replace_iteration_store(self, dying: int | None) -> None:
         """Takes over the port of the iteration's store, which ended with the main process, until
@@ -80,7 +65,7 @@ class StoreService:
         while not readable(over, timeout=self._plan.interval) and self._clock.now() < deadline:
             if not self._store.available:
                 return
-            current = self._store.perform(self._membership.current())
+            current = self._store.perform(self._store.membership.current())
             if current is not None:
                 self._page.iteration = current
                 if self._page.member < 0:
@@ -90,8 +75,8 @@ class StoreService:
                 return
 
     def _all_lost(self) -> bool:
-        view = self._store.perform(self._membership.view(self._page.iteration))
-        lost = self._store.perform(lost_members(self._link))
+        view = self._store.view(self._page.iteration)
+        lost = self._store.lost_members()
         return view is not None and lost is not None and view.expected <= lost
 
     def _wait_for(self, key: str, writable: int) -> None:

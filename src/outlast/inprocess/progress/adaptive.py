@@ -19,8 +19,6 @@ import datetime
 
 from outlast.system.durations import Duration, as_timedelta, seconds
 
-__all__ = ["Adaptive", "GapEstimator"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:

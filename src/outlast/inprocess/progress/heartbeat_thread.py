@@ -20,8 +20,6 @@ from collections.abc import Callable
 from outlast.clock import Clock
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
-__all__ = ["HeartbeatThread"]
-
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = (_PendingCall, ctypes.c_void_p)

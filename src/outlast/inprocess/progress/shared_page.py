@@ -10,8 +10,6 @@ from __future__ import annotations
 import enum
 import mmap
 
-__all__ = ["Activity", "SharedPage"]
-
 
 class Activity(enum.IntEnum):
     """What the main process does, as far as the timeouts are concerned."""

@@ -13,8 +13,6 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.recovery.contract import GrowPolicy, Host
 
-__all__ = ["end_iteration_to_join", "hold_for_replacements", "wait_for_end_of_iteration"]
-
 
 async def end_iteration_to_join(
     membership: MembershipProtocol, grow: GrowPolicy, iteration: int, view: ViewRecord | None

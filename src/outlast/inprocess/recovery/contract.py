@@ -13,17 +13,6 @@ from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
 
-__all__ = [
-    "AssignedRank",
-    "GrowPolicy",
-    "Host",
-    "Interrupted",
-    "Limits",
-    "Raised",
-    "RecoveryState",
-    "Returned",
-]
-
 
 class RecoveryState(enum.Enum):
     """The states of the state machine; `machine.py` draws the transitions."""
@@ -106,50 +95,38 @@ class Host(Protocol):
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""
-        ...
 
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         """Applies the rank assignment and the rank filter to the view."""
-        ...
 
     async def publish(self, link: Link, iteration: int) -> None:
         """Publishes what the others must know before they start: the store of the iteration."""
-        ...
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         """Runs initialize and the health check; returns the fault if initialize raised one."""
-        ...
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
         """Runs the function until it is left."""
-        ...
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         """Waits until the iteration is over; `KeyTimeout` after `timeout` seconds."""
-        ...
 
     async def settle(self, iteration: int) -> None:
         """Waits for the abort, releases resources, runs finalize and the health check."""
-        ...
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This member's hang report, if it made no progress while a soft timeout ended the
         iteration.
         """
-        ...
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault of this member without an exception."""
-        ...
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         """A fault of this member from the exception that ends it."""
-        ...
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         """Measures the wait at the barrier `start` or `term`."""
-        ...
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         """Called when every member has left iteration k, with the faults that ended it."""
-        ...

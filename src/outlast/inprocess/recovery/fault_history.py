@@ -7,8 +7,6 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, ends, first_cause
 from outlast.errors import RankFault, RestartAbort, RestartError
 
-__all__ = ["add_cause", "agreed_faults", "cause_of_abort"]
-
 
 async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[FaultRecord]:
     """The faults that the iteration ended with: the same ones on every member.

@@ -13,8 +13,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["frozen_heap"]
-
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:

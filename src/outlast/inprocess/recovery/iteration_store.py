@@ -18,8 +18,6 @@ from typing import Any
 from outlast.errors import InternalError
 from outlast.inprocess.store import TCPStore
 
-__all__ = ["IterationStore", "local_address"]
-
 
 class IterationStore:
     """Serves the store of each iteration, or connects to it.

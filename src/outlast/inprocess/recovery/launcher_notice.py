@@ -12,8 +12,6 @@ import os
 
 from outlast.inprocess.distributed.connection import Connection
 
-__all__ = ["LauncherNotice"]
-
 _KEY = "outlast/job"
 
 

@@ -71,8 +71,6 @@ from outlast.inprocess.recovery.contract import (
 )
 from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, cause_of_abort
 
-__all__ = ["Machine"]
-
 
 class Machine:
     """Takes one member through the membership.

@@ -18,8 +18,6 @@ from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 
-__all__ = ["MonitorSupervisor"]
-
 
 class MonitorSupervisor:
     """Of one wrapped call. Starts the monitor process at once.

@@ -13,8 +13,6 @@ from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.state import State, Status
 
-__all__ = ["state_in_view"]
-
 
 def state_in_view(
     record: ViewRecord,

@@ -6,25 +6,20 @@ import dataclasses
 import os
 
 from outlast.coordination.records import FaultRecord
-from outlast.events import Emitter, Fault
+from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption.fault_echo import is_consequence
 from outlast.inprocess.interruption.stack_sample import StackSample
+from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 from outlast.system.error_text import first_line, traceback_text
-
-__all__ = ["RankFaults"]
 
 _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankFaults:
-    """Makes the fault records of this rank.
-
-    Args:
-        page: has the member id and the pings.
-        emitter: takes the events.
+    """Makes the fault records of this rank: the part of `RankHost` that is about faults.
 
     Attributes:
         state: of this rank in the present iteration.
@@ -32,21 +27,20 @@ class RankFaults:
     """
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
-        self._page, self._emitter = page, emitter
-        self.state = state
+        self.page, self.emitter, self.state = page, emitter, state
         self.sample: StackSample | None = None
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault without an exception; no event is emitted."""
         return FaultRecord(
             iteration=iteration,
-            member=self._page.member,
+            member=self.page.member,
             rank=self.state.rank,
-            host=self._emitter.host,
+            host=self.emitter.host,
             pid=os.getpid(),
             interruption=interruption.value,
             cause=cause,
-            pings=self._page.pings,
+            pings=self.page.pings,
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
@@ -66,7 +60,7 @@ class RankFaults:
         if sample is None or not reported:
             return None
         duration = "until the soft timeout"
-        if self._page.reported_soft != iteration:
+        if self.page.reported_soft != iteration:
             # The soft timeout of this rank was not over yet. The ranks that are timed out wait for
             # one that hangs about as long as they wait: one that has been idle for less than half
             # of that time makes progress.
@@ -84,7 +78,7 @@ class RankFaults:
             idle=sample.idle,
             testimony=True,
         )
-        self._emit(record)
+        self.emitter.emit(fault_event(record))
         return record
 
     def _of_error(
@@ -95,19 +89,5 @@ class RankFaults:
             traceback=traceback_text(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
         )
-        self._emit(record)
+        self.emitter.emit(fault_event(record))
         return record
-
-    def _emit(self, record: FaultRecord) -> None:
-        self._emitter.emit(
-            Fault(
-                iteration=record.iteration,
-                interruption=record.interruption,
-                cause=record.cause,
-                traceback=record.traceback,
-                consequence=record.consequence,
-                testimony=record.testimony,
-                pings=record.pings,
-                collectives=record.collectives,
-            )
-        )

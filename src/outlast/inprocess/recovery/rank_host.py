@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
@@ -32,15 +32,10 @@ from outlast.events import (
     Joined,
     LeftFunction,
 )
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.fault_echo import (
-    is_consequence,
-    is_interrupt,
-    release_frames,
-)
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
@@ -60,12 +55,10 @@ from outlast.inprocess.state import LazyStore, State, Status
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
 
-__all__ = ["RankHost"]
-
 log = logging.getLogger("outlast.inprocess")
 
 
-class RankHost:
+class RankHost(RankFaults):
     """The `Host` of a real rank.
 
     Attributes:
@@ -90,9 +83,10 @@ class RankHost:
         prefix: str,
         address: str,
     ) -> None:
-        self.settings, self.launch, self.page = settings, launch, page
-        self.atomic_section, self.interrupter, self.emitter = atomic_section, interrupter, emitter
-        self.prefix = prefix
+        state = State(launch.rank, launch.world_size, launch.rank, launch.world_size)
+        super().__init__(page, emitter, state)
+        self.settings, self.prefix = settings, prefix
+        self.atomic_section, self.interrupter = atomic_section, interrupter
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
         self.token = secrets.token_hex(8)
@@ -107,26 +101,10 @@ class RankHost:
             await_size=0 if hold is None else launch.world_size,
             await_seconds=hold or 0.0,
         )
-        state = State(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            initial_rank=launch.rank,
-            initial_world_size=launch.world_size,
-        )
-        self.faults = RankFaults(page, emitter, state)
         self.releaser = Releaser()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
-
-    @property
-    def state(self) -> State:
-        """Of this rank, in the present iteration."""
-        return self.faults.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.faults.state = state
 
     # -- between two iterations ----------------------------------------------------------------
 
@@ -141,11 +119,8 @@ class RankHost:
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
-        before = self.state.copy(
-            iteration=record.iteration,
-            status=Status.INITIALIZED,
-            store=LazyStore(self.iteration_store.connect),
-        )
+        store = LazyStore(self.iteration_store.connect)
+        before = self.state.copy(iteration=record.iteration, status=Status.INITIALIZED, store=store)
         state = state_in_view(
             record, member, before, self.settings.rank_assignment, self.settings.rank_filter
         )
@@ -193,7 +168,7 @@ class RankHost:
                     self.state = initialize(self.state)
             except Exception as e:  # noqa: BLE001 - a fault of this rank, whatever it is
                 self.error = e
-                return self.faults.own_fault(e, "initialize: ")
+                return self.own_fault(e, "initialize: ")
         self._check_health(None)
         return None
 
@@ -238,7 +213,7 @@ class RankHost:
             watch.left.set()
             with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
                 watch.wait(None)
-        self.faults.sample = None if watch is None else watch.sample
+        self.sample = None if watch is None else watch.sample
         self.state.status = Status.ABORTED
         error, self.error = self.error, None
         train_ex = None if error is None or is_consequence(error) else error
@@ -251,17 +226,6 @@ class RankHost:
         self._check_health(train_ex)
         self.replace_lost_monitor()
 
-    # -- faults ------------------------------------------------------------------------------
-
-    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        return self.faults.fault(iteration, interruption, cause)
-
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.faults.fault_of(iteration, error)
-
-    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
-        return self.faults.testimony(iteration, faults)
-
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         # Only now, when every rank has left: a client of torch that finds no server retries without
         # end, in C++, where no interrupt reaches it.
@@ -270,13 +234,8 @@ class RankHost:
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
         else:
-            log.warning(
-                "restart of iteration %d: rank %d on %s: %s",
-                cause.iteration,
-                cause.rank,
-                cause.host,
-                cause.cause,
-            )
+            where = cause.iteration, cause.rank, cause.host
+            log.warning("restart of iteration %d: rank %d on %s: %s", *where, cause.cause)
 
     def release(self) -> None:
         """Ends the call: breaks the reference cycle of session and host, which would keep all that
@@ -287,10 +246,8 @@ class RankHost:
         self.watch = None
         del self.monitor_thread
 
-    @contextmanager
-    def timing(self, name: str) -> Iterator[object]:
-        with self.emitter.span(BarrierPassed, name=name) as span:
-            yield span
+    def timing(self, name: str) -> AbstractContextManager[object]:
+        return self.emitter.span(BarrierPassed, name=name)
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -309,7 +266,7 @@ class RankHost:
             return Interrupted()
         if isinstance(error, Exception | RankShouldRestart):
             self.error = error
-            return Raised(self.faults.own_fault(error))
+            return Raised(self.own_fault(error))
         raise error
 
     def _check_health(self, train_ex: BaseException | None) -> None:

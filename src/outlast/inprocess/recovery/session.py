@@ -44,8 +44,6 @@ from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.state import State
 
-__all__ = ["run_call"]
-
 _calls = itertools.count()
 _running = threading.Lock()
 

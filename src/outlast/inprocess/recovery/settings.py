@@ -21,8 +21,6 @@ from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.store import PrefixStore, StoreMixin
 from outlast.system.durations import as_timedelta, seconds
 
-__all__ = ["Settings"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
