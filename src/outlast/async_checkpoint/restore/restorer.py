@@ -28,8 +28,7 @@ from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
-from outlast.async_checkpoint.writer.messages import DescribeSnapshots, RemoveFolders
-from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot
+from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
 from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError

@@ -24,11 +24,7 @@ from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueE
 
 
 class Catalog:
-    """The contents of a checkpoint of all ranks, and where they are. It never changes.
-
-    Args:
-        structures: of each rank.
-    """
+    """The contents of a checkpoint of all ranks, and where they are. It never changes."""
 
     def __init__(self, structures: Mapping[int, Structure]) -> None:
         self.structures = dict(structures)

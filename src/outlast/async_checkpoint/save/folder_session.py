@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
-from outlast.async_checkpoint.save.structure_memo import StructureMemo
+from outlast.async_checkpoint.save.structure_exchange import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
@@ -26,18 +26,8 @@ _lock = threading.Lock()
 
 
 class FolderSession:
-    """See the module. One checkpointer uses it at a time.
-
-    Args:
-        url: of the folder.
-        threads: that the writer writes with.
-        linger_s: how long the snapshots outlive this process, in seconds.
-
-    Attributes:
-        owner: the checkpointer that uses it.
-        locked: whether this process holds the folder's lock.
-        identity: of the folder: another folder of the same name has another one.
-        memo: what is remembered of the structure of state dicts.
+    """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
+    snapshots outlive this process. Another folder of the same name has another `identity`.
     """
 
     def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
@@ -57,10 +47,7 @@ class FolderSession:
 
     def sink(self, rank: int) -> Sink | None:
         """The default sink of events: one file for each process, which all its checkpointers for
-        this folder share.
-
-        Args:
-            rank: of the first of them; it is in the name of the file.
+        this folder share. The rank of the first of them is in its name.
         """
         folder = events_folder()
         if self._sink is None and folder:

@@ -28,14 +28,7 @@ _NOT_REMOVED = "old checkpoints could not be removed"
 
 
 class SaveOutcomes:
-    """Handles the outcomes of one rank's saves.
-
-    Args:
-        session: of the folder.
-        keep: which checkpoints stay.
-        policy: tolerates failures, up to a number in a row; without it the first one is raised.
-        emitter: of events.
-    """
+    """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised."""
 
     def __init__(
         self,
@@ -69,14 +62,7 @@ class SaveOutcomes:
                 raise error
 
     def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
-        """Reports a save that has ended, on every rank.
-
-        Args:
-            save: which one.
-            size_bytes: of the checkpoint.
-            error: if it failed.
-            queued: how many saves are still in progress.
-        """
+        """Reports a save that has ended, on every rank. `queued` saves are still in progress."""
         seconds = self._emitter.clock.now() - save.began
         if error is None:
             if self._policy is not None:

@@ -31,10 +31,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.save.commit import commit_of
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.outcomes import SaveOutcomes
-from outlast.async_checkpoint.save.save import ABORTED, Save, error_of, save_name
+from outlast.async_checkpoint.save.save import ABORTED, Save, commit_of, error_of, save_name
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.storage.manifest import Manifest
@@ -68,17 +67,7 @@ class _Committed:
 
 
 class SavePipeline:
-    """One rank's saves.
-
-    Args:
-        session: of the folder.
-        ledger: of the saves: call i is save i.
-        exchange: agrees on structures.
-        snapshotter: takes the snapshots.
-        outcomes: handles what follows a save.
-        clock: of the durations in events.
-        timeout_s: how long to wait for other ranks, in seconds.
-    """
+    """One rank's saves. Call i of `ledger` is save i."""
 
     def __init__(
         self,

@@ -1,17 +1,30 @@
-"""A save in progress, and how its failure is reported."""
+"""A save in progress, how it is committed, and how its failure is reported."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.save.take_snapshot import Snapshot
+from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    checksum,
+    encode,
+    pieces,
+)
 from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.messages import Commit
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_failure import CallFailure
 from outlast.errors import CheckpointError, OutlastError
 
+_METADATA = ".metadata"
 ABORTED = "aborted: it was dropped for all ranks"
 
 
@@ -21,13 +34,9 @@ class Save:
 
     Attributes:
         index: of the save in its checkpointer, the same on all ranks.
-        rank: this one.
-        step, metric: as given to `Checkpointer.save`.
-        snapshot: what is saved.
         agreed: whether the ranks have agreed on the structure already, because it is new.
         catalog: on rank 0, what the checkpoint holds; set once the ranks have agreed.
-        handle: what `Checkpointer.save` returned.
-        began: when it was called.
+        began: when `Checkpointer.save` was called.
         blocked_s: how long the training waited for the snapshot.
     """
 
@@ -71,3 +80,43 @@ def error_of(failure: CallFailure) -> CheckpointError:
     """The error that every rank raises when one has failed."""
     text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
     return CheckpointError(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+
+
+def commit_of(save: Save, parts: Sequence[bytes]) -> tuple[Manifest, Commit]:
+    """The manifest of a save, and the request that commits it, on rank 0; `parts` are what each
+    rank has said of its files.
+
+    Raises:
+        CheckpointError: if a rank has written to another folder.
+    """
+    catalog, save_id = save.catalog, save.snapshot.save_id
+    assert catalog is not None
+    files: dict[str, FileEntry] = {}
+    places = {}
+    for rank, part in enumerate(map(json.loads, parts)):
+        if part["id"] != save_id:
+            raise CheckpointError(f"rank {rank} wrote into another folder: {part['id']}")
+        places[rank] = part["places"]
+        for name, entry in part["files"].items():
+            files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
+    values = catalog.values(places)
+    metadata = catalog.metadata(values)
+    checksums = [checksum(metadata[at : at + n]) for at, n in pieces(len(metadata))]
+    files[_METADATA] = FileEntry(_METADATA, len(metadata), checksums)
+    manifest = Manifest(
+        step=save.step,
+        save_id=save_id,
+        world_size=len(parts),
+        metric=save.metric,
+        chunk_bytes=CHUNK_BYTES,
+        files=files,
+        tensors=catalog.tensors,
+        values=values,
+    )
+    content = encode(manifest)
+    return manifest, Commit(
+        working=save.snapshot.description["working"],
+        final=save.snapshot.description["final"],
+        files=[(_METADATA, len(metadata)), (MANIFEST, len(content))],  # the manifest is the last
+        blob=metadata + content,
+    )

@@ -25,8 +25,12 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import (
 )
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last import Last
-from outlast.async_checkpoint.writer.messages import SnapshotCopied, SnapshotSealed, SnapshotTorn
-from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescription
+from outlast.async_checkpoint.writer.messages import (
+    SnapshotCopied,
+    SnapshotDescription,
+    SnapshotSealed,
+    SnapshotTorn,
+)
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
 
@@ -36,7 +40,6 @@ class Snapshot:
     """One snapshot, complete or being copied beside the training.
 
     Attributes:
-        description: says what it is, for the writer and for a process that finds it in memory.
         values: the pickled values.
         buffer, turn: what it is copied into, and which use of that.
         hashed: whether the copy takes the checksums; the writer does otherwise.
@@ -79,14 +82,7 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes one rank's snapshots.
-
-    Args:
-        session: has the buffers and the writer.
-        optimizers: what only they change is copied beside the training.
-        rank, world_size: of the checkpointer.
-        job: begins the ids of its saves.
-    """
+    """Takes one rank's snapshots. The ids of its saves begin with `job`."""
 
     def __init__(
         self,
@@ -112,15 +108,7 @@ class Snapshotter:
         structure: Structure,
         leaves: Sequence[Any],
     ) -> Snapshot:
-        """A snapshot of `state_dict` as it is now.
-
-        Args:
-            index: of the save.
-            step: of the training.
-            state_dict: what is saved.
-            structure: of it, as the ranks have agreed.
-            leaves: of it.
-        """
+        """A snapshot of `state_dict` as it is now."""
         buffer = self._session.pool.take(structure)
         try:
             snapshot = self._describe(index, step, state_dict, structure, buffer)

@@ -17,8 +17,12 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
-from outlast.async_checkpoint.writer.messages import BufferReused, ReleaseBuffer, SnapshotSealed
-from outlast.async_checkpoint.writer.snapshot_description import SnapshotDescription
+from outlast.async_checkpoint.writer.messages import (
+    BufferReused,
+    ReleaseBuffer,
+    SnapshotDescription,
+    SnapshotSealed,
+)
 from outlast.system.shared_memory import SharedMemory, populate
 
 
@@ -28,10 +32,8 @@ class SnapshotBuffer:
 
     Attributes:
         number: names it in the writer.
-        memory: the memory; none before the first use.
         structure: of the snapshots that it is laid out for.
         targets: views into it, one for each tensor of the structure.
-        busy: whether a save is using it.
         snapshot: describes the sealed snapshot in it, if there is one.
         values: the pickled values of that snapshot.
         copy: the copy into it that may still be running.
@@ -63,11 +65,8 @@ class SnapshotBuffer:
 
 
 class BufferPool:
-    """The buffers for saves, and those taken over from a dead process of this rank.
-
-    Attributes:
-        buffers: for saves.
-        handed_over: with snapshots of the dead process, until there is a newer one.
+    """The buffers for saves, and those that were `handed_over` by a dead process of this rank,
+    until there is a newer snapshot.
     """
 
     def __init__(self, writer: WriterClient) -> None:

@@ -59,10 +59,10 @@ class Chunk:
 def cut(
     files: Sequence[tuple[str, int, int]], places: Sequence[tuple[int, int]], *, all_of_them: bool
 ) -> list[Chunk]:
-    """Cuts files into chunks, and the copies that fill them into parts.
+    """Cuts files (name, offset in the buffer, size) into chunks, and the copies that fill them into
+    parts.
 
     Args:
-        files: name, offset in the buffer and size of each.
         places: offset in the buffer and size of each copy, in ascending order, none empty.
         all_of_them: whether to return chunks that no copy fills too.
     """
@@ -92,7 +92,6 @@ class Chunks:
 
     Args:
         memory: of the buffer; bytes that no copy fills are there before the chunk is filled.
-        chunks: of its files (`cut`).
         sources: the source address of each copy.
         hashed: the size of each file, to take the checksums; `None` if the writer takes them.
     """
@@ -164,14 +163,9 @@ class ChunkCache:
         *,
         hashed: bool,
     ) -> Chunks:
-        """The chunks of a buffer.
-
-        Args:
-            memory: of the buffer.
-            files: name, offset in the buffer and size of each.
-            copies: from contiguous tensors to tensors in the buffer, in the order of these. Tensors
-                without elements have no address, and are left out.
-            hashed: whether to take the checksums.
+        """The chunks of a buffer that holds `files` (name, offset, size). `copies` are from
+        contiguous tensors to tensors in the buffer, in the order of these; tensors without elements
+        have no address, and are left out.
         """
         moved = [(source, to) for source, to in copies if source.nbytes]
         places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]

@@ -19,15 +19,11 @@ _MOST_THREADS = 8  # fewer saturate the memory of a host
 
 
 class EagerCopy:
-    """Fills chunks, with as many threads as torch uses.
+    """Fills chunks, with as many threads as torch uses, and keeps source and target tensors alive.
 
     Each thread takes the next chunk when it is done with one. torch's own copy cuts every tensor
     into equal parts and waits for the slowest one each time: if something else runs on one of the
     cores, such as the writer at the previous save, that takes many times as long.
-
-    Args:
-        copies: source and target tensors, which are kept alive.
-        chunks: of the snapshot, which carry it out.
     """
 
     def __init__(self, copies: Sequence[CopyPair], chunks: Chunks) -> None:

@@ -60,11 +60,7 @@ def copy_by_torch(copies: Sequence[CopyPair]) -> None:
 
 
 class Writes:
-    """The writes to tensors that torch counts, from its creation on.
-
-    Args:
-        sources: the tensors.
-    """
+    """The writes to tensors that torch counts, from its creation on."""
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
         # A tensor made in inference mode has no count, and cannot be written to outside of it.
@@ -87,12 +83,8 @@ class Writes:
 
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
-    """Whether the tensor can be copied beside the training: only an optimizer changes it, and it is
-    contiguous.
-
-    Args:
-        tensor: any tensor.
-        owned: the result of `addresses_of_optimizers`.
+    """Whether the tensor can be copied beside the training: only an optimizer changes it (its
+    address is in `owned`), and it is contiguous.
     """
     return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
 
@@ -121,7 +113,6 @@ class OverlappedCopy:
 
     Args:
         copies: from contiguous tensors in CPU memory to tensors of the same kind.
-        chunks: of the snapshot, which carry the copy out.
         optimizers: whose steps change what is copied.
         sealed: called once, on the thread that calls `seal`, with `None` if the snapshot is
             correct, else with the error.

@@ -87,12 +87,8 @@ class TensorExtent:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of all tensors.
-
-    Attributes:
-        extents: of the tensors, in the given order.
-        files: name, offset in the buffer and size of each; offsets and sizes are whole pages.
-        size_bytes: of the buffer.
+    """The layout of all tensors: `extents` in the order given to `lay_out`, and name, offset in the
+    buffer and size of each file, in whole pages.
     """
 
     extents: list[TensorExtent]

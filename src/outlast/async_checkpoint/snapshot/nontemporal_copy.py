@@ -21,11 +21,7 @@ Move = Callable[[int, int, int], object]
 
 
 def load(library: Path) -> tuple[Move, bool]:
-    """The copy function, and whether it is that of `library`.
-
-    Args:
-        library: the compiled file, which may be missing.
-    """
+    """The copy function, and whether it is that of the compiled file, which may be missing."""
     # A call through CDLL releases the GIL.
     function, own = ctypes.CDLL(None).memmove, False
     if library.exists():

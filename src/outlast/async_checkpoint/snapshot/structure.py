@@ -30,17 +30,9 @@ def values_file(rank: int) -> str:
 
 
 class Structure:
-    """The parts of a state dict that this rank saves.
-
-    Args:
-        items: the parts that this rank has.
-        keys: the keys of the parts that it saves.
-        rank: this rank.
-
-    Attributes:
-        tensors, values: the parts that it saves.
-        layout: of the tensors.
-        index: what the parts are and where, as JSON, for a process that takes the snapshot over.
+    """The parts of a state dict that this rank saves: `tensors` and `values`, those of `items` with
+    one of `keys`. `index` says what they are and where, as JSON, for a process that takes the
+    snapshot over.
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
@@ -93,9 +85,7 @@ class Structure:
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of a state dict, one for each of `tensors`: this rank's part of each.
-
-        Args:
-            leaves: of the state dict (`signature_and_leaves`).
+        `leaves` are those of `signature_and_leaves`.
         """
         return [
             # A plain tensor has the planned shape, which is in the signature.

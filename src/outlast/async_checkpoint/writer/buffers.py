@@ -6,11 +6,46 @@ import dataclasses
 import threading
 from typing import Any
 
-from outlast.async_checkpoint.writer.copy_progress import CopyProgress
 from outlast.async_checkpoint.writer.handover import HandedOver
-from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, SnapshotDescription
+from outlast.async_checkpoint.writer.messages import HeldSnapshot, SnapshotDescription
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.system.shared_memory import SharedMemory
+
+
+class CopyProgress:
+    """The progress of the copy of one snapshot: the writer writes during the copy.
+
+    When a writer dies, what it knew of copies is lost. The main process sends `SnapshotSealed` and
+    `SnapshotTorn` again to its replacement, so no wait for a copy lasts forever.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._upto = 0
+        self._torn = False
+
+    def reached(self, upto: int) -> None:
+        """Every byte of the buffer before `upto` is final."""
+        with self._changed:
+            self._upto = max(self._upto, upto)
+            self._changed.notify_all()
+
+    def tear(self) -> None:
+        """The copy will not be completed."""
+        with self._changed:
+            self._torn = True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Has every `wait_for` check its conditions again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, upto: int, dropped: threading.Event) -> bool:
+        """Waits until the copy has reached `upto`; `False` if it never will, or was dropped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._upto >= upto or self._torn or dropped.is_set())
+            return self._upto >= upto and not self._torn and not dropped.is_set()
 
 
 @dataclasses.dataclass
@@ -18,10 +53,9 @@ class HeldBuffer:
     """One buffer and the snapshot in it.
 
     Attributes:
-        memory: the shared memory; none before it was handed over.
+        memory: none before it was handed over.
         index: describes what a snapshot in it holds, and where.
-        snapshot: of a sealed snapshot: what it is.
-        values: its pickled values.
+        snapshot: the sealed snapshot, and `values`, its pickled values.
         written: the save that was last written from it, and the checksums that were taken then.
         progress: of the copies into it, by save.
     """

@@ -42,11 +42,7 @@ A = TypeVar("A", bound=Message)
 
 
 class WriterFailed(CheckpointError):
-    """A request to the writer failed, or the writer was lost.
-
-    Attributes:
-        remote_traceback: of the error in the writer.
-    """
+    """A request to the writer failed, with this traceback in the writer, or the writer was lost."""
 
     def __init__(self, cause: str, remote_traceback: str = "") -> None:
         super().__init__(cause)
@@ -54,11 +50,7 @@ class WriterFailed(CheckpointError):
 
 
 class WriterClient:
-    """Starts the writer process, and talks to it.
-
-    Args:
-        config: of `writer.main`: url, threads, linger_s, launcher.
-    """
+    """Starts the writer process with `config` (url, threads, linger_s, launcher); talks to it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = {**config, "main": os.getpid()}
@@ -106,12 +98,8 @@ class WriterClient:
                 self._process = process
 
     def share(self, number: int, memory: SharedMemory, index: bytes) -> None:
-        """Shares a buffer with the writer, in place of the one of that number.
-
-        Args:
-            number: names it.
-            memory: the memory.
-            index: what a snapshot in it holds, and where (`Structure.index`).
+        """Shares a buffer with the writer, in place of the one of that number. `index` says what a
+        snapshot in it holds, and where (`Structure.index`).
         """
         with self._starting:
             self._buffers[number] = (memory, index)
@@ -140,11 +128,9 @@ class WriterClient:
                 process.channel.send(encode(message))
 
     def await_idle(self, timeout: float) -> None:
-        """Waits for the request in progress. A writer that does not answer in time, because its
-        disk does not, is killed and will be replaced: the buffers are mapped here too.
-
-        Args:
-            timeout: in seconds.
+        """Waits for the request in progress, for `timeout` seconds. A writer that does not answer
+        in time, because its disk does not, is killed and will be replaced: the buffers are mapped
+        here too.
         """
         if self._requesting.acquire(timeout=timeout):
             self._requesting.release()
@@ -199,10 +185,8 @@ class WriterClient:
         return answer
 
     def close(self, timeout: float) -> None:
-        """Ends the writer process; what it is writing and its snapshots are lost.
-
-        Args:
-            timeout: in seconds, until it is killed.
+        """Ends the writer process, after `timeout` seconds with a kill; what it is writing and its
+        snapshots are lost.
         """
         self.tell(Goodbye())
         with self._starting:

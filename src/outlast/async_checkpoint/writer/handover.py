@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot
+from outlast.async_checkpoint.writer.messages import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.waiting import readable
 
@@ -38,10 +38,8 @@ class HandedOver:
 
 
 def private_folder(folder: Path) -> Path:
-    """Makes `folder` for this user alone, or checks that it is that.
-
-    Raises:
-        PermissionError: if it belongs to another user, is a link, or is open to others.
+    """Makes `folder` for this user alone; raises `PermissionError` if it belongs to another user,
+    is a link, or is open to others.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -52,12 +50,9 @@ def private_folder(folder: Path) -> Path:
 
 
 def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | None) -> None:
-    """Waits for a replacement of the main process, and hands it all snapshots.
-
-    Args:
-        snapshots: without any, it does not wait.
-        linger_s: seconds to wait.
-        launcher: pidfd of the process that would start a replacement; `None` if it is gone.
+    """Waits for a replacement of the main process, for `linger_s` seconds, and hands it all
+    snapshots. `launcher` is the pidfd of the process that would start one; without it, or without
+    snapshots, it does not wait.
     """
     if not snapshots or launcher is None:
         return

@@ -1,8 +1,9 @@
-"""The messages between the main process and its writer: one class for each operation.
+"""The messages between the main process and its writer, and the description of a snapshot in them.
 
-A notification (`Message`) has no answer. A `Request[A]` is answered by one `A`, or by
-`SaveDropped` or `RequestFailed`. On the channel, a message is a line of JSON (the name of its
-class, its fields, the number of the request) followed by `blob`, the bytes that belong to it.
+There is one message class for each operation. A notification (`Message`) has no answer. A
+`Request[A]` is answered by one `A`, or by `SaveDropped` or `RequestFailed`. On the channel, a
+message is a line of JSON (the name of its class, its fields, the number of the request) followed by
+`blob`, the bytes that belong to it.
 
 Nothing here imports torch: the writer process runs without it.
 """
@@ -10,12 +11,54 @@ Nothing here imports torch: the writer process runs without it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
-from outlast.async_checkpoint.writer.snapshot_description import HeldSnapshot, SnapshotDescription
 from outlast.system.channel import pack, unpack
 
 A = TypeVar("A", bound="Message")
+
+
+class _Outcome(TypedDict, total=False):
+    files: dict[str, dict[str, Any]] | None
+    committed: bool
+
+
+class SnapshotDescription(_Outcome):
+    """One snapshot, in JSON: the writer keeps it, a replacement process reads it.
+
+    Attributes:
+        number: counts the saves of its checkpointer.
+        save_id: identifies the save; the same on all ranks.
+        folder_id: identifies the folder of checkpoints.
+        working, final: the folder of the checkpoint, before and after the commit.
+        layout: name, offset in the buffer and size of each file of tensors.
+        values: the file of the pickled values; empty if there are none.
+        places: offset and size of each value in that file.
+        socket: where the writer waits for a replacement of the main process.
+        files: `size_bytes` and `checksums` of each file, once they are known.
+    """
+
+    step: int
+    number: int
+    save_id: str
+    folder_id: str
+    rank: int
+    world_size: int
+    working: str
+    final: str
+    layout: list[tuple[str, int, int]]
+    values: str
+    places: list[list[int]]
+    socket: str
+
+
+class HeldSnapshot(SnapshotDescription):
+    """A snapshot in memory, as listed by the writer: with the number of its buffer, and what it
+    holds and where (`Structure.index`).
+    """
+
+    buffer: int
+    index: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,13 +194,9 @@ class BeginSave(Request[Done]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteSnapshot(Request[FilesWritten]):
-    """Writes the files of a snapshot, and makes them durable; `blob` holds its pickled values.
-
-    Attributes:
-        folder: where to.
-        files: name, first byte in the buffer and size of each.
-        values_file: the file of the values; empty if there are none.
-        hashed: whether the main process takes the checksums.
+    """Writes the files (name, first byte in the buffer, size) of a snapshot into a folder, durably.
+    `blob` holds its pickled values, for `values_file`; that is empty if there are none. `hashed`:
+    the main process takes the checksums.
     """
 
     buffer: int
@@ -170,12 +209,8 @@ class WriteSnapshot(Request[FilesWritten]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Commit(Request[Done]):
-    """Makes a checkpoint visible.
-
-    Attributes:
-        working, final: its folder before and after.
-        files: name and size of each file that is written first, in order; their contents are in
-            `blob`. The last of them is the manifest.
+    """Makes a checkpoint visible. `files` (name, size), whose contents are in `blob`, are written
+    first, in order: the last is the manifest.
     """
 
     working: str

@@ -51,10 +51,9 @@ def write_files(
     hashes: bool = True,
     make_room: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes files into `folder`, and returns when they are durable.
+    """Writes files into `folder`, which is created, and returns when they are durable.
 
     Args:
-        storage, folder: where to write; the folder is created.
         memory, files: the buffer, and the files in it.
         small: content of other files, by name.
         threads: how many pieces are written at once.
