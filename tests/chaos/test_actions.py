@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from outlast.chaos import Kind, fire
-from outlast.chaos.memory import HEADROOM_BYTES
+from outlast.chaos.actions import HEADROOM_BYTES
 from outlast.errors import ChaosError
 from procs import NET_S, Job
 
@@ -42,7 +42,7 @@ try:
     chaos.fire(kind, monitor_pid=monitor and monitor.pid)
 except MemoryError as error:
     unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    again = len(bytes(2 * chaos.memory.HEADROOM_BYTES))
+    again = len(bytes(2 * chaos.actions.HEADROOM_BYTES))
     say("refused", message=str(error), cause=type(error.__cause__).__name__, unlimited=unlimited)
 say("after", monitor=monitor and monitor.wait())
 """

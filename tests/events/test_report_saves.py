@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.events.report import build
-from outlast.events.report.save_summary import describe_saves
+from outlast.events.report.sentences import describe_saves
 from outlast.events.types import (
     CheckpointCommitted,
     CheckpointFailed,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from outlast.chaos.kinds import Kind
-from outlast.chaos.memory import exhaust_memory
 from outlast.errors import ChaosError
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 UNSENT_TAG = 0x6F75_7461
 """Tag of the message that `HANG_COLLECTIVE` waits for, and that no rank sends."""
 
+HEADROOM_BYTES = 256 * 2**20
+"""The maximum that is allocated before allocation fails."""
+
+_CHUNK_BYTES = 8 * 2**20
 _A_LONG_TIME_S = 1e6
 
 
@@ -56,21 +62,40 @@ def fire(
         _ACTIONS[kind]()
 
 
-def _system_exit() -> NoReturn:
-    raise SystemExit(1)
-
-
 def _send_self(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def _segfault() -> None:
-    ctypes.string_at(0)
+def _exhaust_memory() -> NoReturn:
+    """Allocates until allocation fails, frees all of it, and raises the `MemoryError`.
+
+    The machine is not harmed: the process limits its own address space (`RLIMIT_AS`, the soft limit
+    only) slightly above what it uses, then allocates, and writes to, the rest. The failure is real,
+    and can hit every thread of the process while it lasts.
+    """
+    previous = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + HEADROOM_BYTES
+    if previous[0] != resource.RLIM_INFINITY:
+        limit = min(limit, previous[0])
+    chunks: list[bytes] = []
+    resource.setrlimit(resource.RLIMIT_AS, (limit, previous[1]))
+    try:
+        while True:
+            chunks.append(b"\xff" * _CHUNK_BYTES)  # written, so that pages are really allocated
+    except MemoryError as error:
+        taken = len(chunks) * _CHUNK_BYTES
+        # Otherwise the traceback of the new exception would keep them.
+        chunks.clear()
+        raise MemoryError(f"a planned MemoryError after {taken} bytes") from error
+    finally:
+        chunks.clear()
+        resource.setrlimit(resource.RLIMIT_AS, previous)
 
 
 def _oom_kill() -> None:
     try:
-        exhaust_memory()
+        _exhaust_memory()
     except MemoryError:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,14 +141,14 @@ def _kill_monitor(pid: int | None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-_ACTIONS: dict[Kind, Callable[[], None]] = {
-    Kind.SYSTEM_EXIT: _system_exit,
+_ACTIONS: dict[Kind, Callable[[], object]] = {
+    Kind.SYSTEM_EXIT: lambda: sys.exit(1),
     Kind.SIGKILL: _send_self(signal.SIGKILL),
     Kind.SIGTERM: _send_self(signal.SIGTERM),
     Kind.SIGSTOP: _send_self(signal.SIGSTOP),
-    Kind.SEGFAULT: _segfault,
+    Kind.SEGFAULT: lambda: ctypes.string_at(0),
     Kind.ABORT: os.abort,
-    Kind.OUT_OF_MEMORY: exhaust_memory,
+    Kind.OUT_OF_MEMORY: _exhaust_memory,
     Kind.OOM_KILL: _oom_kill,
     Kind.HANG_GIL: _hang_gil,
     Kind.HANG: _hang,

@@ -80,10 +80,8 @@ class MarkerDirectory:
             fd = os.open(self.path / key, flags, 0o600)
         except FileExistsError:
             return False
-        try:
-            os.write(fd, json.dumps(record).encode())
-        finally:
-            os.close(fd)
+        with open(fd, "wb", buffering=0) as file:
+            file.write(json.dumps(record).encode())
         return True
 
     def release(self, key: str) -> None:
@@ -128,19 +126,18 @@ def _identity(pid: int) -> str:
 
 
 def _make_private_directory(path: Path) -> None:
+    refused = "cannot be the directory of fired faults"
     try:
         path.mkdir(mode=0o700, parents=False, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ChaosError(
-            f"{path}: cannot be the directory of fired faults: {error.strerror}"
-        ) from error
+        raise ChaosError(f"{path}: {refused}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise ChaosError(f"{path}: cannot be the directory of fired faults: it is a link")
+        raise ChaosError(f"{path}: {refused}: it is a link")
     if status.st_uid != os.getuid():
-        raise ChaosError(f"{path}: cannot be the directory of fired faults: another user owns it")
+        raise ChaosError(f"{path}: {refused}: another user owns it")
     if status.st_mode & 0o022:
-        raise ChaosError(f"{path}: cannot be the directory of fired faults: others can write to it")
+        raise ChaosError(f"{path}: {refused}: others can write to it")
 
 
 def _by_time(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

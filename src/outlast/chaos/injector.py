@@ -19,7 +19,7 @@ from outlast.chaos.actions import fire
 from outlast.chaos.environment import Environment
 from outlast.chaos.fired import FiredFaults, MarkerDirectory, job_directory
 from outlast.chaos.kinds import Kind
-from outlast.chaos.plan import Moment, Plan, PlannedFault
+from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.clock import Clock, MonotonicClock
 
 log = logging.getLogger(__name__)
@@ -29,28 +29,18 @@ class ObservedState(Protocol):
     """The part of `inprocess.State` that an injector reads."""
 
     @property
-    def rank(self) -> int:
-        """The rank in this iteration."""
-        ...
+    def rank(self) -> int: ...
 
 
 class ObservedCall(Protocol):
     """The part of `inprocess.CallWrapper` that an injector reads."""
 
     @property
-    def iteration(self) -> int:
-        """The iteration of the restart wrapper."""
-        ...
-
+    def iteration(self) -> int: ...
     @property
-    def state(self) -> ObservedState:
-        """The state of this rank."""
-        ...
-
+    def state(self) -> ObservedState: ...
     @property
-    def monitor_pid(self) -> int | None:
-        """The pid of the rank's monitor process."""
-        ...
+    def monitor_pid(self) -> int | None: ...
 
 
 class Injector:
@@ -92,8 +82,6 @@ class Injector:
         self._closed = threading.Event()
         self._timer: threading.Thread | None = None
 
-    # ---------------------------------------------------------------------------- position
-
     def step(self, step: int, *, rank: int | None = None, iteration: int | None = None) -> None:
         """Reports the script's current step, and fires the faults that are due.
 
@@ -126,11 +114,9 @@ class Injector:
             self._step = pings
         self._fire_due(is_step=not self._own_steps)
 
-    # ------------------------------------------------------------------------------- timer
-
     def start_timer(self) -> None:
         """Starts the timer thread, if the plan has faults that it may fire."""
-        if self._timer is None and any(map(self._timer_may_fire, self.plan.faults)):
+        if self._timer is None and any(map(_timer_may_fire, self.plan.faults)):
             self._timer = threading.Thread(
                 target=self._run_timer, name="outlast-chaos-timer", daemon=True
             )
@@ -143,55 +129,38 @@ class Injector:
             self._timer.join()
 
     def _run_timer(self) -> None:
-        times = {
-            fault.after_seconds: None
-            for fault in self.plan.faults
-            if fault.after_seconds is not None and self._timer_may_fire(fault)
-        }
-        for seconds in sorted(times):
+        faults = filter(_timer_may_fire, self.plan.faults)
+        for seconds in sorted({fault.after_seconds or 0.0 for fault in faults}):
             while (left := seconds - self._seconds()) > 0:
                 if self._closed.wait(left):
                     return
             # A fault that also has a step or an iteration may not be due: the main thread fires it.
             self._fire_due(is_step=False, from_timer=True)
 
-    @staticmethod
-    def _timer_may_fire(fault: PlannedFault) -> bool:
-        return fault.after_seconds is not None and not fault.kind.needs_main_thread
-
-    # ------------------------------------------------------------------------------ firing
-
     def _seconds(self) -> float:
         return self._clock.now() - self._start
 
-    def _moment(self) -> Moment | None:
+    def _fire_due(self, *, is_step: bool, from_timer: bool = False) -> None:
         if self._rank is None:
-            return None
-        return Moment(
+            return
+        moment = Moment(
             rank=self._rank, iteration=self._iteration, step=self._step, seconds=self._seconds()
         )
-
-    def _fire_due(self, *, is_step: bool, from_timer: bool = False) -> None:
-        moment = self._moment()
-        if moment is None:
-            return
         for index, fault in enumerate(self.plan.faults):
-            allowed = not from_timer or self._timer_may_fire(fault)
+            allowed = not from_timer or _timer_may_fire(fault)
             if allowed and fault.due(moment):
                 self._fire(f"planned-{index}", fault.kind, moment)
         if is_step and self.plan.random is not None:
-            kind = self.plan.random.draw(moment)
-            if kind is not None:
-                self._fire_random(kind, moment)
+            self._fire_random(self.plan.random, moment)
 
-    def _fire_random(self, kind: Kind, moment: Moment) -> None:
-        assert self.plan.random is not None
+    def _fire_random(self, faults: RandomFaults, moment: Moment) -> None:
         # One marker for the draw, which a second call of the wrapper would repeat, and one of
         # `max_faults` markers for the fault.
         draw = f"draw-{moment.rank}-{moment.iteration}-{moment.step}"
-        if not self.fired.claim(draw, {}):
+        kind = faults.draw(moment)
+        if kind is None or not self.fired.claim(draw, {}):
             return
-        for number in range(self.plan.random.max_faults):
+        for number in range(faults.max_faults):
             if self._fire(f"random-{number}", kind, moment):
                 return
 
@@ -227,3 +196,7 @@ class Injector:
             "pid": os.getpid(),
             "time": self._clock.now(),
         }
+
+
+def _timer_may_fire(fault: PlannedFault) -> bool:
+    return fault.after_seconds is not None and not fault.kind.needs_main_thread

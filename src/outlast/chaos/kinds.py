@@ -42,13 +42,8 @@ class Kind(str, enum.Enum):
     @property
     def needs_main_thread(self) -> bool:
         """Whether it only has its effect in the thread that runs the training function."""
-        return self in (
-            Kind.EXCEPTION,
-            Kind.SYSTEM_EXIT,
-            Kind.OUT_OF_MEMORY,
-            Kind.HANG,
-            Kind.HANG_COLLECTIVE,
-        )
+        raised = (Kind.EXCEPTION, Kind.SYSTEM_EXIT, Kind.OUT_OF_MEMORY)
+        return self in (*raised, Kind.HANG, Kind.HANG_COLLECTIVE)
 
     def __str__(self) -> str:
         return self.value

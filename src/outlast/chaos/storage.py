@@ -16,7 +16,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -66,7 +66,8 @@ class Full:
         self.used_bytes += min(free, len(write.data))
         if len(write.data) <= free:
             return write
-        return _cut(write, free, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), write.name))
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), write.name)
+        return replace(write, data=write.data[:free], error=error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Torn:
         if len(write.data) <= free or not fnmatch.fnmatch(write.name, self.files):
             return write
         error = OSError(errno.EIO, os.strerror(errno.EIO), write.name)
-        return _cut(write, free, None if self.silently else error)
+        return replace(write, data=write.data[:free], error=None if self.silently else error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class Flipped:
             return write
         data = bytearray(write.data)
         data[index] ^= 0xFF
-        return Write(write.name, write.offset, bytes(data), write.error)
+        return replace(write, data=bytes(data))
 
 
 class FaultyStorage:
@@ -198,7 +199,3 @@ def truncate(path: str | os.PathLike[str], size: int) -> None:
     if not 0 <= size <= old:
         raise ValueError(f"{os.fspath(path)} has {old} bytes: cannot be truncated to {size}")
     os.truncate(path, size)
-
-
-def _cut(write: Write, length: int, error: OSError | None) -> Write:
-    return Write(write.name, write.offset, write.data[:length], error)

@@ -6,7 +6,7 @@ Where to find what::
     config/             the options of `outlast run`, and the checked job specification
     agent/              the process that watches the workers: `decisions` (what follows from a
                         death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
-                        end), `job_summary` (exit code and last lines)
+                        end), `death_log` (and with it exit code and summary)
     workers/            a worker process, how it is started, the group of all workers
     output/             the output of the workers and the launcher's console
     processes/          reaping, ending helpers, killing orphans of a killed launcher

@@ -36,19 +36,12 @@ def orphan_killer_environment() -> dict[str, str]:
 
 
 def worker_environment(
-    job: JobSpec,
-    *,
-    local_rank: int,
-    attempt: int,
-    replacement: int,
-    port: int,
-    error_file: Path,
+    job: JobSpec, *, local_rank: int, attempt: int, replacement: int, port: int, error_file: Path
 ) -> dict[str, str]:
     """The complete environment of one worker.
 
     Args:
-        job: the job.
-        local_rank: of the worker; also its rank, since a job has one node.
+        local_rank: also the rank, since a job has one node.
         attempt: number of restarts of all workers so far.
         replacement: number of replacements of this rank in this attempt.
         port: of the launcher's store.

@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from outlast.clock import Clock, MonotonicClock
 
@@ -87,12 +87,7 @@ class EventLoop:
             self._cleanup = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
     def watch(self, fd: int, events: int, callback: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
-from outlast.launch.agent.job_summary import (
+from outlast.launch.agent.death_log import (
     Death,
     exit_code,
     failure_times,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.launch.config.backoff import BackOff
+from outlast.launch.config.job_spec import BackOff
 
 POLICY = BackOff(first_s=1.0, limit_s=60.0, soon_s=10.0)
 LIFETIMES = st.lists(st.floats(0, 1e6), max_size=2000)

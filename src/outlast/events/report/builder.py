@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from outlast.events.report.call_history import CallHistory, exits_of
 from outlast.events.report.log_reader import TORN_LINE
-from outlast.events.report.model import HostTime, Party, Report, Restart
+from outlast.events.report.model import HostTime, Party, Report, Restart, Saves
 from outlast.events.report.phases import measure_phases, productive_time
-from outlast.events.report.save_summary import summarize_saves
 from outlast.events.report.split_calls import split_calls
 from outlast.events.types import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    CheckpointRestored,
     Completed,
     Entered,
     Event,
@@ -56,7 +60,7 @@ def build(events: Iterable[Event]) -> Report:
         monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
-        saves=summarize_saves(events),
+        saves=_summarize_saves(events),
     )
 
 
@@ -67,7 +71,7 @@ def _restarts(call: CallHistory) -> list[Restart]:
         seen = [event for event in call.during(iteration) if isinstance(event, Seen)]
         if not faults and not seen and iteration + 1 not in call.views:
             continue
-        moment = faults[0] if faults else (seen[0] if seen else _first_of(call, iteration + 1))
+        moment = next(iter((*faults, *seen, *call.views.get(iteration + 1, {}).values())))
         causes = [call.cause(fault) for fault in faults]
         joined, lost = call.joined(iteration), call.lost(iteration)
         if joined and not lost and all(cause.consequence for cause in causes):
@@ -87,17 +91,11 @@ def _restarts(call: CallHistory) -> list[Restart]:
                 world_size_after=call.world_size(iteration + 1),
                 resumed=any(isinstance(e, Entered) for e in call.during(iteration + 1)),
                 swallowed=tuple(
-                    event.where
-                    for event in call.during(iteration)
-                    if isinstance(event, InterruptSwallowed)
+                    e.where for e in call.during(iteration) if isinstance(e, InterruptSwallowed)
                 ),
             )
         )
     return found
-
-
-def _first_of(call: CallHistory, iteration: int) -> Event:
-    return next(iter(call.views[iteration].values()))
 
 
 def _hosts(calls: Sequence[CallHistory]) -> tuple[HostTime, ...]:
@@ -125,4 +123,25 @@ def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
         for call in calls
         for event in call.events
         if isinstance(event, Joined) and event.member not in placed
+    )
+
+
+def _summarize_saves(events: Iterable[Event]) -> Saves | None:
+    """The checkpoints in an event log; `None` if there are no events of checkpoints."""
+    own = [event for event in events if event.rank == 0]
+    done = [event for event in own if isinstance(event, CheckpointCommitted)]
+    failed = [event for event in own if isinstance(event, CheckpointFailed)]
+    restored = [event for event in own if isinstance(event, CheckpointRestored)]
+    skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
+    if not (done or failed or restored or skipped):
+        return None
+    return Saves(
+        committed=len(done),
+        size_bytes=max(done, key=lambda e: e.time).size_bytes if done else 0,
+        blocked_median=statistics.median(e.blocked_seconds for e in done) if done else 0.0,
+        blocked_worst=max((e.blocked_seconds for e in done), default=0.0),
+        durable_median=statistics.median(e.seconds for e in done) if done else 0.0,
+        failed=tuple((e.step, e.cause) for e in failed),
+        restored=tuple((e.step, e.source) for e in restored),
+        passed_over=tuple((e.step, e.cause) for e in skipped),
     )

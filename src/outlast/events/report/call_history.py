@@ -42,7 +42,6 @@ class CallHistory:
 
     Args:
         number: of the call in the run, from 0.
-        events: of this call.
         origins: the time of the first event of each host.
         exits: the result of `exits_of` for the whole run.
 

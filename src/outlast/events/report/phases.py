@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from outlast.events.report.call_history import CallHistory
 from outlast.events.report.model import Phases
@@ -28,18 +28,24 @@ def measure_phases(call: CallHistory, iteration: int, fault: Fault | None) -> Ph
     """Measures the restart that ended `iteration`; `fault` is its first cause."""
     windows = [call.recovery(member, iteration) for member in call.survivors(iteration)]
     total, from_seen = _total(call, windows, iteration, fault)
-    term = [_seconds(window, BarrierPassed, "term") for window in windows]
-    start = [_seconds(window, BarrierPassed, "start") for window in windows]
+
+    def longest(kind: type[Timed]) -> float | None:
+        return max(_known(_seconds(window, kind) for window in windows), default=None)
+
+    def last_to_arrive(name: str) -> float | None:
+        seconds = (_seconds(window, BarrierPassed, name) for window in windows)
+        return min(_known(seconds), default=None)
+
     return Phases(
         detection=_detection(windows, fault),
-        abort=_longest(_seconds(window, AbortDone) for window in windows),
-        interrupt=_longest(_interrupt(window) for window in windows),
-        finalize=_longest(_seconds(window, FinalizeDone) for window in windows),
-        health_check=_longest(_seconds(window, HealthCheckDone) for window in windows),
-        termination_barrier=_shortest(term),
-        assignment=_longest(_seconds(window, Assigned) for window in windows),
-        start_barrier=_shortest(start),
-        initialize=_longest(_seconds(window, InitializeDone) for window in windows),
+        abort=longest(AbortDone),
+        interrupt=max(_known(map(_interrupt, windows)), default=None),
+        finalize=longest(FinalizeDone),
+        health_check=longest(HealthCheckDone),
+        termination_barrier=last_to_arrive("term"),
+        assignment=longest(Assigned),
+        start_barrier=last_to_arrive("start"),
+        initialize=longest(InitializeDone),
         total=total,
         total_from_seen=from_seen,
     )
@@ -82,12 +88,9 @@ def _productive(events: Iterable[Event], host: str, end: float) -> float:
 def _detection(windows: list[list[Event]], fault: Fault | None) -> float | None:
     if fault is None:
         return None
-    seen = [_first(window, Seen) for window in windows]
-    return _longest(
-        max(0.0, event.time - fault.time)
-        for event in seen
-        if event is not None and event.host == fault.host
-    )
+    seen = (_first(window, Seen) for window in windows)
+    here = [event.time for event in seen if event is not None and event.host == fault.host]
+    return max(0.0, max(here) - fault.time) if here else None
 
 
 def _interrupt(window: list[Event]) -> float | None:
@@ -128,9 +131,5 @@ def _seconds(window: list[Event], kind: type[Timed], name: str = "") -> float | 
     return sum(found) if found else None
 
 
-def _longest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _shortest(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+def _known(values: Iterable[float | None]) -> Iterator[float]:
+    return (value for value in values if value is not None)

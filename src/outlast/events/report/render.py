@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
@@ -19,11 +19,11 @@ from rich.text import Text
 
 from outlast.events.report.builder import build
 from outlast.events.report.log_reader import load
-from outlast.events.report.model import Party, Phases, Report, Restart
-from outlast.events.report.save_summary import describe_saves
+from outlast.events.report.model import Party, Report, Restart
 from outlast.events.report.sentences import (
     cause_text,
     describe_restart,
+    describe_saves,
     duration,
     one_line,
     plural,
@@ -31,18 +31,18 @@ from outlast.events.report.sentences import (
     share,
 )
 
-_PHASES: tuple[tuple[str, Callable[[Phases], float | None]], ...] = (
-    ("detect", lambda phases: phases.detection),
-    ("abort", lambda phases: phases.abort),
-    ("leave", lambda phases: phases.interrupt),
-    ("finalize", lambda phases: phases.finalize),
-    ("health", lambda phases: phases.health_check),
-    ("term", lambda phases: phases.termination_barrier),
-    ("assign", lambda phases: phases.assignment),
-    ("start", lambda phases: phases.start_barrier),
-    ("init", lambda phases: phases.initialize),
-    ("total", lambda phases: phases.total),
-)
+_PHASES = {
+    "detect": "detection",
+    "abort": "abort",
+    "leave": "interrupt",
+    "finalize": "finalize",
+    "health": "health_check",
+    "term": "termination_barrier",
+    "assign": "assignment",
+    "start": "start_barrier",
+    "init": "initialize",
+    "total": "total",
+}
 
 
 def to_json(report: Report) -> str:
@@ -100,6 +100,8 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
     table.add_column("ranks", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
+        seconds = restart.phases.total
+        total = "-" if seconds is None else duration(seconds)
         table.add_row(
             str(number),
             f"{restart.at:.3f} s",
@@ -107,7 +109,7 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
             _ranks(restart.lost),
             _ranks(restart.joined),
             f"{restart.world_size_before} → {restart.world_size_after or '-'}",
-            _total(restart.phases) if restart.resumed else Text("ended", style="bold red"),
+            total if restart.resumed else Text("ended", style="bold red"),
         )
     return table
 
@@ -115,11 +117,11 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
 def _phase_table(restarts: Iterable[Restart]) -> Table:
     table = _table("Duration of each phase (of the slowest survivor, in ms)")
     table.add_column("#", justify="right", no_wrap=True)
-    for name, _ in _PHASES:
+    for name in _PHASES:
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
     for number, restart in enumerate(restarts, start=1):
-        values = [_milliseconds(get(restart.phases)) for _, get in _PHASES]
-        table.add_row(str(number), *values)
+        seconds = (getattr(restart.phases, field) for field in _PHASES.values())
+        table.add_row(str(number), *map(_milliseconds, seconds))
     table.caption = "leave: from the end of the abort; term, start: barriers, of the last to arrive"
     return table
 
@@ -170,10 +172,6 @@ def _ending(report: Report) -> list[str]:
 
 def _ranks(parties: Iterable[Party]) -> str:
     return ", ".join(str(party.rank) for party in parties) or "-"
-
-
-def _total(phases: Phases) -> str:
-    return "-" if phases.total is None else duration(phases.total)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,11 +1,11 @@
-"""The sentences of a report: what failed in a restart, and what followed."""
+"""The sentences of a report: what failed in a restart, what followed, the checkpoints."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-from outlast.events.report.model import Cause, Party, Restart
+from outlast.events.report.model import Cause, Party, Restart, Saves
 
 _FAILURES = {
     "EXCEPTION": "raised an exception",
@@ -92,6 +92,28 @@ def describe_restart(restart: Restart) -> list[str]:
         )
     else:
         sentences.append(f"{plural(restart.world_size_after, 'rank')} back in the function.")
+    return sentences
+
+
+def describe_saves(saves: Saves) -> list[str]:
+    """Sentences about the checkpoints."""
+    sentences = []
+    if saves.committed:
+        sentences.append(
+            f"{plural(saves.committed, 'checkpoint')} of {saves.size_bytes / 1e6:.3g} MB "
+            f"committed: each blocked training for {duration(saves.blocked_median)} (median; "
+            f"{duration(saves.blocked_worst)} at worst) and was durable after "
+            f"{duration(saves.durable_median)}."
+        )
+    if saves.failed:
+        steps = ", ".join(str(step) for step, _ in saves.failed)
+        sentences.append(f"Failed on all ranks, not committed: step {steps}.")
+    if saves.passed_over:
+        steps = ", ".join(str(step) for step, _ in saves.passed_over)
+        sentences.append(f"Damaged, skipped by a restore: step {steps}.")
+    if saves.restored:
+        each = ", ".join(f"step {step} from {source}" for step, source in saves.restored)
+        sentences.append(f"Restored: {each}.")
     return sentences
 
 

@@ -24,7 +24,7 @@ import signal
 import time
 
 from outlast.clock import Clock
-from outlast.launch.agent import job_summary
+from outlast.launch.agent import death_log
 from outlast.launch.agent.death_log import DeathLog
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.agent.replacement import Replacements
@@ -33,11 +33,12 @@ from outlast.launch.agent.shutdown import Shutdown
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.processes.descendants import (
     LINGER_S,
+    ended_children,
     kill_descendants,
     kill_group,
+    reap,
     terminate_group,
 )
-from outlast.launch.processes.reaping import ended_children, reap
 from outlast.launch.workers.worker import Worker
 from outlast.system.exit_text import exit_text
 
@@ -54,12 +55,7 @@ class Phase(enum.Enum):
 
 
 class Agent:
-    """Runs one job, once, in the main thread of a process that does nothing else.
-
-    Args:
-        job: the job to run.
-        clock: for grace times and back-off.
-    """
+    """Runs one job, once, in the main thread of a process that does nothing else."""
 
     def __init__(self, job: JobSpec, *, clock: Clock | None = None) -> None:
         self._resources = JobResources(job, self._on_signal, clock)
@@ -88,7 +84,8 @@ class Agent:
                 if self._phase is not Phase.OVER:  # a worker could not be started, or a bug here
                     kill_descendants(resources.own_children())
                     self._reap()
-        return job_summary.exit_code(self._deaths.cause(self._last), self._received)
+        cause = death_log.first_cause(self._deaths.deaths, self._last)
+        return death_log.exit_code(cause, self._received)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGCHLD, or a signal to the launcher: the first one ends the job, see `Shutdown`."""
@@ -116,7 +113,7 @@ class Agent:
         # An error file carries the time of the file system; its age, on this same host, converts
         # it to the launcher's clock.
         offset = time.time() - now
-        times = job_summary.failure_times(
+        times = death_log.failure_times(
             [(code, written and written - offset) for _, code, written in ended], now
         )
         # Of workers that failed at the same time, a killed one is the likelier cause.
@@ -172,11 +169,8 @@ class Agent:
 
     def _next_phase(self) -> None:
         """Start the next phase if all workers have ended."""
-        if self._resources.workers or self._phase not in (
-            Phase.RUNNING,
-            Phase.RESTARTING,
-            Phase.ENDING,
-        ):
+        phases = (Phase.RUNNING, Phase.RESTARTING, Phase.ENDING)
+        if self._resources.workers or self._phase not in phases:
             return
         if self._replacements.pending and self._phase is Phase.RUNNING:
             return  # all are dead; the replacements will decide among themselves how to go on
@@ -205,9 +199,8 @@ class Agent:
         self._phase = Phase.FLUSHING
         self._last = resources.store.job()
         resources.workers.close()
-        self._say(
-            *job_summary.summary(self._deaths.deaths, self._last, self._received, resources.host)
-        )
+        deaths = self._deaths.deaths
+        self._say(*death_log.summary(deaths, self._last, self._received, resources.host))
 
     def _say(self, *lines: str) -> None:
         self._resources.console.say(*lines)

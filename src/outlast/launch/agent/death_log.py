@@ -1,13 +1,39 @@
-"""The deaths of workers, the decision on each, and how many restarts are used."""
+"""The deaths of workers and the decision on each; at the end of the job its first cause, its exit
+code, and the summary that the launcher prints.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+from collections.abc import Sequence
 
-from outlast.launch.agent import job_summary
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
-from outlast.launch.agent.job_summary import Death
 from outlast.launch.workers.worker import Worker
+from outlast.system.exit_text import exit_text
+
+_FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Death:
+    """The end of a worker that was not told to end.
+
+    Attributes:
+        exit_code: negative for a signal.
+        when: time of the failure: of its error file if it wrote one, else of its end.
+        decision: what followed.
+        last_output: its traceback, or its last lines on stderr.
+        source: which of the two: `traceback` or `stderr`; empty for neither.
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    when: float
+    decision: Decision
+    last_output: str = ""
+    source: str = ""
 
 
 class DeathLog:
@@ -50,6 +76,78 @@ class DeathLog:
             return f"restart {self._used} of {self._max_restarts}"
         return f"replacement {self._used} of {replacements(self._max_restarts)}"
 
-    def cause(self, job: JobRecord) -> Death | None:
-        """The first failure from which the job did not recover."""
-        return job_summary.first_cause(self.deaths, job)
+
+def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
+    """The failure times of workers whose ends were seen together, at `now`.
+
+    The time in an error file is exact. A process ends later than it fails, so one without such a
+    file failed at `now` at the latest. But a worker killed by a signal did not fail because of a
+    peer, while a peer may well have failed because of it: it counts as the first.
+
+    Args:
+        ended: exit code, and time of the error file if there is one.
+        now: the time at which the ends were seen.
+    """
+    times = [now if written is None else min(written, now) for _, written in ended]
+    return [
+        min(times) if -code in _FAULTS else time
+        for (code, _), time in zip(ended, times, strict=True)
+    ]
+
+
+def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
+    """The first failure from which the job did not recover; `None` if the job succeeded.
+
+    A completed call of a wrapped function is a success, even if ranks were lost before, unless a
+    process that completed it failed afterwards.
+    """
+    blamed = {Decision.FATAL, Decision.FAILED}
+    if job.state is not JobState.COMPLETED:
+        blamed |= {Decision.LOST, Decision.STOPPED}
+    return min(
+        (death for death in deaths if death.decision in blamed),
+        key=lambda death: death.when,
+        default=None,
+    )
+
+
+def exit_code(cause: Death | None, received: signal.Signals | None) -> int:
+    """The exit code of the job: 128 + n if signal n ended it; else that of the first cause (128 + n
+    if signal n killed that worker); else 0.
+    """
+    if received is not None:
+        return 128 + received
+    if cause is None:
+        return 0
+    return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
+
+
+def summary(
+    deaths: Sequence[Death], job: JobRecord, received: signal.Signals | None, host: str
+) -> list[str]:
+    """The summary in a few lines; empty for a job without failures."""
+    cause = None if received is not None else first_cause(deaths, job)
+    code = exit_code(cause, received)
+    lines = []
+    if received is not None:
+        lines.append(f"job ended by {received.name}, exit code {code}")
+    elif cause is not None:
+        lines.append(f"job failed, exit code {code}")
+        lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
+        if cause.last_output:
+            lines.append("traceback:" if cause.source == "traceback" else "last lines on stderr:")
+            lines.extend(f"  {line}" for line in cause.last_output.splitlines())
+    elif deaths:
+        lines.append("job completed")
+    others = [death for death in deaths if death is not cause]
+    if others:
+        lines.append("failures:" if cause is None else "also:")
+        lines.extend(
+            f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
+            for death in sorted(others, key=lambda death: death.when)
+        )
+    return lines
+
+
+def _where(death: Death, host: str) -> str:
+    return f"rank {death.rank} (pid {death.pid}, host {host})"

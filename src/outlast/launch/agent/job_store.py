@@ -31,9 +31,7 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 class JobStore:
     """The store, its address, and the record that the launcher reads from it.
 
-    Args:
-        host: the address to listen on, one of this machine.
-        port: the port, or 0 for a free one.
+    Listens on `host`, an address of this machine, and `port`, or a free port if that is 0.
 
     Raises:
         LaunchError: if the address is not of this machine, or the port is in use.

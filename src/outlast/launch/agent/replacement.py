@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outlast.errors import LaunchError
-from outlast.launch.agent.death_log import DeathLog
+from outlast.launch.agent.death_log import Death, DeathLog
 from outlast.launch.agent.decisions import JobState
-from outlast.launch.agent.job_summary import Death
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.event_loop import Timer
 
@@ -16,7 +15,6 @@ class Replacements:
     """The replacements that wait for their back-off.
 
     Args:
-        resources: the workers, the event loop, the store and the console.
         deaths: corrected if a death is not replaced after all.
         given_up: called when a replacement was given up.
     """

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from outlast.clock import Clock
 from outlast.errors import LaunchError
@@ -27,7 +26,7 @@ from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.processes import orphan_killer
-from outlast.launch.processes.reaping import reap
+from outlast.launch.processes.descendants import reap
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 
@@ -38,13 +37,9 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class JobResources:
     """Opens everything before the first worker is started, and closes it after the last one.
 
-    Args:
-        job: the job to run.
-        on_signal: called from the event loop for SIGCHLD and each of `FORWARDED`.
-        clock: for all times of the launcher.
+    The event loop calls `on_signal` for SIGCHLD and each of `FORWARDED`.
     """
 
-    loop: EventLoop
     store: JobStore
     console: Console
     workers: WorkerGroup
@@ -68,12 +63,7 @@ class JobResources:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def own_children(self) -> list[int]:
@@ -118,9 +108,7 @@ class JobResources:
             self.console.say(f"output files are in {folder}")
 
     def _folder(self, stack: ExitStack) -> Path:
-        """The folder of output and error files; removed at the end if no output file was asked
-        for.
-        """
+        """The folder of output and error files; one for error files alone is temporary."""
         job = self.job
         if job.log_dir is not None:
             folder = job.log_dir / job.run_id

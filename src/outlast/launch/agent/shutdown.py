@@ -20,9 +20,7 @@ from outlast.launch.processes.descendants import (
 class Shutdown:
     """Ends workers, then their helpers, whatever the reason.
 
-    Args:
-        resources: the workers, the event loop and the console.
-        all_ended: called when neither workers nor helpers are left.
+    Calls `all_ended` when neither are left.
     """
 
     def __init__(self, resources: JobResources, all_ended: Callable[[], None]) -> None:

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_json(found: Found, prefix: str) -> dict[str, object]:
-    """A folder as a JSON object.
-
-    Args:
-        found: the folder.
-        prefix: the kind of checkpoint, `step` or `states`.
-    """
+    """A folder as a JSON object; `prefix` is the kind of checkpoint, `step` or `states`."""
     of_states = prefix == "states"
     known: dict[str, object] = {}
     manifest = found.manifest

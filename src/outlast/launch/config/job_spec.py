@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.errors import ChaosError
-from outlast.launch.config.backoff import BackOff
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Routes, Std, parse_std
 
@@ -20,14 +21,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program that every worker runs.
-
-    Attributes:
-        name: of the script, module or program.
-        args: its arguments.
-        module: whether `name` is a Python module.
-        python: whether Python runs it.
-    """
+    """The program that every worker runs."""
 
     name: str
     args: tuple[str, ...] = ()
@@ -42,6 +36,33 @@ class Program:
         bootstrap = ["-m", "outlast.chaos.bootstrap"] if chaos else []
         module = ["-m"] if self.module else []
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackOff:
+    """The wait before the replacement of a rank doubles with each death soon after a start.
+
+    A long-lived process ends the series: its death says nothing about the next process. The first
+    death of a series is replaced at once, so that a single fault costs no wait.
+
+    Attributes:
+        first_s: the first wait that is not zero.
+        limit_s: the longest wait.
+        soon_s: a process that lived shorter than this died soon.
+    """
+
+    first_s: float = 1.0
+    limit_s: float = 60.0
+    soon_s: float = 10.0
+
+    def delay_s(self, lifetimes_s: Sequence[float]) -> float:
+        """The wait before the next process of a rank, given the lifetimes of the earlier ones."""
+        short_lived = itertools.takewhile(lambda s: s < self.soon_s, reversed(lifetimes_s))
+        deaths = sum(1 for _ in short_lived)
+        if deaths < 2:
+            return 0.0
+        # The exponent is bounded because a float overflows at 2**1024.
+        return float(min(self.first_s * 2.0 ** min(deaths - 2, 64), self.limit_s))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +130,9 @@ def _program(options: RunOptions) -> Program:
     if options.module and options.no_python:
         raise ValueError("--module and --no-python cannot be combined")
     if options.module:
-        _check_module(options.script)
+        # Only the form of the name: whether the module exists depends on the workers' sys.path.
+        if not all(part.isidentifier() for part in options.script.split(".")):
+            raise ValueError(f"-m {options.script}: not the name of a module")
     elif not options.no_python and not Path(options.script).exists():
         raise ValueError(f"no such script: {options.script}")
     return Program(
@@ -118,12 +141,6 @@ def _program(options: RunOptions) -> Program:
         module=options.module,
         python=not options.no_python,
     )
-
-
-def _check_module(name: str) -> None:
-    # Checks only the form of the name: whether the module exists depends on the workers' sys.path.
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"-m {name}: not the name of a module")
 
 
 def _chaos(options: RunOptions) -> Path | None:

@@ -126,7 +126,6 @@ class Capture:
     """One output stream of one worker.
 
     Args:
-        loop: watches the pipe.
         fd: the reading end of the pipe; closed by `close`.
         prefix: of each line on the console.
         outlet: the console, or `None` to show nothing.

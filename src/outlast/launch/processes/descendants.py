@@ -1,4 +1,8 @@
-"""Ends what the workers started, so that no process is left behind.
+"""The launcher's descendants: reaps its children, and ends what the workers started, so that no
+process is left behind.
+
+Children are seen to end by SIGCHLD, not by one descriptor for each: a subreaper gets children that
+it did not start, and must reap those too.
 
 - *A worker's children in its process group* get SIGTERM when the worker fails, and SIGKILL a
   moment later. Not at once: multiprocessing's resource tracker is one of them, and in that moment
@@ -15,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import psutil
 
@@ -33,6 +37,29 @@ Steps = Sequence[tuple[float, signal.Signals | None]]
 
 BETWEEN_ATTEMPTS: Steps = [(LINGER_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
 KILL_NOW: Steps = [(KILL_S, signal.SIGKILL)]
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Pid and exit code (negative for a signal) of every child that has ended and is not reaped.
+
+    The caller must reap each (`reap`) before it asks for the next: `waitid` reports ended children
+    one at a time, so a signal that stands for several of them loses none.
+    """
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None:
+            return
+        code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        yield found.si_pid, code
+
+
+def reap(pid: int) -> None:
+    """Release an ended child."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def at_end_of_job(grace_s: float) -> Steps:
@@ -80,9 +107,7 @@ class DescendantShutdown:
     children of this process, so the end of the last one is always seen.
 
     Args:
-        loop: for the timers.
         keep: the pids that are left alone.
-        steps: the signals to send, and the wait after each.
         done: called at the end with the pids that could not be killed.
     """
 

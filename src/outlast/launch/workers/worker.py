@@ -28,7 +28,6 @@ class WorkerSlot:
     """The rank of a worker, and which of its processes this is.
 
     Attributes:
-        local_rank: its rank.
         attempt: number of restarts of all workers before it.
         replacement: number of replacements of this rank in this attempt.
         start: number of earlier processes of this rank, in all attempts.
@@ -122,13 +121,8 @@ def start_worker(
                 ends[stream] = write
                 shown = rank in job.routes.shown
                 outlet = console.stdout if stream is Std.OUT else console.stderr
-                captures[stream] = Capture(
-                    loop,
-                    read,
-                    console.prefix(rank, int(stream)),
-                    outlet if shown else None,
-                    file,
-                )
+                prefix = console.prefix(rank, int(stream))
+                captures[stream] = Capture(loop, read, prefix, outlet if shown else None, file)
                 on_failure.callback(captures[stream].close)
             command = job.program.command(environment.python(), job.chaos is not None)
             process = subprocess.Popen(

@@ -18,12 +18,7 @@ from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 class WorkerGroup:
     """The running workers, and the earlier processes of each rank.
 
-    Args:
-        job: the job.
-        folder: for logs and error files.
-        loop: watches the output of workers.
-        console: shows it.
-        emitter: gets an event for every start and end.
+    Logs and error files go to `folder`; `emitter` gets an event for every start and end.
     """
 
     def __init__(
