@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.agent.death_log import (
     Death,
     exit_code,
@@ -14,6 +13,7 @@ from outlast.launch.agent.death_log import (
     first_cause,
     summary,
 )
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.system.exit_text import exit_text
 
 PLAIN = JobRecord()
