@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.system.durations import as_timedelta, seconds
+from outlast.system.arguments import as_timedelta, seconds
 
 
 @pytest.mark.parametrize("value", [2, 2.0, timedelta(seconds=2)])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from outlast.system.exit_text import exit_text, signal_name
+from outlast.system.error_text import exit_text, signal_name
 
 
 @pytest.mark.parametrize(

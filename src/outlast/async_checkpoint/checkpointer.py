@@ -46,7 +46,7 @@ from outlast.events import (
     Emitter,
     Sink,
 )
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["Checkpointer"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from outlast.errors import TimeoutError
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["Handle", "SaveHandle"]
 

@@ -11,7 +11,7 @@ from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive import GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
-from outlast.system.durations import Duration, as_timedelta, seconds
+from outlast.system.arguments import Duration, as_timedelta, seconds
 
 
 class CallWrapper:

@@ -12,8 +12,7 @@ import torch
 
 from outlast.errors import TimeoutError
 from outlast.inprocess.state import State
-from outlast.system.arguments import check_callable
-from outlast.system.durations import Duration, as_timedelta, seconds
+from outlast.system.arguments import Duration, as_timedelta, check_callable, seconds
 
 __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 

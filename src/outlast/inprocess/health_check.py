@@ -12,8 +12,7 @@ import torch
 from outlast.errors import FaultCounterExceeded, RankShouldRestart
 from outlast.inprocess.finalize import run_within
 from outlast.inprocess.state import State
-from outlast.system.arguments import check_int
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta, check_int
 
 __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthCheck"]
 

@@ -18,8 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from outlast.errors import RankDiscarded
 from outlast.inprocess.distributed.group_keys import KeyExchange
 from outlast.inprocess.state import State
-from outlast.system.arguments import check_callable
-from outlast.system.durations import Duration, as_timedelta, seconds
+from outlast.system.arguments import Duration, as_timedelta, check_callable, seconds
 
 __all__ = [
     "AwaitReplacements",

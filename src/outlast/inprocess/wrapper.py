@@ -24,7 +24,7 @@ from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 
 F = TypeVar("F", bound=Callable[..., Any])
 

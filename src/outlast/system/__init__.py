@@ -1,7 +1,6 @@
 """Processes, descriptors, files and arguments: about the operating system and Python, not training.
 
 * `processes`: watch, signal and reap other processes; lower this one's priority.
-* `exit_text`: an exit code or a signal in words.
 * `background_process`: start another program beside this one, and end it.
 * `fork`: run a function in a forked child that has let go of what belongs to its parent.
 * `channel`: messages and descriptors between two processes of a host.
@@ -10,8 +9,8 @@
 * `waiting`: wait for descriptors; wait in a thread, so that the wait can be interrupted.
 * `parallel`: one piece of work in several threads.
 * `files`: fsync, and the lock of a file.
-* `error_text`: an exception as text.
-* `durations`, `arguments`: check and convert the arguments of public functions.
+* `error_text`: an exception, an exit code or a signal as text.
+* `arguments`: check and convert the arguments of public functions.
 * `lazy_exports`: packages that import their modules on first use.
 
 Nothing here imports torch: background processes use these modules, and must start fast.

@@ -1,6 +1,15 @@
-"""Checks of arguments of public functions; every error names the argument. See `durations` too."""
+"""Checks of arguments of public functions: every error names the argument."""
 
 from __future__ import annotations
+
+import datetime
+import math
+from typing import TypeAlias
+
+Duration: TypeAlias = "datetime.timedelta | float"
+"""A number of seconds, or a `datetime.timedelta`."""
+
+_ZERO = datetime.timedelta()
 
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
@@ -15,3 +24,30 @@ def check_callable(name: str, value: object) -> None:
     """Raises unless `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, not {value!r}")
+
+
+def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datetime.timedelta:
+    """Checks and converts a duration.
+
+    Raises:
+        TypeError: if it is neither a number of seconds nor a `datetime.timedelta`.
+        ValueError: if it is negative, zero where that is not allowed, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | datetime.timedelta):
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, not {value!r}")
+    if not isinstance(value, datetime.timedelta):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, not {value}")
+        try:
+            value = datetime.timedelta(seconds=value)
+        except OverflowError:
+            raise ValueError(f"{name} is too long: {value} s") from None
+    if value < _ZERO or (value == _ZERO and not allow_zero):
+        wanted = "must not be negative" if allow_zero else "must be positive"
+        raise ValueError(f"{name} {wanted}, not {value}")
+    return value
+
+
+def seconds(value: Duration) -> float:
+    """A duration in seconds."""
+    return value.total_seconds() if isinstance(value, datetime.timedelta) else float(value)

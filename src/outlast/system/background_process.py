@@ -41,7 +41,6 @@ class BackgroundProcess:
 
     Attributes:
         pid: its process id, which is also the id of its session.
-        channel: to it.
         pidfd: readable once it has ended; -1 after `close`.
     """
 
@@ -64,14 +63,8 @@ class BackgroundProcess:
         return self.wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for its end.
-
-        Args:
-            timeout: in seconds; `None` waits for as long as it takes.
-
-        Returns:
-            Its exit code, negative for a signal, `UNKNOWN_EXIT` if it is lost; `None` when the
-            time is over.
+        """Waits for its end, for `timeout` seconds at most. Returns its exit code, negative for a
+        signal, `UNKNOWN_EXIT` if it is lost; `None` when the time is over.
         """
         if self._exit_code is None and readable(self.pidfd, timeout=timeout):
             with self._reaping:  # the code can be taken once
@@ -86,13 +79,9 @@ class BackgroundProcess:
                 send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self, timeout: float = 0.0) -> int:
-        """Closes the channel, waits for the process to end, kills it if it does not, and reaps it.
-
-        Args:
-            timeout: how long it may take to end by itself, in seconds.
-
-        Returns:
-            Its exit code. A second call does nothing, and returns the same.
+        """Closes the channel, waits `timeout` seconds for the process to end by itself, kills it if
+        it does not, and reaps it. Returns its exit code; a second call does nothing, and returns
+        the same.
         """
         self.channel.close()
         if self.wait(timeout) is None:
@@ -105,11 +94,8 @@ class BackgroundProcess:
 
 
 def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundProcess:
-    """Starts `python -m module`, whose first call must be `settle()`.
-
-    Args:
-        module: what the new process runs as its `__main__`.
-        arguments: its `sys.argv[1:]`, once it has settled.
+    """Starts `python -m module`, whose first call must be `settle()`; the `arguments` are its
+    `sys.argv[1:]` after that.
 
     Raises:
         OSError: if the system cannot start another process.
@@ -133,7 +119,8 @@ def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundPr
 
 
 def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = True) -> Channel:
-    """Prepares this background process; the first call of its program.
+    """Prepares this background process, and returns the channel to the process that started it; the
+    first call of its program.
 
     Lowers its priorities for CPU and disk, ignores Ctrl-C, and removes its two arguments from
     `sys.argv`. Call it before any thread is started: a priority belongs to a thread.
@@ -145,9 +132,6 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
         ends_with_parent: whether it ends at once when the process that started it is gone.
             Otherwise it gets an `EOFError` from the channel, and takes the time it needs; a forked
             child of the parent may keep the channel open longer.
-
-    Returns:
-        The channel to the process that started it.
     """
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     del sys.argv[1:3]

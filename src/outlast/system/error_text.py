@@ -1,7 +1,8 @@
-"""An exception as text: in one line, or with its traceback."""
+"""An exception, or the end of a process, as text."""
 
 from __future__ import annotations
 
+import signal
 import traceback
 
 _MESSAGE_CHARS = 2_000
@@ -37,3 +38,18 @@ def message(error: BaseException) -> str:
 def _with_type(error: BaseException, text: str) -> str:
     name = type(error).__name__
     return f"{name}: {text}" if text else name
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`, `SIGRTMIN+3`, or `signal 32` where the system has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        if signal.SIGRTMIN < number < signal.SIGRTMAX:
+            return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+        return f"signal {number}"
+
+
+def exit_text(code: int) -> str:
+    """`exited with code 3`, or `was killed by SIGKILL` for a code below 0."""
+    return f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"

@@ -21,17 +21,12 @@ def fsync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def lock_file(path: str | os.PathLike[str], owner: str) -> int:
-    """Locks a file, which is made if need be, for this process.
+    """Locks a file, which is made if need be, for this process, and writes `owner` into it for the
+    `FileLocked` of other processes.
 
     The lock (`fcntl`) ends with this process, however that ends; it works over NFS, and a forked
-    child does not hold it.
-
-    Args:
-        path: of the file.
-        owner: what to write into it, for `FileLocked` in other processes.
-
-    Returns:
-        A descriptor; closing it, or any other descriptor of the file, ends the lock.
+    child does not hold it. It also ends when the descriptor that is returned, or any other
+    descriptor of the file, is closed.
 
     Raises:
         FileLocked: if another process has locked it.

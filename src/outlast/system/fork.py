@@ -17,21 +17,15 @@ log = logging.getLogger("outlast")
 
 
 def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
-    """Forks a child that runs `body` and exits: with code 0, or 1 if `body` raised.
+    """Forks a child that runs `body` and exits: with code 0, or 1 if `body` raised. Returns its
+    process id.
 
     The child has a copy-on-write copy of the parent's memory, and none of its threads. Its signal
     handlers and signal mask are those of a new process, except that it ignores Ctrl-C, which is
-    meant for the parent. It keeps the parent's descriptors: `body` closes or replaces those that
-    it must not hold open. It leaves by `os._exit`: the parent's stack is not unwound, and the
-    parent's exit handlers do not run.
-
-    Args:
-        body: what the child does.
-        new_session: whether the child leads a session of its own, so that signals for the parent's
-            process group do not reach it.
-
-    Returns:
-        The process id of the child, in the parent.
+    meant for the parent. It keeps the parent's descriptors: `body` closes or replaces those that it
+    must not hold open. It leaves by `os._exit`: the parent's stack is not unwound, and the parent's
+    exit handlers do not run. In a `new_session`, signals for the parent's process group do not
+    reach it.
     """
     flush_streams()  # otherwise the child writes what is in the buffers once more
     with warnings.catch_warnings():
@@ -74,13 +68,11 @@ def flush_streams() -> None:
 
 
 def end_stray_child(error: BaseException | None) -> NoReturn:
-    """Ends a child that user code forked, and that has left the code it was meant to run.
+    """Ends a child that user code forked, and that has left the code it was meant to run, by
+    `error` or by a return.
 
     The frames below belong to its parent, with the parent's rank, connections and monitor process:
     none of them is unwound. The process ends with the exit code that it would have as a program.
-
-    Args:
-        error: what it left the code with; `None` if it returned.
     """
     code = 1
     try:

@@ -15,11 +15,8 @@ from typing import Any
 def exports(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package.
-
-    Args:
-        package: its name.
-        modules: for each exported name, the module of the package that defines it.
+    """The `__getattr__` and the `__dir__` of a package; `modules` has, for each exported name, the
+    module of the package that defines it.
     """
     namespace = vars(sys.modules[package])
 

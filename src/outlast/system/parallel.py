@@ -7,15 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(work: Callable[[], None], threads: int, name: str) -> None:
-    """Runs `work` in each of `threads` threads, and returns when all of them have ended.
-
-    Args:
-        work: takes the next item of a shared queue until it is empty.
-        threads: their number.
-        name: the prefix of their names.
-
-    Raises:
-        BaseException: the error of the first thread that ended with one.
+    """Runs `work`, which takes items of a shared queue until it is empty, in each of `threads`
+    threads. Returns when all have ended; raises the error of the first that ended with one. `name`
+    is the prefix of their names.
     """
     with ThreadPoolExecutor(threads, name) as pool:
         running = [pool.submit(work) for _ in range(threads)]

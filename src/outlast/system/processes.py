@@ -37,9 +37,8 @@ _PF_EXITING = 0x4
 
 
 def open_process(pid: int) -> int | None:
-    """A pidfd, readable once the process has ended; `None` if it has ended already.
-
-    The number 0 stands for a process outside this one's container, which cannot be watched: `None`.
+    """A pidfd, readable once the process has ended; `None` if it has ended already, or for the
+    number 0: a process outside this one's container, which cannot be watched.
     """
     try:
         return os.pidfd_open(pid) if pid > 0 else None
@@ -48,10 +47,8 @@ def open_process(pid: int) -> int | None:
 
 
 def open_parent(parent: int) -> int | None:
-    """A pidfd of this process's parent; `None` if that has ended.
-
-    Args:
-        parent: its process id, known from before this process began.
+    """A pidfd of this process's parent, known from before this process began; `None` if it has
+    ended.
     """
     pidfd = open_process(parent)
     # If it is the parent now, it was the parent when the pidfd was opened: the number cannot have
@@ -93,12 +90,9 @@ def send_signal(pidfd: int, number: int) -> None:
 
 
 def reap(pidfd: int) -> int:
-    """Waits for the end of a child, and takes its exit code.
-
-    By pidfd, so that it is never the exit code of another process that got the same number.
-
-    Returns:
-        The exit code, negative for a signal; `UNKNOWN_EXIT` if it was taken already.
+    """Waits for the end of a child, and takes its exit code, negative for a signal; `UNKNOWN_EXIT`
+    if it was taken already. By pidfd, so that it is never the exit code of another process that got
+    the same number.
     """
     try:
         found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
@@ -116,13 +110,9 @@ def become_subreaper(on: bool = True) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes this process end at once when its parent ends.
-
+    """Makes this process end at once when its parent, known from before this process began, ends.
     It does not use PR_SET_PDEATHSIG: that signal comes when the *thread* that started this process
     ends.
-
-    Args:
-        parent: its process id, known from before this process began.
     """
     pidfd = open_parent(parent)
     if pidfd is None:

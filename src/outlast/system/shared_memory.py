@@ -25,16 +25,9 @@ def page_up(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Shared memory of a fixed size.
-
-    Args:
-        size_bytes: rounded up to whole pages.
-        descriptor: of memory that another process made; without it, new memory is made.
-
-    Attributes:
-        descriptor: of the memory, which lives as long as any copy of the descriptor.
-        view: the bytes, which can be written.
-        address: of the first byte in this process.
+    """Shared memory of a fixed size, in whole pages: new memory, or that of a descriptor from
+    another process. It lives as long as any copy of its descriptor. `address` is that of its first
+    byte here.
     """
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:

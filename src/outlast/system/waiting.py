@@ -11,14 +11,8 @@ T = TypeVar("T")
 
 
 def readable(*descriptors: int, timeout: float | None = None) -> list[int]:
-    """Waits until one of the descriptors is readable, or has been closed by its other end.
-
-    Args:
-        descriptors: of files, sockets and processes (pidfds).
-        timeout: in seconds; `None` waits for as long as it takes.
-
-    Returns:
-        The descriptors that are readable; none when the time is over.
+    """Waits until one of the descriptors (files, sockets, pidfds) is readable, or has been closed
+    by its other end; at most `timeout` seconds. Returns those that are; none when the time is over.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -31,9 +25,7 @@ class ThreadedWait(Generic[T]):
     """A wait that blocks in C++, run in a thread, so that its caller waits in Python.
 
     torch's stores wait in C++, where neither Ctrl-C nor a restart in place can interrupt a thread.
-
-    Attributes:
-        over: set when the wait has ended, or was abandoned.
+    `over` is set when the wait has ended, or was abandoned.
     """
 
     def __init__(self, wait: Callable[[], T], name: str) -> None:
@@ -46,10 +38,8 @@ class ThreadedWait(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """Waits for the end of the wait; returns what it returned.
-
-        Raises:
-            Exception: what the wait raised, or what it was abandoned with.
+        """Waits for the end of the wait; returns or raises what it did, or raises what it was
+        abandoned with.
         """
         self.over.wait()
         if self._abandoned is not None:

@@ -14,7 +14,7 @@ from outlast.launch.agent.death_log import (
     summary,
 )
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
-from outlast.system.exit_text import exit_text
+from outlast.system.error_text import exit_text
 
 PLAIN = JobRecord()
 RUNNING = JobRecord(JobState.RUNNING)

@@ -31,15 +31,9 @@ from outlast.system.processes import end_with_parent, lower_priority, reap, send
 from outlast.system.sockets import replace_tcp_sockets
 from outlast.system.waiting import readable
 
-__all__ = ["ForkRunner"]
-
 
 class ForkRunner:
-    """A `Runner` that forks for every call; so calls run side by side.
-
-    Args:
-        nice: niceness of the children, 0 to 19.
-    """
+    """A `Runner` that forks for every call; so calls run side by side."""
 
     def __init__(self, nice: int = 10) -> None:
         self._nice = nice

@@ -14,16 +14,16 @@ oldest call first, and raises the errors of failed calls.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
 from types import TracebackType
 from typing import Any, Literal
 
-from outlast.async_checkpoint.calls.finalizers import PendingCall, abandon
 from outlast.async_checkpoint.calls.fork_runner import ForkRunner
 from outlast.async_checkpoint.calls.reporter import Reporter
-from outlast.async_checkpoint.calls.request import AsyncRequest
+from outlast.async_checkpoint.calls.request import AsyncRequest, PendingCall
 from outlast.async_checkpoint.calls.runner_protocol import Outcome
 from outlast.async_checkpoint.calls.verdicts import Verdicts
 from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
@@ -31,10 +31,12 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["AsyncCallsQueue"]
+
+log = logging.getLogger("outlast.async_checkpoint")
 
 _STORE_S = 10.0
 """How long `close()` waits for the store, in seconds."""
@@ -189,7 +191,10 @@ class AsyncCallsQueue:
             while self._calls and self._settle_oldest(_left(deadline)):
                 pass
             if self._calls:
-                self._drop(f"it was not finished within the {limit} that close() had")
+                assert self._reporter is not None
+                calls = {call.index: call.name for call in self._calls}
+                cause = f"it was not finished within the {limit} that close() had"
+                self._reporter.drop(calls, cause)
                 # Each has a verdict as soon as the store has it. If all ranks have finished a call
                 # meanwhile, it is finalized on all of them.
                 while self._calls and self._settle_oldest(_STORE_S):
@@ -249,7 +254,7 @@ class AsyncCallsQueue:
             self._reporter = Reporter(
                 self._runner, self._ledger, self._verdicts.give_up, self._verdicts.await_wait
             )
-            self._abandon = weakref.finalize(self, abandon, self._reporter, self._calls)
+            self._abandon = weakref.finalize(self, _abandon, self._reporter, self._calls)
         return self._ledger, self._reporter
 
     def _known(self) -> Verdicts:
@@ -290,10 +295,6 @@ class AsyncCallsQueue:
             self._failed_before.append(error)
         return False
 
-    def _drop(self, cause: str) -> None:
-        if self._reporter is not None:
-            self._reporter.drop({call.index: call.name for call in self._calls}, cause)
-
     def _end(self) -> None:
         self._closed = True
         if self._abandon is not None:
@@ -308,3 +309,11 @@ class AsyncCallsQueue:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _abandon(reporter: Reporter, calls: deque[PendingCall]) -> None:
+    """Drops the calls of a queue that was collected, or of a program that ends, without a close."""
+    if calls:
+        what = ", ".join(f"{call.index} ({call.name})" for call in calls)
+        log.warning("background calls dropped because their queue was never closed: %s", what)
+    reporter.give_up({call.index: call.name for call in calls}, "its queue was never closed")

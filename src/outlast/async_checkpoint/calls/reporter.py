@@ -23,8 +23,6 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import AsyncCallError, OutlastError, StoreError
 from outlast.system.waiting import readable
 
-__all__ = ["Reporter"]
-
 log = logging.getLogger("outlast.async_checkpoint")
 
 
@@ -32,8 +30,6 @@ class Reporter:
     """Owns a runner. The public methods are for the main thread.
 
     Args:
-        runner: runs the calls.
-        ledger: that outcomes are reported to.
         on_error: called in the reporter's thread if outcomes cannot be reported any more: the
             store cannot be reached.
         before_forgetting: called in the reporter's thread with the index of a call that has a
@@ -95,12 +91,8 @@ class Reporter:
         self._wake_up()
 
     def drop(self, calls: Mapping[int, str], cause: str) -> None:
-        """Kills the calls in flight, and fails these calls on all ranks, except those that all
-        ranks have finished. Waits neither for the processes nor for the store.
-
-        Args:
-            calls: index and name of the calls that other ranks may not have finished.
-            cause: of the failure.
+        """Kills the calls in flight, and fails these calls (name by index) on all ranks, except
+        those that all ranks have finished. Waits neither for the processes nor for the store.
         """
         with self._guard:
             earlier, first_cause = self._drop or ({}, cause)  # that the thread has not seen yet

@@ -12,10 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from outlast.system.error_text import describe, traceback_text
-from outlast.system.exit_text import exit_text
-
-__all__ = ["Outcome", "Runner", "await_copies", "ended_badly", "run_here"]
+from outlast.system.error_text import describe, exit_text, traceback_text
 
 
 @dataclasses.dataclass(frozen=True)

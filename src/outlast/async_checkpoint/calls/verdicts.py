@@ -11,8 +11,6 @@ from outlast.coordination.call_ledger import CallLedger, Verdict
 from outlast.errors import OutlastError
 from outlast.system.waiting import ThreadedWait
 
-__all__ = ["Verdicts"]
-
 _STORE_S = 10.0
 """How long to wait for a store that should answer at once."""
 

@@ -21,8 +21,6 @@ from outlast.system.background_process import settle
 from outlast.system.error_text import describe, traceback_text
 from outlast.system.fork import flush_streams
 
-__all__ = ["importing_main", "main"]
-
 importing_main = False
 """Whether the parent's program is being imported in this process."""
 

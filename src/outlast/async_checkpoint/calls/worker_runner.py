@@ -22,15 +22,10 @@ from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.error_text import describe, traceback_text
 from outlast.system.waiting import readable
 
-__all__ = ["WorkerRunner"]
-
 
 class WorkerRunner:
-    """A `Runner` with one persistent process, which is started with the first call; calls run
-    one after the other.
-
-    Args:
-        nice: niceness of the worker, 0 to 19.
+    """A `Runner` with one persistent process, which is started with the first call; calls run one
+    after the other.
     """
 
     def __init__(self, nice: int = 10) -> None:
@@ -150,20 +145,16 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         with open(descriptor, "wb", closefd=False) as file:
             pickle.dump((fn, args, kwargs), file, protocol=pickle.HIGHEST_PROTOCOL)
-    except OSError:
+    except BaseException as e:
         os.close(descriptor)
-        raise
-    except Exception as e:
-        os.close(descriptor)
+        if isinstance(e, OSError) or not isinstance(e, Exception):
+            raise
         # Pickle has no error of its own for it: a lambda is an AttributeError, a lock a TypeError,
         # and what an object's own method raises can be anything.
         raise TypeError(
             f"{name_of(fn)} cannot be given to a persistent worker, for it, or an argument, cannot "
             f"be pickled: {describe(e)}"
         ) from e
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 

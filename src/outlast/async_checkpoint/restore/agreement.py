@@ -12,8 +12,6 @@ from outlast.coordination.call_failure import CallFailure
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 
-__all__ = ["MISFIT", "Agreement"]
-
 T = TypeVar("T")
 
 MISFIT = "misfit"
@@ -21,12 +19,8 @@ MISFIT = "misfit"
 
 
 class Agreement:
-    """One rank's part in it. All ranks take the same steps in the same order.
-
-    Args:
-        ledger: of these steps alone.
-        timeout_s: how long a rank waits for the others.
-        where: the directory of the checkpoints, for errors.
+    """One rank's part in it. All ranks take the same steps in the same order. `ledger` is for these
+    steps alone; `where`, the directory of the checkpoints, is for errors.
     """
 
     def __init__(self, ledger: CallLedger, timeout_s: float, where: str) -> None:

@@ -7,25 +7,15 @@ The parts that this rank loads are those of torch.distributed.checkpoint (`shard
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from outlast.async_checkpoint.state_dict.sharding import Item
+from outlast.async_checkpoint.state_dict.tree import nodes
 from outlast.async_checkpoint.storage.manifest import TensorEntry, ValueEntry
 from outlast.errors import CheckpointError
-
-__all__ = [
-    "Fit",
-    "Index",
-    "Misfit",
-    "empty_dicts",
-    "fill_empty",
-    "fit",
-    "left_over",
-    "put",
-]
 
 _SHOWN = 10  # of each kind of difference
 
@@ -44,11 +34,8 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """How a checkpoint fits the state dict of this rank.
-
-    Attributes:
-        items: the parts of the state dict to load.
-        unexpected: the names that this rank's state dict does not have; another rank's may.
+    """How a checkpoint fits the state dict of this rank: the items to load, and the names that this
+    rank's state dict does not have; another rank's may.
     """
 
     items: list[Item]
@@ -59,7 +46,7 @@ def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
     """Fills every empty dict of `state_dict` with what the checkpoint has under it: an optimizer
     without a step so far has no state to load into.
     """
-    empty = set(_empty_dicts(state_dict, ()))
+    empty = {path for path, value in nodes(state_dict) if isinstance(value, dict) and not value}
     if not empty:
         return
     entries: list[TensorEntry | ValueEntry] = [*index.tensors.values(), *index.values.values()]
@@ -71,21 +58,7 @@ def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
 
 def empty_dicts(value: Any) -> list[dict[Any, Any]]:
     """The dicts that `fill_empty` would fill."""
-    if isinstance(value, dict) and not value:
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [found for each in inner for found in empty_dicts(each)]
-
-
-def _empty_dicts(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, dict):
-        if not value:
-            yield path
-        for key, inner in value.items():
-            yield from _empty_dicts(inner, (*path, key))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _empty_dicts(inner, (*path, (i,)))
+    return [found for _, found in nodes(value) if isinstance(found, dict) and not found]
 
 
 def _blank(entry: TensorEntry | ValueEntry) -> Any:
@@ -117,14 +90,8 @@ def fit(
     strict: bool,
     optional: tuple[str, ...] = (),
 ) -> Fit:
-    """Compares the parts of a state dict with a checkpoint.
-
-    Args:
-        items: the parts of the state dict.
-        index: of the checkpoint.
-        where: its name in messages.
-        strict: whether names that only one side has are an error.
-        optional: prefixes of names that may be on one side only all the same.
+    """Compares the parts of a state dict with a checkpoint. Names that only one side has are an
+    error if `strict`, except those that begin with an `optional` prefix.
 
     Raises:
         Misfit: names the keys, shapes and dtypes that differ.

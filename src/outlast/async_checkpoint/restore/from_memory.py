@@ -39,20 +39,12 @@ from outlast.async_checkpoint.storage.manifest import (
 )
 from outlast.coordination.call_failure import CallFailure
 
-__all__ = ["MemorySnapshot", "content_in_memory"]
-
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed
 
 
 class MemorySnapshot:
-    """This rank's part of a snapshot that all ranks have.
-
-    Args:
-        snapshot: its description by this rank's writer.
-        view: the shared-memory buffer that holds it.
-        values: the pickled values.
-    """
+    """This rank's part of a snapshot that all ranks have, as described by its writer."""
 
     def __init__(self, snapshot: Mapping[str, Any], view: memoryview, values: bytes) -> None:
         self._snapshot = snapshot

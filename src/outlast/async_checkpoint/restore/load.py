@@ -23,8 +23,6 @@ from outlast.async_checkpoint.storage.manifest import Shard
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
 
-__all__ = ["Content", "load"]
-
 _TEMPORARY_BYTES = 256 << 20  # at a time
 
 

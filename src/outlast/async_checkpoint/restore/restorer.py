@@ -34,8 +34,6 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter
 
-__all__ = ["Restorer"]
-
 log = logging.getLogger("outlast.checkpoint")
 
 
@@ -62,15 +60,7 @@ class _Request:
 
 
 class Restorer:
-    """One rank's part in opening a directory of checkpoints and restoring from it.
-
-    Args:
-        session: of the directory.
-        ledger: of its own.
-        group: for sending snapshots between ranks.
-        timeout_s: how long a rank waits for the others.
-        emitter: of events.
-    """
+    """One rank's part in opening a directory of checkpoints and restoring from it."""
 
     def __init__(
         self,

@@ -25,8 +25,6 @@ from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
 from outlast.system.shared_memory import memory_at
 
-__all__ = ["MemorySource", "Piece", "Source", "StorageSource", "read_verified"]
-
 # Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 384 << 10
 
@@ -76,14 +74,7 @@ class StorageSource:
 
 
 class MemorySource:
-    """A snapshot in memory.
-
-    Args:
-        where: its name in messages.
-        views: the content of each file.
-        files: sizes and checksums.
-        chunk_bytes: how many bytes each checksum covers.
-    """
+    """A snapshot in memory: the content of each file, with sizes and checksums."""
 
     def __init__(
         self,

@@ -28,8 +28,6 @@ from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
 from outlast.errors import CheckpointError
 from outlast.system.files import FileLocked, fsync_folder, lock_file
 
-__all__ = ["WORKING", "LocalStorage"]
-
 WORKING = ".tmp-"
 _LOCKS = {STEP: ".lock", STATES: ".states.lock"}
 _ASIDE = "-old"

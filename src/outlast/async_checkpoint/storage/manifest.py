@@ -21,23 +21,6 @@ import xxhash
 from outlast.async_checkpoint.storage.protocol import FileReader
 from outlast.errors import CheckpointError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "FileEntry",
-    "Manifest",
-    "Shard",
-    "TensorEntry",
-    "ValueEntry",
-    "checksum",
-    "decode",
-    "encode",
-    "format_version",
-    "pieces",
-    "read_hashed",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
 FORMAT_VERSION = 1

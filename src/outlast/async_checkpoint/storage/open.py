@@ -5,8 +5,6 @@ from __future__ import annotations
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.protocol import Storage
 
-__all__ = ["open_storage"]
-
 
 def open_storage(url: str) -> Storage:
     """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.

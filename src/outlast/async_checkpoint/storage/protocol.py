@@ -13,17 +13,6 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-__all__ = [
-    "IDENTITY",
-    "STATES",
-    "STEP",
-    "FileReader",
-    "FileWriter",
-    "Storage",
-    "is_temporary",
-    "step_of",
-]
-
 IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
 

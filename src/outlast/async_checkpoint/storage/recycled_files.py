@@ -28,8 +28,6 @@ import signal
 import stat
 from pathlib import Path
 
-__all__ = ["RECYCLED", "RecycledFiles"]
-
 RECYCLED = ".tmp-spare"
 """The directory that holds the recycled files."""
 

@@ -40,8 +40,6 @@ from outlast.async_checkpoint.storage.remote_files import (
 from outlast.async_checkpoint.storage.remote_lock import RemoteLock
 from outlast.errors import CheckpointError
 
-__all__ = ["RemoteStorage"]
-
 _CLOSING_S = 5.0
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 _WILDCARDS = re.compile(r"[*?\[\]]")

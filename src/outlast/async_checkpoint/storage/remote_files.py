@@ -17,8 +17,6 @@ from typing import Any
 
 from outlast.system.error_text import describe
 
-__all__ = ["OrderedUpload", "PartsUpload", "RangeReader", "as_os_errors", "unfinished_uploads"]
-
 _MOST_PARTS = 10_000  # S3's own limit
 
 

@@ -21,8 +21,6 @@ import psutil
 from outlast.async_checkpoint.storage.remote_files import as_os_errors
 from outlast.errors import CheckpointError
 
-__all__ = ["OWNER", "RemoteLock"]
-
 log = logging.getLogger("outlast.checkpoint")
 
 OWNER = ".owner"

@@ -35,7 +35,7 @@ from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.channel import Channel, pack
-from outlast.system.exit_text import exit_text
+from outlast.system.error_text import exit_text
 from outlast.system.shared_memory import SharedMemory
 
 A = TypeVar("A", bound=Message)

@@ -34,7 +34,7 @@ from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 
 log = logging.getLogger("outlast.elastic")
 

@@ -40,7 +40,7 @@ from typing import Any
 
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
-from outlast.system.exit_text import signal_name
+from outlast.system.error_text import signal_name
 
 log = logging.getLogger("outlast.elastic")
 

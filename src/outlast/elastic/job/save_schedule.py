@@ -6,7 +6,7 @@ import datetime
 import time
 
 from outlast.coordination.call_ledger import CallLedger
-from outlast.system.durations import as_timedelta
+from outlast.system.arguments import as_timedelta
 
 
 class SaveSchedule:

@@ -24,7 +24,7 @@ from outlast.elastic import environment
 from outlast.elastic.replicas import connect
 from outlast.elastic.replicas.collective_guard import CollectiveGuard
 from outlast.errors import CheckpointError, StoreError, TimeoutError
-from outlast.system.durations import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait
 
 T = TypeVar("T")

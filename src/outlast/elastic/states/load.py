@@ -28,7 +28,7 @@ from outlast.elastic.states import pending_save
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
-from outlast.system.durations import Duration
+from outlast.system.arguments import Duration
 from outlast.system.error_text import describe
 
 __all__ = ["load_all_states", "load_state"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas.replica_group import Replicas
-from outlast.system.durations import Duration
+from outlast.system.arguments import Duration
 
 STALE_S = 10.0
 """How long to wait for a save whose replicas no longer exist."""

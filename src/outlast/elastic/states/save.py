@@ -28,7 +28,7 @@ from outlast.elastic.states.pending_save import PendingSave
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
 from outlast.errors import CheckpointError
-from outlast.system.durations import Duration
+from outlast.system.arguments import Duration
 
 __all__ = ["save_all_states", "save_state"]
 

@@ -25,7 +25,7 @@ from outlast.events.types import (
     Seen,
     WorkerExited,
 )
-from outlast.system.exit_text import signal_name
+from outlast.system.error_text import signal_name
 
 
 def exits_of(events: Iterable[Event]) -> dict[Process, str]:

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import datetime
 
-from outlast.system.durations import Duration, as_timedelta, seconds
+from outlast.system.arguments import Duration, as_timedelta, seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.store import PrefixStore, StoreMixin
-from outlast.system.durations import as_timedelta, seconds
+from outlast.system.arguments import as_timedelta, seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ from outlast.launch.processes.descendants import (
     terminate_group,
 )
 from outlast.launch.workers.worker import Worker
-from outlast.system.exit_text import exit_text
+from outlast.system.error_text import exit_text
 
 
 class Phase(enum.Enum):

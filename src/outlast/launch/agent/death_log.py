@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
 from outlast.launch.workers.worker import Worker
-from outlast.system.exit_text import exit_text
+from outlast.system.error_text import exit_text
 
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
