@@ -65,15 +65,7 @@ class Emitter:
         A sink that fails (on a full disk, for example) must not stop the job: it is logged once.
         """
         try:
-            self._write(event)
-        except Exception:
-            if not self._failed:
-                log.exception("an event could not be written; further failures are not logged")
-            self._failed = True
-
-    def _write(self, event: Event) -> None:
-        self.sink.write(
-            dataclasses.replace(
+            stamped = dataclasses.replace(
                 event,
                 iteration=self.iteration if event.iteration < 0 else event.iteration,
                 member=self.member if event.member < 0 else event.member,
@@ -82,7 +74,11 @@ class Emitter:
                 pid=os.getpid() if event.pid < 0 else event.pid,
                 time=event.time or self.clock.now(),
             )
-        )
+            self.sink.write(stamped)
+        except Exception:
+            if not self._failed:
+                log.exception("an event could not be written; further failures are not logged")
+            self._failed = True
 
     @contextmanager
     def span(self, event: type[E], **fields: object) -> Iterator[Span]:

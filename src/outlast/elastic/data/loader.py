@@ -56,14 +56,10 @@ class ElasticLoader:
     next, or `done` is called (`Job.step` does so), or the state is saved: so save after the
     optimizer's step.
 
+    The arguments that are not described here are those of `ElasticSampler`.
+
     Args:
         dataset: with `__len__` and `__getitem__`.
-        global_batch_size: see `ElasticSampler`.
-        shuffle: see `ElasticSampler`.
-        seed: see `ElasticSampler`.
-        drop_last: see `ElasticSampler`.
-        max_batch_size: see `ElasticSampler`.
-        virtual_replicas: see `ElasticSampler`.
         rank: this replica's rank; by default that in the default process group.
         replicas: the number of replicas; by default the size of the default process group.
         options: for torch's `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, ...
@@ -131,8 +127,7 @@ class ElasticLoader:
         iteration = self._iteration
         fetched: deque[tuple[Share, int]] = deque()
         options = {"generator": self._generator(), **self._options}
-        batches = DataLoader(self._dataset, batch_sampler=_PartSampler(self, fetched), **options)
-        for data in batches:
+        for data in DataLoader(self._dataset, batch_sampler=self._parts(fetched), **options):
             if iteration != self._iteration:
                 raise RuntimeError(
                     "the loader was iterated again, or its state was loaded, during this iteration"
@@ -145,6 +140,13 @@ class ElasticLoader:
             yield data
             if iteration == self._iteration:
                 self.done()
+
+    def _parts(self, fetched: deque[tuple[Share, int]]) -> Iterator[list[int]]:
+        """The batch sampler of torch's loader: the indices of one part after another."""
+        for share in self.sampler.shares(self.rank, self.replicas):
+            for part, indices in enumerate(share.indices):
+                fetched.append((share, part))
+                yield indices
 
     def _generator(self) -> torch.Generator:
         """Seeds the worker processes of torch's loader. By default each iteration draws a seed from
@@ -174,18 +176,3 @@ class ElasticLoader:
         self.sampler.load_state_dict(state)
         self._handed_out = 0
         self._iteration += 1  # an iteration in progress has fetched from another position
-
-
-class _PartSampler:
-    """The batch sampler of torch's loader: yields the indices of one part after another."""
-
-    def __init__(self, loader: ElasticLoader, fetched: deque[tuple[Share, int]]) -> None:
-        self._loader = loader
-        self._fetched = fetched
-
-    def __iter__(self) -> Iterator[list[int]]:
-        loader = self._loader
-        for share in loader.sampler.shares(loader.rank, loader.replicas):
-            for part, indices in enumerate(share.indices):
-                self._fetched.append((share, part))
-                yield indices

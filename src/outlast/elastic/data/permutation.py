@@ -18,9 +18,7 @@ _MASK = (1 << 64) - 1
 class Permutation:
     """A permutation of the numbers below `size`.
 
-    Args:
-        size: the number of elements.
-        key: selects the permutation; any integer.
+    Any integer is a `key`, and selects the permutation.
     """
 
     def __init__(self, size: int, key: int) -> None:

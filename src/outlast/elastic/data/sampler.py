@@ -182,11 +182,11 @@ class _Plan:
         self._first = 0
         if sampler.virtual_replicas is not None:
             cuts = _cuts(size, sampler.virtual_replicas)
-            self._first, last = _bounds(sampler.virtual_replicas, rank, replicas)
+            self._first, last = bounds(sampler.virtual_replicas, rank, replicas)
             self._cuts = cuts[self._first : last + 1]
             factor = 1  # gradients are summed, not averaged, over the replicas
         else:
-            low, high = _bounds(size, rank, replicas)
+            low, high = bounds(size, rank, replicas)
             count = 1
             if sampler.max_batch_size is not None:
                 # The same number of parts on every replica: each part has a collective.
@@ -216,6 +216,6 @@ def _cuts(size: int, parts: int) -> list[int]:
     return [i * size // parts for i in range(parts + 1)]
 
 
-def _bounds(size: int, rank: int, replicas: int) -> tuple[int, int]:
+def bounds(size: int, rank: int, replicas: int) -> tuple[int, int]:
     """The bounds of one replica's part of `size` elements."""
     return rank * size // replicas, (rank + 1) * size // replicas

@@ -24,11 +24,7 @@ _VALUES = (str, bytes, int, float, complex, bool, type(None))
 
 
 class AttachedState:
-    """Saves and loads one object of `states=`.
-
-    Args:
-        source: the object, with `state_dict` and `load_state_dict`.
-    """
+    """Saves and loads one object of `states=`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -10,11 +10,8 @@ from torch.distributed.tensor import DTensor
 
 
 class Backup:
-    """Copies a nested state; the contents of its tensors go into the CPU's memory.
-
-    Args:
-        state: dicts, lists and tuples of tensors and values.
-        not_copied: a part of it that the load does not write to.
+    """Copies a nested state, the contents of its tensors into the CPU's memory; not `not_copied`, a
+    part of it that the load does not write to.
     """
 
     def __init__(self, state: Any, not_copied: Any = None) -> None:

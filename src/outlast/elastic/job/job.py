@@ -20,7 +20,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -102,14 +101,9 @@ class Job:
             overlap=optimizer if overlap else (),
             **options,
         )
+        rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
         self._training = TrainingState(
-            model,
-            optimizer,
-            loader,
-            states or {},
-            rank=self.checkpointer.rank,
-            world_size=self.checkpointer.world_size,
-            random=random,
+            model, optimizer, loader, states or {}, rank=rank, world_size=world_size, random=random
         )
         self._ledger = connect_ledger("job", self._group)
         self._schedule = SaveSchedule(every, self._ledger)
@@ -238,20 +232,13 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
         if kind is None and self.steps and self._last_saved != self.steps:
             self.save()
-        self.checkpointer.__exit__(kind, error, trace)
+        self.checkpointer.__exit__(kind)
         if kind is None or issubclass(kind, SystemExit):
             _set_stopping(False)
-
-    # ------------------------------------------------------------------------------ private
 
     def _exit(self, reason: str) -> None:
         """Saves for the last time, and ends the process."""

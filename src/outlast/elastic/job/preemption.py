@@ -50,11 +50,8 @@ _NEVER = float("inf")
 
 
 class StopAgreement:
-    """One rank's part in the agreement.
-
-    Args:
-        ledger: a ledger for this agreement only.
-        begun: how many steps this rank has begun, the next one included.
+    """One rank's part in the agreement, which has the ledger for itself; `begun` is how many steps
+    the rank has begun, the next one included.
     """
 
     def __init__(self, ledger: CallLedger, begun: int) -> None:
@@ -190,10 +187,6 @@ class SignalHandlers:
 
     The second signal of a kind has the effect that it would have had without these handlers: a
     user who sends it twice does not want to wait.
-
-    Args:
-        numbers: the signals.
-        agreement: receives the requests.
     """
 
     def __init__(self, numbers: Iterable[int], agreement: StopAgreement) -> None:

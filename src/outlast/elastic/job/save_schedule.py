@@ -10,12 +10,7 @@ from outlast.system.arguments import as_timedelta
 
 
 class SaveSchedule:
-    """Decides, step by step, whether to save.
-
-    Args:
-        every: steps between two saves, or time; `None` for never. See `check_interval`.
-        ledger: through which the ranks agree on a step.
-    """
+    """Decides, step by step, whether to save; never if `every` is `None`."""
 
     def __init__(self, every: int | datetime.timedelta | None, ledger: CallLedger) -> None:
         self._every = every

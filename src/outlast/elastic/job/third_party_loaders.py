@@ -20,23 +20,16 @@ from outlast.errors import CheckpointError
 
 
 def is_third_party(source: Any, *, is_loader: bool = False) -> bool:
-    """Whether the state of `source` is saved rank by rank.
-
-    Args:
-        source: an object with `state_dict` and `load_state_dict`.
-        is_loader: whether it is known to be a data loader, whatever its class.
+    """Whether the state of `source` is saved rank by rank; `is_loader`: it is known to be a data
+    loader, whatever its class.
     """
     own = isinstance(source, ElasticLoader | ShardedStream)
     return isinstance(source, DataLoader) or (is_loader and source is not None and not own)
 
 
 class ThirdPartyLoader:
-    """Saves and loads the state of one loader.
-
-    Args:
-        source: the loader.
-        rank, world_size: of this process.
-        required: whether it is an error if the checkpoint has no state of it.
+    """Saves and loads the state of one loader; if it is `required`, a checkpoint without its state
+    is an error.
     """
 
     def __init__(self, source: Any, rank: int, world_size: int, *, required: bool) -> None:
@@ -54,12 +47,8 @@ class ThirdPartyLoader:
         return {}
 
     def load(self, states: Mapping[str, Any], *, started: bool) -> None:
-        """Loads this rank's state.
-
-        Args:
-            states: what `save` returned, of all ranks.
-            started: whether the checkpoint was made after the first step; before it, no position
-                in the data can be lost.
+        """Loads this rank's state out of those of all ranks. No position in the data can be lost if
+        the training was not `started`: if the checkpoint was made before the first step.
 
         Raises:
             ValueError: if a required state is not there.

@@ -29,13 +29,7 @@ _OPTIONAL = ("random.", "states.", "parts.")
 class TrainingState:
     """Reads and writes the state of a model, its optimizer, its data loader and more.
 
-    Args:
-        model: the module, as the training calls it.
-        optimizer: its optimizer.
-        loader: the data loader, or `None`.
-        states: further objects with `state_dict` and `load_state_dict`, by name.
-        rank, world_size: of this process.
-        random: whether the process's random generators are part of the state.
+    The arguments are those of `Job`; `rank` and `world_size` are those of this process.
     """
 
     def __init__(
@@ -76,8 +70,6 @@ class TrainingState:
             state["parts"] = self.model.parts_state_dict()
         return state
 
-    # ----------------------------------------------------------------------------- loading
-
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The nested state that a checkpoint is loaded into, and the prefixes of the names that may
         be missing in the checkpoint or in the target.
@@ -98,11 +90,7 @@ class TrainingState:
         return state, (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
 
     def load_state_dict(self, state: Mapping[str, Any], *, started: bool) -> None:
-        """Loads the target, filled from a checkpoint.
-
-        Args:
-            state: what `load_target` returned.
-            started: whether the checkpoint was made after the first step.
+        """Loads the target, filled from a checkpoint: one made after the first step if `started`.
 
         Raises:
             CheckpointError: naming the state that could not be loaded.
@@ -145,8 +133,6 @@ class TrainingState:
             except Exception:
                 log.exception("the state %r could not be rolled back", name)
         self._load_generators_and_parts(state)
-
-    # ------------------------------------------------------------------------------ private
 
     def _loader(self) -> _Adapter:
         if is_third_party(self.loader, is_loader=True):
@@ -206,9 +192,7 @@ class _Adapter(Protocol):
     """How one object's state is saved and loaded."""
 
     def save(self) -> Any: ...
-
     def load_target(self, saved: Any) -> Any: ...
-
     def load(self, state: Any, *, started: bool) -> None: ...
 
 

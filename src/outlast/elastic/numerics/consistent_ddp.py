@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outlast.elastic.data.permutation import mix64
+from outlast.elastic.data.sampler import bounds
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
 
 
@@ -74,9 +75,7 @@ class ConsistentDDP(nn.Module):
         self.module = module
         self.virtual_replicas = virtual_replicas
         self._group = group
-        first = self._rank * virtual_replicas // self._replicas
-        last = (self._rank + 1) * virtual_replicas // self._replicas
-        self.parts = range(first, last)
+        self.parts = range(*bounds(virtual_replicas, self._rank, self._replicas))
         if self._replicas > 1:
             with torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -133,7 +132,7 @@ class ConsistentDDP(nn.Module):
         Values that are equal on all parts are unchanged; buffers that are not floating-point are
         those of the first part.
         """
-        own = self._module_buffers()
+        own = list(self.module.buffers())
         kinds = {(b.dtype, b.device) for b in own}
         for dtype, device in sorted(kinds, key=str):
             alike = [i for i, b in enumerate(own) if (b.dtype, b.device) == (dtype, device)]
@@ -170,35 +169,29 @@ class ConsistentDDP(nn.Module):
             for i, buffer in enumerate(self._buffers_of[part]):
                 buffer.copy_(saved["buffers"][str(i)])
 
-    # ------------------------------------------------------------------------------ private
-
-    def _module_buffers(self) -> list[torch.Tensor]:
-        return list(self.module.buffers())
-
     def _copied_buffers(self) -> list[torch.Tensor]:
-        return [buffer.detach().clone() for buffer in self._module_buffers()]
+        return [buffer.detach().clone() for buffer in self.module.buffers()]
 
     def _set_buffers(self, saved: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for buffer, value in zip(self._module_buffers(), saved, strict=True):
+            for buffer, value in zip(self.module.buffers(), saved, strict=True):
                 buffer.copy_(value)
 
     def _flat_of(self, part: int, numbers: list[int]) -> torch.Tensor:
         """Some buffers of a part, concatenated; a broadcast from the part's owner."""
         buffers = self._buffers_of.get(part)
         if buffers is None:
-            own = self._module_buffers()
-            size = sum(own[i].numel() for i in numbers)
-            flat = torch.empty(size, dtype=own[numbers[0]].dtype, device=own[numbers[0]].device)
+            own = list(self.module.buffers())
+            flat = torch.cat([torch.empty_like(own[i]).flatten() for i in numbers])
         else:
             flat = torch.cat([buffers[i].flatten() for i in numbers])
         if self._replicas > 1:
-            dist.broadcast(flat, global_rank(self._group, self._owner(part)), group=self._group)
+            replicas = range(self._replicas)
+            owner = next(
+                r for r in replicas if part < bounds(self.virtual_replicas, r, self._replicas)[1]
+            )
+            dist.broadcast(flat, global_rank(self._group, owner), group=self._group)
         return flat
-
-    def _owner(self, part: int) -> int:
-        cuts = [r * self.virtual_replicas // self._replicas for r in range(self._replicas + 1)]
-        return next(r for r in range(self._replicas) if cuts[r] <= part < cuts[r + 1])
 
 
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:

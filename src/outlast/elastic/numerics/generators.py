@@ -40,11 +40,7 @@ def capture() -> Generators:
 
 
 def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
-    """Checks a value for a generator; returns a function that sets the generator to it.
-
-    Args:
-        name: the generator.
-        value: a state, or an integer seed.
+    """Checks a state, or an integer seed, of a generator; returns a function that sets it.
 
     Raises:
         Exception: the generator's own, if the state is invalid.

@@ -1,7 +1,6 @@
 """Sums the gradients of all parts of a global batch, in the order of the parts.
 
-Each replica has consecutive parts. The sum passes from replica to replica: each adds its parts to
-the sum that it receives, and the last one broadcasts the result. The sum carries a flag for each
+The sum passes from replica to replica, as `consistent_ddp` describes. It carries a flag for each
 parameter that some part has used: a parameter that no part of any replica has used gets no
 gradient, as with autograd, and no optimizer changes it.
 """
@@ -30,13 +29,7 @@ def views_of(flat: torch.Tensor, shaped: Sequence[torch.Tensor]) -> list[torch.T
 
 
 class OrderedSum:
-    """Sums the gradients of one global batch after another.
-
-    Args:
-        rank: this replica's rank.
-        replicas: the number of replicas.
-        group: their process group.
-    """
+    """Sums the gradients of one global batch after another."""
 
     def __init__(self, rank: int, replicas: int, group: Any) -> None:
         self._rank = rank
@@ -45,10 +38,8 @@ class OrderedSum:
         self._buckets: list[_Bucket] = []
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Starts a global batch; the partial sum of an abandoned one is dropped.
-
-        Args:
-            parameters: the trained parameters, the same on all replicas.
+        """Starts a global batch; the partial sum of an abandoned one is dropped. The trained
+        parameters are the same on all replicas.
         """
         if [id(p) for bucket in self._buckets for p in bucket.parameters] != [*map(id, parameters)]:
             self._buckets = [_Bucket(each) for each in _group_into_buckets(parameters)]
@@ -56,11 +47,7 @@ class OrderedSum:
             bucket.clear(first=self._rank == 0)
 
     def add(self, weight: float) -> None:
-        """Adds the parameters' `grad`, as that of the next part of this replica.
-
-        Args:
-            weight: the factor of the gradients.
-        """
+        """Adds the parameters' `grad`, times `weight`, as that of this replica's next part."""
         for bucket in self._buckets:
             gradients = bucket.weighted_gradients(weight)
             if self._rank == 0:
@@ -72,9 +59,8 @@ class OrderedSum:
         """Sets the parameters' `grad` to the sum over all parts of all replicas. A collective."""
         received: list[Any] = []
         if self._rank > 0:
-            previous = global_rank(self._group, self._rank - 1)
-            for bucket in self._buckets:
-                received.append(dist.irecv(bucket.flat, previous, group=self._group))
+            previous, group = global_rank(self._group, self._rank - 1), self._group
+            received = [dist.irecv(bucket.flat, previous, group=group) for bucket in self._buckets]
         sent: list[Any] = []
         for i, bucket in enumerate(self._buckets):
             # While a bucket is sent to the next replica, this replica sums the bucket after it.

@@ -1,18 +1,30 @@
-"""Interrupts a collective that other replicas will never enter.
+"""Collectives that other replicas may never enter: how they are interrupted, and how the ranks of a
+process group connect.
 
 A `sync` that raises on one replica leaves the others in the collective that it did not enter, for
 the timeout of the group: 30 minutes by default. Once the call is known to have failed, and a thread
 does not leave it by itself, gloo's connections are shut down; so every collective in flight raises.
 Nothing more is lost by that: after a collective that not all ranks have entered, their groups are
 out of step. NCCL's collectives do not block the thread that calls them.
+
+The first call of a process group, in which its ranks connect, is such a collective. So each rank
+first sets a key in the group's store. When the time is up, the ranks that made the call end the
+collective, and name the ranks whose keys are missing. The keys are deleted once all ranks are
+connected.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 import threading
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from outlast.coordination import process_group_store
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.errors import CheckpointError, OutlastError, TimeoutError
 from outlast.inprocess.abort import interrupt_collectives
 
 log = logging.getLogger("outlast.elastic")
@@ -21,7 +33,8 @@ GRACE_S = 3.0
 """How long a thread may take to leave by itself, once the call has failed."""
 
 
-class CollectiveGuard:
+@contextlib.contextmanager
+def collective_guard(over: threading.Event, grace_s: float = GRACE_S) -> Iterator[None]:
     """A block in which a thread may be in a collective.
 
     Args:
@@ -29,26 +42,60 @@ class CollectiveGuard:
             a replica has failed, because this one has not finished.
         grace_s: how long a thread may take to leave by itself then, in seconds.
     """
+    left = threading.Event()
 
-    def __init__(self, over: threading.Event, grace_s: float = GRACE_S) -> None:
-        self._over = over
-        self._grace = grace_s
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="outlast-guard", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._left.set()
-
-    def _watch(self) -> None:
-        self._over.wait()
-        if not self._left.wait(self._grace):
+    def watch() -> None:
+        over.wait()
+        if not left.wait(grace_s):
             log.warning("a replica has failed: the collectives that wait for it are interrupted")
-            interrupt_collectives(self._left)
+            interrupt_collectives(left)
+
+    threading.Thread(target=watch, name="outlast-guard", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
+    """As `connect_ledger`, but waits no longer than `timeout`.
+
+    Raises:
+        TimeoutError: names the ranks that did not make the call. The process groups cannot be used
+            afterwards.
+        CheckpointError: if the ranks cannot reach each other.
+    """
+    place = process_group_store.place_in(group)
+    assert place is not None
+    rank, world_size, name = place
+    store = process_group_store.shared_store(group)
+    keys = [f"outlast/{prefix}-there/{name}/{other}" for other in range(world_size)]
+    store.put(keys[rank], b"1")
+    time_is_up = threading.Event()
+    timer = threading.Timer(timeout.total_seconds(), time_is_up.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        with collective_guard(time_is_up, 0.0):
+            ledger = connect_ledger(prefix, group)
+    except OutlastError:
+        raise
+    except RuntimeError as e:
+        if not time_is_up.is_set():
+            raise CheckpointError(f"rank {rank} cannot reach the other ranks: {e}") from e
+        missing = [other for other, key in enumerate(keys) if store.read(key) is None]
+        raise late("the first call of outlast.elastic", missing, timeout, rank) from e
+    finally:
+        timer.cancel()
+        timer.join()
+        time_is_up.set()  # ends the thread of the guard
+    store.delete(keys[rank])
+    return ledger
+
+
+def late(what: str, missing: Sequence[int], timeout: datetime.timedelta, rank: int) -> TimeoutError:
+    """The error of `rank`, which has waited for the missing ranks."""
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return TimeoutError(
+        f"{what}: {ranks} did not make the call within {timeout}, rank {rank} waited"
+    )

@@ -21,8 +21,7 @@ from outlast.coordination import KeyTimeout
 from outlast.coordination.call_failure import CallFailure, Verdict
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic import environment
-from outlast.elastic.replicas import connect
-from outlast.elastic.replicas.collective_guard import CollectiveGuard
+from outlast.elastic.replicas.collective_guard import collective_guard, connect, late
 from outlast.errors import CheckpointError, StoreError, TimeoutError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait
@@ -37,11 +36,6 @@ _GROUP_GONE = "the process group of this call is gone"
 
 class Replicas:
     """The replicas of the job, seen from this one. One thread at a time may use it.
-
-    Args:
-        ledger: through which the replicas communicate.
-        rank: of this replica in the job.
-        world_size: the number of replicas in the job.
 
     Attributes:
         writes: whether this replica writes the checkpoints.
@@ -99,10 +93,13 @@ class Replicas:
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
         cause: Exception | None = None
         try:
-            with CollectiveGuard(wait.over) if wait and collective else contextlib.nullcontext():
+            with collective_guard(wait.over) if wait and collective else contextlib.nullcontext():
                 value = work()
         except BaseException as e:
-            self._say_failed(index, what, e)
+            # If the store cannot be reached, the others cannot reach it either, and this rank's own
+            # error matters more.
+            with contextlib.suppress(StoreError):
+                self._ledger.fail(index, self._failure(index, what, e))
             if not isinstance(e, Exception):
                 raise
             cause = e
@@ -186,17 +183,9 @@ class Replicas:
                 self._wait(lambda: self._ledger.await_verdict(index, limit)).result()
             self._finished.append(index)
 
-    # ------------------------------------------------------------------------------ within
-
     @property
     def _limit(self) -> float:
         return self.timeout.total_seconds()
-
-    def _say_failed(self, index: int, what: str, error: BaseException) -> None:
-        # If the store cannot be reached, the others cannot reach it either, and this rank's own
-        # error matters more.
-        with contextlib.suppress(StoreError):
-            self._ledger.fail(index, self._failure(index, what, error))
 
     def _failure(self, index: int, what: str, error: BaseException) -> CallFailure:
         if isinstance(error, CheckpointError):  # its message is complete
@@ -213,22 +202,16 @@ class Replicas:
         if wait.over.wait(self._limit):
             return wait.result()
         missing = [rank for rank, said in enumerate(self._ledger.parts(index)) if not said]
-        late = self._late(what, missing)
+        error = late(what, missing, self.timeout, self.rank)
         # Now there is a verdict in any case, so the wait ends.
-        self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, str(late)))
+        self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, str(error)))
         return wait.result()
 
     def _conclusion(self, index: int, what: str) -> bytes:
         try:
             return self._wait(lambda: self._ledger.await_conclusion(index, self._limit)).result()
         except KeyTimeout as e:
-            raise self._late(f"{what} on rank 0", [0]) from e
-
-    def _late(self, what: str, missing: list[int]) -> TimeoutError:
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return TimeoutError(
-            f"{what}: {ranks} did not make the call within {self.timeout}, rank {self.rank} waited"
-        )
+            raise late(f"{what} on rank 0", [0], self.timeout, self.rank) from e
 
     def _forget(self, index: int, verdict: Verdict) -> None:
         """Deletes the keys of earlier calls when a later one has succeeded. Only then is it certain
@@ -274,7 +257,7 @@ def current(timeout: Duration | None = None) -> Replicas:
         rank, world_size = environment.replica_rank(), environment.num_replicas()
         return Replicas(connect_ledger("elastic"), rank, world_size)
     if _current is None or _current[0]() is not group:
-        ledger = connect.connect("elastic", group, limit or TIMEOUT)
+        ledger = connect("elastic", group, limit or TIMEOUT)
         _current = weakref.ref(group, _forget), Replicas(ledger, ledger.rank, ledger.world_size)
     if limit is not None:
         _current[1].timeout = limit

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from outlast.async_checkpoint.files import (
     STATES,
@@ -34,6 +35,8 @@ from outlast.system.error_text import describe
 __all__ = ["load_all_states", "load_state"]
 
 log = logging.getLogger("outlast.elastic")
+
+T = TypeVar("T")
 
 
 def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
@@ -100,30 +103,21 @@ def _load_together(replicas: Replicas, chosen: FileCheckpoint, states: Mapping[s
         prepare = functools.partial(_prepare, chosen, name, state)
         prepared[name] = replicas.together(what[name], prepare, collective=True)
     for name in states:
-        apply = functools.partial(_apply, name, prepared.pop(name))
+        apply = functools.partial(_named, name, prepared.pop(name))
         replicas.together(what[name], apply, collective=True)
 
 
 def _prepare(chosen: FileCheckpoint, name: str, state: State) -> Callable[[], None]:
     content = chosen.read(file_name(name))
+    return _named(name, lambda: state.prepare(content))
+
+
+def _named(name: str, work: Callable[[], T]) -> T:
+    """Calls `work`; an error gets the name of the state."""
     try:
-        return state.prepare(content)
+        return work()
     except Exception as e:
-        raise _load_error(name, e) from e
-
-
-def _apply(name: str, apply: Callable[[], None]) -> None:
-    try:
-        apply()
-    except Exception as e:
-        raise _load_error(name, e) from e
-
-
-def _load_error(name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(f"the state {name!r} could not be loaded: {describe(error)}")
-
-
-# ------------------------------------------------------------------------------ which checkpoint
+        raise CheckpointError(f"the state {name!r} could not be loaded: {describe(e)}") from e
 
 
 # On rank 0, by path: the checkpoints there, and the one that was chosen and verified. So states

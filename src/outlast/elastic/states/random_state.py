@@ -63,8 +63,8 @@ class RandomState(State):
         setters = [setter(name, value) for name, value in mine.items()]
 
         def apply() -> None:
-            for set_one in setters:
-                set_one()
+            for set_generator in setters:
+                set_generator()
 
         return apply
 

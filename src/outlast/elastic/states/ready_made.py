@@ -61,7 +61,7 @@ class StateDictState(State):
         saved = parse(self.kind, fileobj)
         if isinstance(self.source, nn.Module):
             check_module(self.source.state_dict(), saved)
-            return lambda: _loaded(self.source, saved)
+            return lambda: self.source.load_state_dict(saved)
         return lambda: self._replace(saved)
 
     def _replace(self, saved: Any) -> None:
@@ -108,13 +108,11 @@ class OptimizerState(StateDictState):
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         saved = parse(self.kind, fileobj)
-        own, there = ([len(g["params"]) for g in s["param_groups"]] for s in (self._own(), saved))
+        groups = (self.source.param_groups, saved["param_groups"])
+        own, there = ([len(group["params"]) for group in each] for each in groups)
         if own != there:
             raise ValueError(f"it has groups of {own} parameters, groups of {there} were saved")
-        return lambda: _loaded(self.source, saved)
-
-    def _own(self) -> dict[str, Any]:
-        return {"param_groups": self.source.param_groups}
+        return lambda: self.source.load_state_dict(saved)
 
 
 class SchedulerState(StateDictState):
@@ -212,7 +210,3 @@ def _inner(module: nn.Module) -> nn.Module:
             module = inner
         else:
             return module
-
-
-def _loaded(source: Any, saved: Any) -> None:
-    source.load_state_dict(saved)

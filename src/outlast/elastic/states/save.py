@@ -46,10 +46,7 @@ def save_all_states(
 ) -> str | None: ...
 @overload
 def save_all_states(
-    asynchronous: Literal[True],
-    *,
-    timeout: Duration = ...,
-    metrics: Mapping[str, Any] | None = ...,
+    asynchronous: Literal[True], *, timeout: Duration = ..., metrics: Mapping[str, Any] | None = ...
 ) -> PendingSave | None: ...
 def save_all_states(
     asynchronous: bool = False,
@@ -93,8 +90,9 @@ def save_all_states(
         directory = _save_on_rank_0(replicas, "Ray", lambda: _report(writes, metrics or {}))
         return pending_save.completed(directory) if asynchronous else directory
     assert path is not None
+    world_size = replicas.world_size
     if not asynchronous:
-        return _save_on_rank_0(replicas, path, lambda: _write(path, writes, replicas.world_size))
+        return _save_on_rank_0(replicas, path, lambda: _write(path, writes, world_size))
     copies: dict[str, StateCopy] = {}
 
     def copy(parts: list[Any]) -> None:
@@ -105,9 +103,7 @@ def save_all_states(
     def commit() -> str | None:
         copied: Writes = {name: each.write for name, each in copies.items()}
         try:
-            return _save_on_rank_0(
-                replicas, path, lambda: _write(path, copied, replicas.world_size)
-            )
+            return _save_on_rank_0(replicas, path, lambda: _write(path, copied, world_size))
         finally:
             free()
 

@@ -20,12 +20,7 @@ _SHOWN = 5
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
-    """Writes a value.
-
-    Args:
-        kind: of state.
-        value: tensors, numbers, text, and containers of these.
-        fileobj: the file.
+    """Writes a value of tensors, numbers, text, and containers of these, for a `kind` of state.
 
     Raises:
         ValueError: if it could not be loaded, or holds sharded tensors.
@@ -44,12 +39,7 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
 
 
 def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
-    """Reads a value that `dump` wrote.
-
-    Args:
-        kind: of state, as given to `dump`.
-        fileobj: the file.
-        device: for the tensors; `meta` to read their shapes only.
+    """Reads a value that `dump` wrote, its tensors to `device`: `meta` reads their shapes only.
 
     Raises:
         ValueError: if it is of another kind, or has a later format.

@@ -9,6 +9,7 @@ was in at the time.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -33,18 +34,22 @@ def split_calls(events: Iterable[Event]) -> list[list[Event]]:
     ranks = main_processes(event for log in by_process.values() for event in log)
 
     calls: dict[int, list[Event]] = defaultdict(list, {0: []})
-    ends = _Ends()
+    ends: dict[str, dict[int, float]] = defaultdict(dict)  # of each host's calls but the last
+
+    def call_at(host: str, time: float) -> int:
+        return sum(end < time for end in ends[host].values())
+
     for process in sorted(ranks, key=lambda process: (by_process[process][0].time, process)):
-        segments = _segments(by_process[process])
-        first = ends.call_at(process[0], segments[0][0].time)
+        segments, host = _segments(by_process[process]), process[0]
+        first = call_at(host, segments[0][0].time)
         for number, segment in enumerate(segments, start=first):
             calls[number].extend(segment)
             if segment is not segments[-1]:
-                ends.record(process[0], number, segment[-1].time)
+                ends[host][number] = max(segment[-1].time, ends[host].get(number, -math.inf))
     for process, log in by_process.items():
         if process not in ranks:
             for event in log:
-                calls[ends.call_at(event.host, event.time)].append(event)
+                calls[call_at(event.host, event.time)].append(event)
     return [calls[number] for number in range(max(calls) + 1)]
 
 
@@ -60,17 +65,3 @@ def _segments(log: list[Event]) -> list[list[Event]]:
         completed = completed or isinstance(event, Completed)
         segments[-1].append(event)
     return segments
-
-
-class _Ends:
-    """When each host ended each call, for calls that a later one followed."""
-
-    def __init__(self) -> None:
-        self._ends: dict[str, dict[int, float]] = defaultdict(dict)
-
-    def record(self, host: str, call: int, time: float) -> None:
-        ends = self._ends[host]
-        ends[call] = max(time, ends.get(call, time))
-
-    def call_at(self, host: str, time: float) -> int:
-        return sum(end < time for end in self._ends[host].values())

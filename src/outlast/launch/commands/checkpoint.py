@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.errors import CheckpointError
 from outlast.launch.commands import checkpoint_output as output
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def verify(
     """
     with _exit_on_error(), _open(directory) as storage:
         from outlast.async_checkpoint import files
-        from outlast.errors import CheckpointError
 
         known = {one.step: one for one in files.survey(storage) if one.step is not None}
         if not known and len(_kinds(storage)) > 1:
@@ -119,7 +119,6 @@ def rm(
     """Delete checkpoints. Refused while a job is using the folder."""
     with _exit_on_error(), _open(directory) as storage:
         from outlast.async_checkpoint import files
-        from outlast.errors import CheckpointError
 
         chosen = list(dict.fromkeys(steps))
         found = {one.step for one in files.survey(storage) if one.step is not None}
@@ -158,8 +157,6 @@ def rm(
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
     """Turns an expected exception into one line on stderr and exit code 1."""
-    from outlast.errors import CheckpointError
-
     try:
         yield
     except (CheckpointError, OSError, ModuleNotFoundError, ValueError) as e:
@@ -169,7 +166,6 @@ def _exit_on_error() -> Iterator[None]:
 
 def _open(directory: str) -> closing[Storage]:
     from outlast.async_checkpoint.files import open_storage
-    from outlast.errors import CheckpointError
 
     path = directory.removeprefix("file://")
     if "://" not in path and not Path(path).expanduser().is_dir():
@@ -196,7 +192,6 @@ def _refuse_unrelated_folder(storage: Storage) -> None:
         CheckpointError: saying what the folder is, and what to give instead.
     """
     from outlast.async_checkpoint.files import MANIFEST, LocalStorage
-    from outlast.errors import CheckpointError
 
     if not isinstance(storage, LocalStorage):
         return

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.errors import EventLogError
+
 if TYPE_CHECKING:
     from outlast.events.run_folders import Run
 
@@ -45,7 +47,6 @@ def report(
     ] = False,
 ) -> None:
     """Print what happened in a run: each fault, its cause, and how long the recovery took."""
-    from outlast.errors import EventLogError
     from outlast.events.run_folders import choose_run, runs_in
 
     if every and run is not None:
