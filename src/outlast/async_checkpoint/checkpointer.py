@@ -42,10 +42,7 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.errors import CheckpointError
-from outlast.events import (
-    Emitter,
-    Sink,
-)
+from outlast.events import Emitter, Sink
 from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["Checkpointer"]
@@ -135,7 +132,7 @@ class Checkpointer:
         restores = ledger.child("restore")
         self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)
         try:
-            self._restorer.open(self._owner_name())
+            self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {self._job}")
         except BaseException:
             if not taken_over:  # no other checkpointer knows of it
                 self._session.close(0.0)
@@ -329,9 +326,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this checkpointer is closed")
-
-    def _owner_name(self) -> str:
-        return f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:

@@ -81,10 +81,6 @@ log = logging.getLogger("outlast.checkpoint")
 class FileCheckpoint:
     """A committed checkpoint, of which only the manifest has been read.
 
-    Args:
-        storage: where it is.
-        folder: its name.
-
     Raises:
         CheckpointError: if the manifest is missing, damaged or of a later format.
     """
@@ -145,12 +141,7 @@ def newest_valid(storage: LocalStorage) -> str | None:
 
 
 class NewFileCheckpoint:
-    """The next checkpoint, in a working directory. Made by `new_checkpoint`.
-
-    Args:
-        storage: locked.
-        world_size: of the job.
-    """
+    """The next checkpoint, in a working directory of a locked storage. Made by `new_checkpoint`."""
 
     def __init__(self, storage: LocalStorage, world_size: int) -> None:
         self._storage = storage
@@ -165,11 +156,8 @@ class NewFileCheckpoint:
         storage.make(self.working)
 
     def add(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Writes a file; returns when it is durable.
-
-        Args:
-            name: of the file.
-            write: is given the file. It may leave it closed, or at any position.
+        """Writes a file; returns when it is durable. `write` is given the file; it may leave it
+        closed, or at any position.
 
         Raises:
             OSError: if the file cannot be written; and whatever `write` raises.
@@ -202,13 +190,9 @@ class NewFileCheckpoint:
 def new_checkpoint(storage: LocalStorage, world_size: int) -> Iterator[NewFileCheckpoint]:
     """A checkpoint to fill and commit in a `with` block. What is not committed then is removed.
 
-    Args:
-        storage: its directory is created.
-        world_size: of the job.
-
     Raises:
         CheckpointError: if another process saves there; names it.
-        OSError: if the directory cannot be created.
+        OSError: if the directory of checkpoints cannot be created.
     """
     storage.prepare()
     storage.lock(f"process {os.getpid()} on {socket.gethostname()}")
@@ -227,11 +211,8 @@ def new_checkpoint(storage: LocalStorage, world_size: int) -> Iterator[NewFileCh
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file outside of any checkpoint, durably, and puts it in place in one step.
-
-    Args:
-        path: of the file; its directory is created.
-        write: as for `NewFileCheckpoint.add`.
+    """Writes a file outside of any checkpoint, durably, and puts it in place in one step; its
+    directory is created. `write` is as for `NewFileCheckpoint.add`.
     """
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,6 @@ from typing import TypeAlias
 Duration: TypeAlias = "datetime.timedelta | float"
 """A number of seconds, or a `datetime.timedelta`."""
 
-_ZERO = datetime.timedelta()
-
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
     """Raises unless `value` is an `int` (no `bool`) that is not below `at_least`."""
@@ -42,7 +40,7 @@ def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datet
             value = datetime.timedelta(seconds=value)
         except OverflowError:
             raise ValueError(f"{name} is too long: {value} s") from None
-    if value < _ZERO or (value == _ZERO and not allow_zero):
+    if value.total_seconds() < 0 or not (value or allow_zero):
         wanted = "must not be negative" if allow_zero else "must be positive"
         raise ValueError(f"{name} {wanted}, not {value}")
     return value

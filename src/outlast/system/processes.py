@@ -26,9 +26,8 @@ import psutil
 from outlast.system.waiting import readable
 
 UNKNOWN_EXIT = 255
-"""The exit code of a process whose real one is lost: this program ignores SIGCHLD, or another part
-of it reaps every child. It is not 0, because success was not seen.
-"""
+# For a process whose real one is lost: this program ignores SIGCHLD, or another part of it reaps
+# every child. It is not 0, because success was not seen.
 
 _PIDFD_OPEN = 434
 _PIDFD_THREAD = os.O_EXCL

@@ -17,11 +17,8 @@ from outlast.system.error_text import describe, exit_text, traceback_text
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the call ended in this rank's background process.
-
-    Attributes:
-        cause: what went wrong, in a line; `None` if nothing did.
-        traceback: as text; empty where there is none.
+    """How a call ended in this rank's background process. `cause`, in a line, is `None` if it
+    succeeded.
     """
 
     cause: str | None = None
@@ -51,23 +48,18 @@ class Runner(Protocol):
             TypeError: naming the function, if it cannot be given to another process.
             OSError: if the system has no room for another process.
         """
-        ...
 
     def descriptors(self) -> list[int]:
         """The descriptors to wait on: one is readable when there is something to `collect`."""
-        ...
 
     def collect(self) -> list[tuple[int, Outcome]]:
         """The calls that have ended since the last call of this. Does not wait."""
-        ...
 
     def kill(self) -> None:
         """Kills all running calls. Does not wait; their outcomes can be collected."""
-        ...
 
     def close(self) -> None:
         """Kills and reaps all processes, and releases their resources."""
-        ...
 
 
 def await_copies() -> None:

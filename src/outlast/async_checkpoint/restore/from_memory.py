@@ -54,14 +54,8 @@ class MemorySnapshot:
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """What the other ranks need to know of this rank's part."""
-        snapshot = self._snapshot
-        return {
-            "index": json.loads(snapshot["index"]),
-            "places": snapshot["places"],
-            "layout": snapshot["layout"],
-            "files": snapshot["files"],
-            "values": snapshot["values"],
-        }
+        parts = {name: self._snapshot[name] for name in ("places", "layout", "files", "values")}
+        return {**parts, "index": json.loads(self._snapshot["index"])}
 
     def is_sufficient(
         self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
@@ -230,7 +224,7 @@ def content_in_memory(
     if isinstance(found, CallFailure):
         return found
     index, lacking = found
-    wanted = ranks.gather(lacking, _in_any)
+    wanted = ranks.gather(lacking, lambda lists: sorted(set().union(*lists)))
     if not wanted:
         return Content(index, [memory.own()])
 
@@ -244,10 +238,6 @@ def content_in_memory(
         return buffers
     sent = memory.exchange(buffers, told, set(lacking), group)
     return Content(index, [memory.own(), *sent])
-
-
-def _in_any(lists: list[list[str]]) -> list[str]:
-    return sorted(set().union(*lists))
 
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:

@@ -28,11 +28,8 @@ _TEMPORARY_BYTES = 256 << 20  # at a time
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a candidate holds, and where this rank reads it.
-
-    Attributes:
-        index: of the whole checkpoint.
-        sources: each with the index of what this rank reads from it.
+    """What a candidate holds: the index of all of it, and sources, each with the index of what this
+    rank reads from it.
     """
 
     index: Index

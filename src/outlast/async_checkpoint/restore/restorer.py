@@ -199,13 +199,8 @@ class Restorer:
         """Loads one candidate. Returns `None`, or the failure of one rank, the same on all."""
         state_dict = request.state_dict
         if candidate.source == "memory":
-            content = content_in_memory(
-                self._memory_of(snapshots[candidate.name]),
-                state_dict,
-                self._items,
-                self._ranks,
-                self._group,
-            )
+            memory = self._memory_of(snapshots[candidate.name])
+            content = content_in_memory(memory, state_dict, self._items, self._ranks, self._group)
         else:
             content = self._ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
         if isinstance(content, CallFailure):
@@ -214,7 +209,9 @@ class Restorer:
         if isinstance(fitting, CallFailure):
             return fitting
         if request.strict:
-            missing = self._ranks.gather(fitting.unexpected, _in_all)
+            missing = self._ranks.gather(
+                fitting.unexpected, lambda lists: sorted(set.intersection(*map(set, lists)))
+            )
             if missing:
                 raise left_over(missing, content.where)
         request.overwritten.update(item.name for item in fitting.items)
@@ -246,7 +243,3 @@ class Restorer:
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
         return found
-
-
-def _in_all(lists: list[list[str]]) -> list[str]:
-    return sorted(set.intersection(*(set(names) for names in lists)))

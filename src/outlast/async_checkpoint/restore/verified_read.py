@@ -54,7 +54,6 @@ class Source(Protocol):
 
     def open(self, name: str) -> FileReader:
         """Opens a file."""
-        ...
 
 
 class StorageSource:

@@ -22,7 +22,6 @@ commit continues, on rank 0 and for all ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import queue
@@ -56,14 +55,6 @@ log = logging.getLogger("outlast.checkpoint")
 
 # After an abort that came too late to drop a save: how long rank 0 has to conclude it.
 _CONCLUDE_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Committed:
-    """A save that is committed; `manifest` on rank 0, if old checkpoints may be removed."""
-
-    size_bytes: int
-    manifest: Manifest | None = None
 
 
 class SavePipeline:
@@ -192,10 +183,11 @@ class SavePipeline:
             self._outcomes.await_removals()
 
     def _complete(self, save: Save) -> None:
-        committed: _Committed | None = None
+        size_bytes = 0
+        manifest: Manifest | None = None
         error: Exception | None = None
         try:
-            committed = self._carry_out(save)
+            size_bytes, manifest = self._carry_out(save)
         except (OutlastError, OSError) as e:
             error = e
         except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a slow save
@@ -205,19 +197,22 @@ class SavePipeline:
             self._pending.remove(save)
             queued = len(self._pending)
         buffer = save.snapshot.buffer
-        if committed is not None:
+        if error is None:
             save.snapshot.description["committed"] = True
             self._session.writer.tell(
                 SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
             )
         self._session.pool.give_back(buffer, save.snapshot.turn)
         save.handle._end(error)
-        self._outcomes.ended(save, committed.size_bytes if committed else 0, error, queued)
+        self._outcomes.ended(save, size_bytes, error, queued)
         # After all this, so nothing waits for it.
-        if committed is not None and committed.manifest is not None and not self._aborted:
-            self._outcomes.apply_retention(committed.manifest)
+        if manifest is not None and not self._aborted:
+            self._outcomes.apply_retention(manifest)
 
-    def _carry_out(self, save: Save) -> _Committed:
+    def _carry_out(self, save: Save) -> tuple[int, Manifest | None]:
+        """Saves and commits; returns the size of the checkpoint, and on rank 0 its manifest, if
+        old checkpoints may be removed.
+        """
         ledger, index = self._ledger, save.index
         try:
             if not save.agreed:
@@ -247,7 +242,7 @@ class SavePipeline:
                     raise
                 # The store is gone, and the job's iteration with it; the checkpoint is committed
                 # all the same. The next checkpointer may be at work: nothing old is removed.
-                return _Committed(manifest.size_bytes)
+                return manifest.size_bytes, None
         else:
             result = self._await_conclusion(save)
         with contextlib.suppress(StoreError):  # gone meanwhile, and its keys with it
@@ -256,7 +251,7 @@ class SavePipeline:
             raise CheckpointError(
                 f"the save of step {save.step} was not committed: {result['error']}"
             )
-        return _Committed(int(result["size_bytes"]), manifest)
+        return int(result["size_bytes"]), manifest
 
     def _write(self, save: Save) -> bytes:
         """Writes this rank's files; returns what rank 0 must know of them."""

@@ -8,10 +8,11 @@ keep their shares, because they are saving them already.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.save.catalog import Catalog
@@ -147,7 +148,7 @@ class StructureExchange:
         self._sent = index
         try:
             ledger.finish(index, encode_items(items))
-            catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None
+            catalog = self._coordinate(index) if ledger.rank == 0 else None
             answer = json.loads(ledger.await_conclusion(index, self._timeout))
         except KeyTimeout as e:
             raise CheckpointError(
@@ -171,7 +172,7 @@ class StructureExchange:
             return None
         ledger.finish(index)
         try:
-            catalog = self._coordinate(index, self._timeout) if ledger.rank == 0 else None
+            catalog = self._coordinate(index) if ledger.rank == 0 else None
         except KeyTimeout as e:
             raise CheckpointError(
                 f"not all ranks began this save within {self._timeout:g} s"
@@ -188,21 +189,25 @@ class StructureExchange:
         ledger.fail(index, CallFailure.here(index, "exchange", ledger.rank, cause))
         if ledger.rank == 0:
             ledger.conclude(index, json.dumps({"error": f"rank 0: {cause}"}).encode())
-            self._skip(index, self._timeout)
+            with self._turn(index):
+                pass
         ledger.forget(index)
 
-    def _skip(self, index: int, timeout: float | None) -> None:
+    @contextlib.contextmanager
+    def _turn(self, index: int) -> Iterator[None]:
         with self._advanced:  # the other thread may still be at an earlier exchange
-            self._advanced.wait_for(lambda: self._passed >= index - 1, timeout)
-            self._passed = index
-            self._advanced.notify_all()
-
-    def _coordinate(self, index: int, timeout: float | None) -> Catalog:
-        with self._advanced:  # the other thread may still be at an earlier exchange
-            self._advanced.wait_for(lambda: self._passed >= index - 1, timeout)
-        ledger = self._ledger
+            self._advanced.wait_for(lambda: self._passed >= index - 1, self._timeout)
         try:
-            failure = ledger.await_verdict(index, timeout).failure
+            yield
+        finally:
+            with self._advanced:
+                self._passed = index
+                self._advanced.notify_all()
+
+    def _coordinate(self, index: int) -> Catalog:
+        ledger = self._ledger
+        with self._turn(index):
+            failure = ledger.await_verdict(index, self._timeout).failure
             if failure is not None:
                 cause = f"rank {failure.rank} on {failure.host}: {failure.cause}"
                 ledger.conclude(index, json.dumps({"error": cause}).encode())
@@ -211,10 +216,6 @@ class StructureExchange:
             if new:
                 self._renew(index, new)
             return self._catalog
-        finally:
-            with self._advanced:
-                self._passed = index
-                self._advanced.notify_all()
 
     def _renew(self, index: int, new: dict[int, list[Item]]) -> None:
         old = self._catalog.structures

@@ -181,7 +181,7 @@ class BufferPool:
             self._allocating.join()
 
     def _lay_out(self, buffer: SnapshotBuffer, structure: Structure) -> None:
-        # Before the first byte is overwritten: see `Writer._buffer_reused`.
+        # Before the first byte is overwritten: see `Writer._note`.
         buffer.snapshot = None
         self._writer.tell(BufferReused(buffer=buffer.number))
         if buffer.structure is structure:

@@ -34,9 +34,7 @@ class Item:
         name: the flat name, as in torch.distributed.checkpoint.
         path: its keys; the index of a list is a tuple of its own, `(i,)`.
         kind: `tensor`, or `value` for anything that is pickled, including sparse tensors.
-        offsets: of this part in the tensor.
-        sizes: of this part.
-        shape: of the whole tensor.
+        offsets, sizes: of this part in the tensor, which has `shape`.
         dtype: without `torch.`.
     """
 
@@ -115,14 +113,8 @@ def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:
 def share_out(
     plans: Mapping[int, Sequence[Item]], fixed: Mapping[int, Iterable[Key]] | None = None
 ) -> dict[int, list[Key]]:
-    """Divides the parts among the ranks that hold them.
-
-    Args:
-        plans: the items that each rank holds.
-        fixed: the keys that ranks save already, by an earlier decision.
-
-    Returns:
-        The keys that each rank saves, in the order of its plan.
+    """Divides the parts among the ranks that hold them. Returns the keys that each rank saves, in
+    the order of its plan. `fixed` are the keys that ranks save already, by an earlier decision.
 
     Raises:
         CheckpointError: if ranks hold different tensors under one name, or if parts of a tensor

@@ -60,13 +60,9 @@ class CheckpointInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A directory in the storage, and what it is.
-
-    Attributes:
-        folder: its name.
-        step: of the checkpoint; `None` for a directory that is no committed checkpoint.
-        manifest: of the checkpoint, unless that is damaged.
-        wrong: what is wrong, as far as can be seen without reading the files; empty if nothing.
+    """A directory in the storage, and what it is: `step` of the committed checkpoint, if it is one,
+    its `manifest`, unless that is damaged, and what is `wrong`, as far as can be seen without
+    reading the files.
     """
 
     folder: str
@@ -196,12 +192,7 @@ def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
 def verify(
     storage: Storage, step: int, progress: Callable[[int], None] = lambda size_bytes: None
 ) -> CheckpointInfo:
-    """Reads and verifies a whole checkpoint.
-
-    Args:
-        storage: where it is.
-        step: of the checkpoint.
-        progress: called with the size of each chunk that was verified.
+    """Reads and verifies a whole checkpoint; calls `progress` with the size of each verified chunk.
 
     Raises:
         CheckpointError: names each file that is missing, truncated or damaged.

@@ -193,12 +193,8 @@ class LocalStorage:
 
 
 class _Writer:
-    """A file of known size, written by several threads.
-
-    Args:
-        path: of the file.
-        size_bytes: of the file.
-        recycled: whether a recycled file of this size is at `path`.
+    """A file of known size, written by several threads. `recycled`: a file of this size is at
+    `path`.
     """
 
     def __init__(self, path: Path, size_bytes: int, recycled: bool) -> None:

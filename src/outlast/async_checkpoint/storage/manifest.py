@@ -105,7 +105,6 @@ class Manifest:
     """The content of one checkpoint.
 
     Attributes:
-        step: of the training.
         save_id: unique to the save.
         world_size: of the job that saved it.
         metric: the argument of `save(metric=...)`.
@@ -142,11 +141,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, where: str) -> Manifest:
-    """Returns the manifest from the content of its file.
-
-    Args:
-        content: of the file.
-        where: names the file in errors.
+    """Returns the manifest from the content of its file, which errors call `where`.
 
     Raises:
         CheckpointError: if it is truncated, damaged, or of a later format.

@@ -32,17 +32,14 @@ class FileWriter(Protocol):
         """Writes `data` now or in `finish`: the memory must not change until `finish` returns.
         Pieces arrive in any order, and all but the last have the same length.
         """
-        ...
 
     def finish(self) -> None:
         """Returns when the file is durable."""
-        ...
 
     def abandon(self) -> None:
         """Stops writing. On a file system, what was written may stay until the directory is
         removed; on other storage nothing stays.
         """
-        ...
 
 
 class FileReader(Protocol):
@@ -57,11 +54,9 @@ class FileReader(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` with the bytes from `offset`; returns how many there were."""
-        ...
 
     def close(self) -> None:
         """Closes the file."""
-        ...
 
 
 class Storage(Protocol):
@@ -78,54 +73,43 @@ class Storage(Protocol):
 
     def prepare(self) -> None:
         """Creates the root directory."""
-        ...
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
         """The directory that a save writes to, and the directory of the committed checkpoint: the
         same one on storage that cannot rename.
         """
-        ...
 
     def folders(self) -> list[str]:
         """The names of all directories, also of those without a complete checkpoint. If several
         belong to one step, the one committed last comes last.
         """
-        ...
 
     def make(self, folder: str) -> None:
         """Creates a directory, which may exist."""
-        ...
 
     def create(self, folder: str, name: str, size_bytes: int) -> FileWriter:
         """Creates a file of known size."""
-        ...
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         """Writes a small file, durably."""
-        ...
 
     def sync(self, folder: str) -> None:
         """Returns when the directory's entries are durable."""
-        ...
 
     def publish(self, working: str, final: str) -> None:
         """Makes what was written under `working` visible as `final`, atomically and durably. If
         both are the same directory, its manifest has made it visible, and this call only removes
         checkpoints that were replaced.
         """
-        ...
 
     def get(self, folder: str, name: str) -> bytes:
         """Returns the content of a small file; raises `FileNotFoundError` if it does not exist."""
-        ...
 
     def open(self, folder: str, name: str) -> FileReader:
         """Opens a file for reading; raises `FileNotFoundError` if it does not exist."""
-        ...
 
     def size(self, folder: str, name: str) -> int:
         """Returns a file's size; raises `FileNotFoundError` if it does not exist."""
-        ...
 
     def hide(self, folder: str) -> str:
         """Makes a checkpoint invisible, durably; its files stay.
@@ -134,29 +118,24 @@ class Storage(Protocol):
             The directory to pass to `remove` later, even if a new checkpoint has the old name by
             then; an empty string if there was no checkpoint.
         """
-        ...
 
     def remove(self, folder: str) -> None:
         """Removes a directory and its files. At no moment does a part of it look like a
         checkpoint. The directory may be missing.
         """
-        ...
 
     def recycle(self, folder: str) -> None:
         """Like `remove`, for a hidden directory, but may keep files for the next save to write
         over, until `tidy`.
         """
-        ...
 
     def tidy(self) -> None:
         """Removes the files that `recycle` kept."""
-        ...
 
     def identity(self) -> str:
         """A random id of this storage, which changes when the storage is emptied and used again
         under the same name. Created if missing; call with the lock held.
         """
-        ...
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Locks the storage against other jobs until `unlock`.
@@ -168,15 +147,12 @@ class Storage(Protocol):
         Raises:
             CheckpointError: if another job holds the lock; names it.
         """
-        ...
 
     def unlock(self) -> None:
         """Releases the lock."""
-        ...
 
     def close(self) -> None:
         """Releases the lock and the connections. The storage may be used again afterwards."""
-        ...
 
 
 def step_of(folder: str, prefix: str = STEP) -> int | None:

@@ -35,11 +35,7 @@ _FILE_SYSTEMS = ("ext4", "xfs")
 
 
 class RecycledFiles:
-    """The recycled files of a directory of checkpoints.
-
-    Args:
-        root: the directory of checkpoints.
-    """
+    """The recycled files of a directory of checkpoints."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

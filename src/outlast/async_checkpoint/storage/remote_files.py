@@ -39,24 +39,37 @@ def as_os_errors(where: str) -> Iterator[None]:
         raise (kind(number, text) if isinstance(number, int) else kind(text)) from e
 
 
-class PartsUpload:
-    """A file on S3: one request for a file of one piece, else a multipart upload.
-
-    Args:
-        fs: s3fs.
-        path: with the bucket.
-        size_bytes: of the whole file.
-        where: its name in messages.
-    """
+class _Upload:
+    """A file being uploaded; `path`, in the file system, begins with the bucket on S3."""
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
         self._fs = fs
         self._path = path
         self._size = size_bytes
         self._where = where
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        try:
+            self._complete()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _complete(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        raise NotImplementedError
+
+
+class PartsUpload(_Upload):
+    """A file on S3: one request for a file of one piece, else a multipart upload."""
+
+    def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
+        super().__init__(fs, path, size_bytes, where)
         bucket, key, _ = fs.split_path(path)
         self._target = {"Bucket": bucket, "Key": key}
-        self._lock = threading.Lock()
         self._upload = ""
         self._piece_bytes = 0
         self._last: tuple[int, memoryview] | None = None
@@ -79,26 +92,18 @@ class PartsUpload:
                 self._piece_bytes = len(data)
         self._send(offset, data)
 
-    def finish(self) -> None:
-        try:
-            if self._size == 0:
-                self._put(b"")
-            if self._whole:
-                return
-            if self._last is not None and self._piece_bytes:
-                self._send(*self._last)
-            if self._sent_bytes != self._size:
-                raise OSError(f"{self._where}: {self._sent_bytes} of {self._size} bytes were sent")
-            parts = [self._parts[number] for number in sorted(self._parts)]
-            self._call(
-                "complete_multipart_upload",
-                UploadId=self._upload,
-                MultipartUpload={"Parts": parts},
-            )
-            self._upload = ""
-        except BaseException:
-            self.abandon()
-            raise
+    def _complete(self) -> None:
+        if self._size == 0:
+            self._put(b"")
+        if self._whole:
+            return
+        if self._last is not None and self._piece_bytes:
+            self._send(*self._last)
+        if self._sent_bytes != self._size:
+            raise OSError(f"{self._where}: {self._sent_bytes} of {self._size} bytes were sent")
+        parts = {"Parts": [self._parts[number] for number in sorted(self._parts)]}
+        self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)
+        self._upload = ""
 
     def abandon(self) -> None:
         """See `FileWriter`. Nothing stays, unless the store cannot be reached; then the removal
@@ -140,22 +145,11 @@ class PartsUpload:
             return answer
 
 
-class OrderedUpload:
-    """A file that is written from beginning to end.
-
-    Args:
-        fs: of fsspec.
-        path: of the file in it.
-        size_bytes: of the whole file.
-        where: its name in messages.
-    """
+class OrderedUpload(_Upload):
+    """A file that is written from beginning to end."""
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
-        self._fs = fs
-        self._path = path
-        self._size = size_bytes
-        self._where = where
-        self._lock = threading.Lock()
+        super().__init__(fs, path, size_bytes, where)
         self._early: dict[int, memoryview] = {}
         self._at = 0
         self._busy = False
@@ -179,19 +173,15 @@ class OrderedUpload:
                 self._file.write(piece)
             self._at += len(piece)
 
-    def finish(self) -> None:
-        try:
-            if self._at != self._size:
-                raise OSError(f"{self._where}: {self._at} of {self._size} bytes were sent")
-            with as_os_errors(self._where):
-                if self._file is None:
-                    self._fs.pipe_file(self._path, b"")
-                else:
-                    self._file.close()
-            self._file = None
-        except BaseException:
-            self.abandon()
-            raise
+    def _complete(self) -> None:
+        if self._at != self._size:
+            raise OSError(f"{self._where}: {self._at} of {self._size} bytes were sent")
+        with as_os_errors(self._where):
+            if self._file is None:
+                self._fs.pipe_file(self._path, b"")
+            else:
+                self._file.close()
+        self._file = None
 
     def abandon(self) -> None:
         """See `FileWriter`. Removes what the file system cannot discard."""
@@ -240,13 +230,8 @@ class RangeReader:
 def unfinished_uploads(
     fs: Any, root: str, where: str, folder: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Directory, key and id of the multipart uploads on S3 that have not ended.
-
-    Args:
-        fs: s3fs.
-        root: of the checkpoints, with the bucket.
-        where: its name in messages.
-        folder: lists only those of one checkpoint directory.
+    """Directory, key and id of the multipart uploads on S3 that have not ended, below `root` or in
+    one checkpoint directory of it.
     """
     bucket, key, _ = fs.split_path(root)
     within = f"{key}/" if key else ""

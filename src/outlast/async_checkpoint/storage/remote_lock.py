@@ -27,13 +27,7 @@ OWNER = ".owner"
 
 
 class RemoteLock:
-    """See the module.
-
-    Args:
-        fs: of fsspec.
-        root: the directory in it.
-        where: the name of the directory in messages.
-    """
+    """See the module. `where` is the name of the directory in messages."""
 
     def __init__(self, fs: Any, root: str, where: str) -> None:
         self._fs = fs

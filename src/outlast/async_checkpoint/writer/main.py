@@ -19,7 +19,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.storage.open import open_storage
@@ -47,15 +47,6 @@ class Writer:
         self.storage = open_storage(config["url"])
         self.buffers = HeldBuffers()
         self.dropped = threading.Event()
-        self._notifications: dict[type[Message], Callable[[Any], None]] = {
-            messages.BufferReused: self._buffer_reused,
-            messages.ReleaseBuffer: self._release_buffer,
-            messages.SnapshotCopied: self._snapshot_copied,
-            messages.SnapshotTorn: self._snapshot_torn,
-            messages.SnapshotSealed: self._snapshot_sealed,
-            messages.SnapshotCommitted: self._snapshot_committed,
-            messages.DropSaves: self._drop_saves,
-        }
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             messages.BeginSave: self._begin_save,
             messages.WriteSnapshot: self._write_snapshot,
@@ -86,10 +77,8 @@ class Writer:
                 return True
             if isinstance(message, Request):
                 self._queue.put((message, number))
-            elif isinstance(message, messages.ShareBuffer):
-                self._share_buffer(message, descriptors[0])
             else:
-                self._notifications[type(message)](message)
+                self._note(message, descriptors)
 
     def _await_message(self) -> None:
         """Waits for a message, or for the end of the main process: a fork of that may hold the
@@ -101,40 +90,37 @@ class Writer:
 
     # ---------------------------------------------------------------------- notifications
 
-    def _share_buffer(self, message: messages.ShareBuffer, descriptor: int) -> None:
-        buffer = self.buffers[message.buffer]
-        buffer.close()
-        buffer.memory = SharedMemory(message.size_bytes, descriptor)
-        buffer.index = message.blob
-
-    def _buffer_reused(self, message: messages.BufferReused) -> None:
-        # The main process says so before it writes the first byte: so a snapshot that is being
-        # overwritten is never handed over, even if the main process dies right after.
-        self.buffers[message.buffer].invalidate()
-
-    def _release_buffer(self, message: messages.ReleaseBuffer) -> None:
-        self.buffers.release(message.buffer)
-
-    def _snapshot_copied(self, message: messages.SnapshotCopied) -> None:
-        self.buffers[message.buffer].progress_of(message.save_id).reached(message.upto)
-
-    def _snapshot_torn(self, message: messages.SnapshotTorn) -> None:
-        self.buffers[message.buffer].progress_of(message.save_id).tear()
-
-    def _snapshot_sealed(self, message: messages.SnapshotSealed) -> None:
-        buffer = self.buffers[message.buffer]
-        buffer.values = message.blob
-        buffer.snapshot = message.snapshot
-        buffer.take_checksums()
-        buffer.progress_of(message.snapshot["save_id"]).reached(sys.maxsize)
-
-    def _snapshot_committed(self, message: messages.SnapshotCommitted) -> None:
-        snapshot = self.buffers[message.buffer].snapshot
-        if snapshot is not None and snapshot["save_id"] == message.save_id:
-            snapshot["committed"] = True
-
-    def _drop_saves(self, _: messages.DropSaves) -> None:
-        self.buffers.wake_all(self.dropped)
+    def _note(self, message: Message, descriptors: Sequence[int]) -> None:
+        match message:
+            case messages.ShareBuffer():
+                buffer = self.buffers[message.buffer]
+                buffer.close()
+                buffer.memory = SharedMemory(message.size_bytes, descriptors[0])
+                buffer.index = message.blob
+            case messages.BufferReused():
+                # The main process says so before it writes the first byte: so a snapshot that is
+                # being overwritten is never handed over, even if the main process dies right after.
+                self.buffers[message.buffer].invalidate()
+            case messages.ReleaseBuffer():
+                self.buffers.release(message.buffer)
+            case messages.SnapshotCopied():
+                self.buffers[message.buffer].progress_of(message.save_id).reached(message.upto)
+            case messages.SnapshotTorn():
+                self.buffers[message.buffer].progress_of(message.save_id).tear()
+            case messages.SnapshotSealed():
+                buffer = self.buffers[message.buffer]
+                buffer.values = message.blob
+                buffer.snapshot = message.snapshot
+                buffer.take_checksums()
+                buffer.progress_of(message.snapshot["save_id"]).reached(sys.maxsize)
+            case messages.SnapshotCommitted():
+                snapshot = self.buffers[message.buffer].snapshot
+                if snapshot is not None and snapshot["save_id"] == message.save_id:
+                    snapshot["committed"] = True
+            case messages.DropSaves():
+                self.buffers.wake_all(self.dropped)
+            case _:
+                raise TypeError(f"{message} is no notification")
 
     # --------------------------------------------------------------------------- requests
 
