@@ -28,9 +28,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class Channel:
-    """One end of a connection. It owns `sock`, a connected, blocking Unix stream socket.
-
-    Several threads may send; one at a time may receive.
+    """One end of a connection: owns a connected, blocking Unix stream socket. Several threads may
+    send; one at a time may receive.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -44,9 +43,8 @@ class Channel:
         return cls(one), cls(other)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Sends one message; blocks while the other end does not read.
-
-        The descriptors are duplicated: the caller keeps its own, and closes them at any time.
+        """Sends one message; blocks while the other end does not read. The descriptors are
+        duplicated: the caller keeps its own, and closes them at any time.
 
         Raises:
             ValueError: for more than `MAX_DESCRIPTORS` descriptors.
@@ -70,9 +68,8 @@ class Channel:
                 raise
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Waits for one message; returns its payload and its descriptors.
-
-        The caller closes the descriptors; programs that it starts do not inherit them.
+        """Waits for one message; returns its payload and its descriptors. The caller closes these;
+        programs that it starts do not inherit them.
 
         Raises:
             EOFError: when the other end is gone, also in the middle of a message.
@@ -118,8 +115,7 @@ class Channel:
             if not piece:
                 raise EOFError("the other end of the channel is gone")
             data += piece
-        (length,) = _LENGTH.unpack(data)
-        return int(length)
+        return int(_LENGTH.unpack(data)[0])
 
     def _fill(self, view: memoryview) -> None:
         while view:

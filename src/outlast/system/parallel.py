@@ -13,12 +13,11 @@ def in_threads(work: Callable[[], None], threads: int, name: str) -> None:
     """
     with ThreadPoolExecutor(threads, name) as pool:
         running = [pool.submit(work) for _ in range(threads)]
-    ended = [each.exception() for each in running]
+    ended = (each.exception() for each in running)
+    errors = [error for error in ended if error is not None]
     # No local variable may hold the error that is raised: its traceback holds this frame, and all
     # that it reaches (memory of the size of the training's state) would stay until the garbage
     # collector finds the cycle, in a process that collects seldom or not at all.
     running.clear()
-    errors = [error for error in ended if error is not None]
-    ended.clear()
     if errors:
         raise errors.pop(0)

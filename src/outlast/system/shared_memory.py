@@ -62,15 +62,11 @@ def populate(memory: SharedMemory, threads: int = 2) -> None:
     fast as later ones. A kernel that does not support this allocates them at the first access.
     """
     step = page_up(-(-memory.size_bytes // threads))
-    parts = [
-        (memory.address + at, min(step, memory.size_bytes - at))
-        for at in range(0, memory.size_bytes, step)
-    ]
-    workers = [
-        threading.Thread(target=_libc.madvise, args=(*part, _MADV_POPULATE_WRITE)) for part in parts
-    ]
-    for worker in workers:
-        worker.start()
+    workers = []
+    for at in range(0, memory.size_bytes, step):
+        part = memory.address + at, min(step, memory.size_bytes - at), _MADV_POPULATE_WRITE
+        workers.append(threading.Thread(target=_libc.madvise, args=part))
+        workers[-1].start()
     for worker in workers:
         worker.join()
 

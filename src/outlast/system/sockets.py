@@ -36,9 +36,8 @@ def socket_inodes() -> dict[int, int]:
 
 
 def shut_down(descriptor: int, inode: int) -> bool:
-    """Shuts a connection down, if the descriptor is still the socket `inode`; says whether.
-
-    The descriptor is duplicated first: if its owner closes it now, the duplicate is still the same
+    """Shuts a connection down, if the descriptor is still the socket `inode`; says whether. The
+    descriptor is duplicated first: if its owner closes it now, the duplicate is still the same
     socket, and no other file that gets its number is touched.
     """
     try:
@@ -66,7 +65,7 @@ def replace_tcp_sockets() -> None:
             continue
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             network = copy.family in (socket.AF_INET, socket.AF_INET6)
-            stream = copy.type == socket.SOCK_STREAM
-        if network and stream:
+            tcp = network and copy.type == socket.SOCK_STREAM
+        if tcp:
             os.dup2(null, descriptor, inheritable=False)
     os.close(null)

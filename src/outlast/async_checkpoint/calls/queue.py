@@ -18,7 +18,6 @@ import logging
 import time
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import Any, Literal
 
 from outlast.async_checkpoint.calls.fork_runner import ForkRunner
@@ -231,12 +230,7 @@ class AsyncCallsQueue:
     def __enter__(self) -> AsyncCallsQueue:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -9,7 +9,6 @@ thread needs the call no more, since nothing may be reported after that.
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 import threading
@@ -188,19 +187,19 @@ class Reporter:
             self._left -= set(finished)
         for index in finished:
             self._before_forgetting(index)
-            self._try(functools.partial(self._ledger.forget, index))
+            self._try(self._ledger.forget, index)
         return ending and not self._names
 
     def _report(self, index: int, name: str, outcome: Outcome) -> None:
         if outcome.cause is None:
-            self._try(functools.partial(self._ledger.finish, index))
+            self._try(self._ledger.finish, index)
             return
         rank = self._ledger.rank
         failure = CallFailure.here(index, name, rank, outcome.cause, outcome.traceback)
-        self._try(functools.partial(self._ledger.fail, index, failure))
+        self._try(self._ledger.fail, index, failure)
 
-    def _try(self, operation: Callable[[], Any]) -> None:
+    def _try(self, operation: Callable[..., Any], *arguments: Any) -> None:
         try:
-            operation()
+            operation(*arguments)
         except StoreError as e:
             self._on_error(e)

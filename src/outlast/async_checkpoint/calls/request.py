@@ -76,7 +76,7 @@ class PendingCall:
 
     @classmethod
     def of(cls, request: AsyncRequest, index: int) -> PendingCall:
-        """The pending call for a request."""
+        """The pending call for a request, with its finalize functions at this time."""
         return cls(index, name_of(request.async_fn), tuple(request.finalize_fns))
 
     def finalize(self) -> AsyncCallError | None:

@@ -32,11 +32,8 @@ class Agreement:
         self._steps = 0
 
     def attempt(self, work: Callable[[], T]) -> T | CallFailure:
-        """Runs `work` on every rank.
-
-        Returns:
-            What `work` returned on this rank; or, if it failed on any rank, the failure of one of
-            them, the same on all ranks.
+        """Runs `work` on every rank. Returns what `work` returned on this rank; or, if it failed on
+        any rank, the failure of one of them, the same on all ranks.
 
         Raises:
             BaseException: what `work` raised here, unless it is a `CheckpointError` or `OSError`.

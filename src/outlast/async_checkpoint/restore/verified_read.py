@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import xxhash
@@ -72,34 +72,17 @@ class StorageSource:
         return self._storage.open(self._folder, name)
 
 
+@dataclasses.dataclass
 class MemorySource:
     """A snapshot in memory: the content of each file, with sizes and checksums."""
 
-    def __init__(
-        self,
-        where: str,
-        views: Mapping[str, memoryview],
-        files: Mapping[str, FileEntry],
-        chunk_bytes: int,
-    ) -> None:
-        self.where = where
-        self.chunk_bytes = chunk_bytes
-        self.files = files
-        self._views = views
+    where: str
+    views: Mapping[str, memoryview]
+    files: Mapping[str, FileEntry]
+    chunk_bytes: int
 
     def open(self, name: str) -> _MemoryReader:
-        return _MemoryReader(self._views[name])
-
-
-class _Scratch:
-    """A buffer, allocated at its first use."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._size = size_bytes
-
-    @functools.cached_property
-    def view(self) -> memoryview:
-        return memoryview(bytearray(self._size))
+        return _MemoryReader(self.views[name])
 
 
 class _MemoryReader:
@@ -138,7 +121,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     failed = threading.Event()
 
     def work() -> None:
-        scratch = _Scratch(source.chunk_bytes)
+        scratch = functools.cache(lambda: memoryview(bytearray(source.chunk_bytes)))
         while True:
             with lock:
                 job = next(jobs, None)
@@ -171,7 +154,7 @@ def _read_chunk(
     name: str,
     number: int,
     pieces: Sequence[Piece],
-    scratch: _Scratch,
+    scratch: Callable[[], memoryview],
 ) -> None:
     entry = source.files[name]
     begin = number * source.chunk_bytes
@@ -183,7 +166,7 @@ def _read_chunk(
         return
     only = pieces[0]
     direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
-    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch.view[:size]
+    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch()[:size]
     try:
         got, found = read_hashed(reader, begin, chunk)
     except OSError as e:

@@ -291,11 +291,8 @@ class SavePipeline:
             return self._ledger.await_verdict(save.index, None)  # there is one now
 
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
-        """Commits the checkpoint. On rank 0.
-
-        Returns:
-            The manifest, if it is committed, and the result for the other ranks: the `size_bytes`
-            of the checkpoint or an `error`.
+        """Commits the checkpoint, on rank 0. Returns the manifest, if it is committed, and the
+        result for the other ranks: the `size_bytes` of the checkpoint or an `error`.
         """
         try:
             manifest, commit = commit_of(save, self._ledger.parts(save.index))

@@ -133,10 +133,8 @@ class StructureExchange:
         return Agreement(self._structure, leaves, True, catalog)
 
     def _agree_again(self, index: int, items: Sequence[Item]) -> tuple[Structure, Catalog | None]:
-        """Sends the parts that this rank has now; waits for all ranks.
-
-        Returns:
-            What this rank saves; on rank 0 the catalog too.
+        """Sends the parts that this rank has now, and waits for all ranks. Returns what this rank
+        saves; on rank 0 the catalog too.
 
         Raises:
             CheckpointError: if the ranks' parts do not fit together, or a rank does not save.

@@ -40,13 +40,9 @@ def are_private(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A section of a file with a checksum of its own.
-
-    Attributes:
-        file, number: the file, and the index of the chunk in it.
-        begin, end: its offsets in the buffer.
-        parts: of the copies that fill it: index of the copy, offset in its source, offset in the
-            buffer, size.
+    """A section of a file, from `begin` to `end` in the buffer, with a checksum of its own. `parts`
+    are the pieces of the copies that fill it: index of the copy, offset in its source, offset in
+    the buffer, size.
     """
 
     file: str

@@ -10,8 +10,7 @@ def open_storage(url: str) -> Storage:
     """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
 
     Raises:
-        ModuleNotFoundError: if fsspec or its implementation for this URL is not installed; the
-            message says what to install.
+        ModuleNotFoundError: naming what to install: fsspec, or its implementation for this URL.
         ValueError: if the kind of URL is unknown.
     """
     path = url.removeprefix("file://")

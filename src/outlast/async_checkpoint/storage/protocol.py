@@ -43,11 +43,9 @@ class FileWriter(Protocol):
 
 
 class FileReader(Protocol):
-    """A file being read, by several threads at once.
-
-    Attributes:
-        at_once: how many bytes to request at once. Few for local memory or disk, so that the
-            bytes are still in the cache when they are hashed.
+    """A file being read, by several threads at once. `at_once` is how many bytes to request at
+    once: few for local memory or disk, so that the bytes are still in the cache when they are
+    hashed.
     """
 
     at_once: int
@@ -60,12 +58,9 @@ class FileReader(Protocol):
 
 
 class Storage(Protocol):
-    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`.
-
-    Attributes:
-        where: its name in messages.
-        prefix: how the directory names of its checkpoints begin, `STEP` or `STATES`. It ignores
-            checkpoints with another prefix.
+    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`. `where`
+    names it in messages. It ignores checkpoints whose directory names do not begin with `prefix`
+    (`STEP` or `STATES`).
     """
 
     where: str
@@ -112,11 +107,9 @@ class Storage(Protocol):
         """Returns a file's size; raises `FileNotFoundError` if it does not exist."""
 
     def hide(self, folder: str) -> str:
-        """Makes a checkpoint invisible, durably; its files stay.
-
-        Returns:
-            The directory to pass to `remove` later, even if a new checkpoint has the old name by
-            then; an empty string if there was no checkpoint.
+        """Makes a checkpoint invisible, durably; its files stay. Returns the directory to pass to
+        `remove` later, even if a new checkpoint has the old name by then; an empty string if there
+        was no checkpoint.
         """
 
     def remove(self, folder: str) -> None:
@@ -138,11 +131,8 @@ class Storage(Protocol):
         """
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
-        """Locks the storage against other jobs until `unlock`.
-
-        Args:
-            owner: the name of this job for the errors of others.
-            careful: refuse also if the lock holder cannot be checked for being alive.
+        """Locks the storage against other jobs, whose errors name `owner`, until `unlock`.
+        `careful` also refuses if the lock holder cannot be checked for being alive.
 
         Raises:
             CheckpointError: if another job holds the lock; names it.
