@@ -32,12 +32,9 @@ class CallWrapper:
         estimator: GapEstimator | None,
         monitor_pid: int | None,
     ) -> None:
-        self.state = state
-        self.monitor_pid = monitor_pid
-        self._page = page
-        self._atomic_section = atomic_section
-        self._clock = clock
-        self._estimator = estimator
+        self.state, self.monitor_pid = state, monitor_pid
+        self._page, self._atomic_section = page, atomic_section
+        self._clock, self._estimator = clock, estimator
         self._last_ping: float | None = None
 
     @property

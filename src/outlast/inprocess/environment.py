@@ -19,27 +19,17 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher has set.
+    """What the launcher has set."""
 
-    Attributes:
-        rank, world_size: at the start of the job; 0 and 1 without a launcher.
-        host, port: of the store; `None` if not set.
-        agent_store: whether the launcher hosts the store there (torchrun, `outlast run`).
-        attempt: the number of times that the launcher restarted all workers, with the same store.
-        replacement: how many times this rank was replaced.
-        events_dir: where to write events, or an empty string.
-        agent: whether the launcher is `outlast run`.
-    """
-
-    rank: int
-    world_size: int
-    host: str | None
+    rank: int  # at the start of the job; 0 without a launcher
+    world_size: int  # at the start of the job; 1 without a launcher
+    host: str | None  # of the store
     port: int | None
-    agent_store: bool
-    attempt: int
-    replacement: int
-    events_dir: str
-    agent: bool = False
+    agent_store: bool  # whether the launcher hosts the store there (torchrun, `outlast run`)
+    attempt: int  # how many times the launcher restarted all workers, with the same store
+    replacement: int  # how many times this rank was replaced
+    events_dir: str  # where to write events, or an empty string
+    agent: bool = False  # whether the launcher is `outlast run`
 
 
 def read_launch() -> Launch:

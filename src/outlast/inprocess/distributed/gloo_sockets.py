@@ -56,11 +56,8 @@ def pair_sockets() -> dict[int, int]:
 
 
 def type_name(memory: int, address: int) -> bytes:
-    """The run-time type name of the C++ object at `address`; empty if there is none.
-
-    Args:
-        memory: `/proc/self/mem`, open.
-        address: any number.
+    """The run-time type name of the C++ object at `address`, any number; empty if there is none.
+    `memory` is `/proc/self/mem`, open.
     """
     try:
         vtable = _word(memory, address)

@@ -97,8 +97,15 @@ def _forget_groups() -> None:
     """Clears torch's records of process groups."""
     c10d = dist.distributed_c10d
     c10d._update_default_pg(None)
-    tables = "map names group_ranks backend_config to_tag coalesce_state"
-    for name in ("tags_to_pg", *(f"pg_{table}" for table in tables.split())):
+    for name in (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "pg_to_tag",
+        "tags_to_pg",
+        "pg_coalesce_state",
+    ):
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0

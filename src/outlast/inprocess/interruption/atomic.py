@@ -19,19 +19,19 @@ class AtomicSection:
     """The context manager behind `CallWrapper.atomic()`; re-entrant, for one thread."""
 
     def __init__(self, interrupter: Interrupter) -> None:
-        self._interrupter = interrupter
+        self.interrupter = interrupter
         self._changed = threading.Condition(threading.Lock())
         self._depth = 0
         self._terminating = False
 
     def __enter__(self) -> None:
-        self._interrupter.shield()
+        self.interrupter.shield()
         with self._changed:
             refused = self._terminating and not self._depth
             if not refused:
                 self._depth += 1
         if refused:
-            self._interrupter.unshield()
+            self.interrupter.unshield()
             raise RankShouldRestart("a restart has begun: atomic() is not entered")
 
     def __exit__(
@@ -43,7 +43,7 @@ class AtomicSection:
         with self._changed:
             self._depth = max(0, self._depth - 1)  # a generator may outlive its iteration
             self._changed.notify_all()
-        self._interrupter.unshield()
+        self.interrupter.unshield()
 
     def begin_termination(self) -> None:
         """Waits until the thread is outside. It cannot enter again from the beginning of this

@@ -65,11 +65,8 @@ class Interrupter:
         self._pid = os.getpid()
         self.landed = 0
         self._shields = 0
-        self._inside = False
-        self._wanted = False
-        self._busy = False
+        self._inside = self._wanted = self._busy = self._installed = False
         self._previous: Any = None
-        self._installed = False
 
     # -- in the function's thread --------------------------------------------------------------
 

@@ -24,14 +24,7 @@ from typing import Any, TypeVar
 from outlast.coordination.membership import COMPLETED
 from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
-from outlast.events import (
-    AbortDone,
-    Emitter,
-    Event,
-    InterruptSent,
-    InterruptSwallowed,
-    Seen,
-)
+from outlast.events import AbortDone, Emitter, Event, InterruptSent, InterruptSwallowed, Seen
 from outlast.inprocess.distributed.connection import Connection
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
@@ -79,7 +72,6 @@ class MonitorThread:
         atomic_section, interrupter, page: of the function's thread.
         abort: ends in-flight work. The argument is `False` the first time, and `True` for each
             repetition while the function has not been left, since work may have begun later.
-        emitter: takes the events.
         retry: pause before an interrupt is repeated, in seconds.
         reconnect: makes another connection after a wait had to be broken off.
     """
@@ -95,14 +87,9 @@ class MonitorThread:
         retry: float = 0.005,
         reconnect: Callable[[], Connection] | None = None,
     ) -> None:
-        self._connection = connection
-        self._atomic_section = atomic_section
-        self._interrupter = interrupter
-        self._page = page
-        self._abort = abort
-        self._emitter = emitter
-        self._retry = retry
-        self._reconnect = reconnect
+        self._connection, self._reconnect = connection, reconnect
+        self._atomic_section, self._interrupter, self._page = atomic_section, interrupter, page
+        self._abort, self._emitter, self._retry = abort, emitter, retry
         self._pending: tuple[str, Future[bytes] | None] = ("", None)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
@@ -110,7 +97,6 @@ class MonitorThread:
 
     @property
     def native_id(self) -> int:
-        """The system's id of the thread."""
         return self._thread.native_id or 0
 
     def wait_for(self, op: Op) -> bytes:

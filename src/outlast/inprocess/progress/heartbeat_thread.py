@@ -32,8 +32,6 @@ class HeartbeatThread:
     """Watches the thread that creates it.
 
     Args:
-        page: where the timestamps go.
-        clock: the source of the timestamps.
         interval: between two timestamps, in seconds.
         monitor: the socket to the monitor process.
         on_monitor_end: called once, in the heartbeat thread, when the monitor process has ended.
@@ -49,12 +47,8 @@ class HeartbeatThread:
         on_monitor_end: Callable[[], None],
         every_interval: Callable[[], None] = lambda: None,
     ) -> None:
-        self._page = page
-        self._clock = clock
-        self._interval = interval
-        self._monitor = monitor
-        self._on_monitor_end = on_monitor_end
-        self._every_interval = every_interval
+        self._page, self._clock, self._interval, self._monitor = page, clock, interval, monitor
+        self._on_monitor_end, self._every_interval = on_monitor_end, every_interval
         self._watched = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
@@ -67,11 +61,9 @@ class HeartbeatThread:
 
     @property
     def native_id(self) -> int:
-        """The system's id of the thread."""
         return self._thread.native_id or 0
 
     def close(self) -> None:
-        """Ends the thread."""
         self._stop.send(b"x")
         self._thread.join()
         self._stop.close()

@@ -20,10 +20,8 @@ from outlast.inprocess.store import TCPStore
 
 
 class IterationStore:
-    """Serves the store of each iteration, or connects to it.
-
-    Args:
-        address: of this host, as seen by other ranks.
+    """Serves the store of each iteration, or connects to it. `address` is that of this host, as
+    seen by other ranks.
     """
 
     def __init__(self, address: str) -> None:
@@ -59,11 +57,7 @@ class IterationStore:
 
 
 def local_address(store: tuple[str, int] | None) -> str:
-    """The address of this host that faces the job's store: loopback if the store is on loopback.
-
-    Args:
-        store: host and port of the job's store; `None` for one without a server.
-    """
+    """The address of this host that faces the job's store: loopback if the store is on loopback."""
     if store is None:
         return socket.gethostbyname(socket.gethostname())
     address = str(socket.getaddrinfo(store[0], store[1], type=socket.SOCK_STREAM)[0][4][0])

@@ -16,18 +16,10 @@ _KEY = "outlast/job"
 
 
 class LauncherNotice:
-    """The notices of one call.
-
-    Args:
-        connection: to the job's store.
-        call: the number of the call.
-        names_processes: whether the notice of completion names the processes.
-    """
+    """The notices of one call; with `names_processes`, that of completion names the processes."""
 
     def __init__(self, connection: Connection, call: int, *, names_processes: bool) -> None:
-        self._connection = connection
-        self._call = call
-        self._names_processes = names_processes
+        self._connection, self._call, self._names_processes = connection, call, names_processes
         self._running = self._record("running")
 
     def running(self) -> None:

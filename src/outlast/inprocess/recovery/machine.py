@@ -73,17 +73,10 @@ from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, c
 
 
 class Machine:
-    """Takes one member through the membership.
-
-    Args:
-        host: the rank-local side.
-        link: the store, with the prefix of the call.
-        world_size: how many members the job started with.
-    """
+    """Takes one member of a job that started with `world_size` members through the membership."""
 
     def __init__(self, host: Host, link: Link, world_size: int) -> None:
-        self.host = host
-        self.link = link
+        self.host, self.link = host, link
         self.membership = MembershipProtocol(link, world_size)
         self.member = -1
         self.iteration = 0
@@ -153,18 +146,11 @@ class Machine:
         return RecoveryState.DONE if how == COMPLETED else RecoveryState.DECIDE
 
     async def _start(self) -> RecoveryState:
-        k, assigned = self.iteration, self.assigned
-        name = f"start/{k}"
-        await barrier.arrive(
-            self.link,
-            name,
-            self.member,
-            self.record.expected,
-            rank=assigned.rank,
-            world_size=assigned.world_size,
-        )
+        k, name, expected = self.iteration, f"start/{self.iteration}", self.record.expected
+        said = {"rank": self.assigned.rank, "world_size": self.assigned.world_size}
+        await barrier.arrive(self.link, name, self.member, expected, **said)
         with self.host.timing("start"):
-            await self._pass(name, self.record.expected)
+            await self._pass(name, expected)
         arrived = await barrier.arrivals(self.link, name)
         if self._same_view(arrived) and await self.membership.over(k) is None:
             return RecoveryState.INITIALIZE

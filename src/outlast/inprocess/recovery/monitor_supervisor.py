@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outlast.clock import Clock
-from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import drive, perform_on
 from outlast.errors import StoreError
-from outlast.events import Emitter, MonitorRestarted
+from outlast.events import MonitorRestarted
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.connection import Connection
 from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
 from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.progress.shared_page import Activity
+from outlast.inprocess.recovery.machine import Machine
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 
@@ -22,13 +21,7 @@ from outlast.inprocess.recovery.settings import Settings
 class MonitorSupervisor:
     """Of one wrapped call. Starts the monitor process at once.
 
-    Args:
-        settings: of the wrapper.
-        plan: makes the plan of a monitor process; the argument says whether it serves the store.
-        serves: whether the first monitor process serves the store.
-        host: of this rank.
-        membership: where the end of a monitor process is reported.
-        clock: for the progress timestamps.
+    `plan` makes the plan of a monitor process; its argument says whether that serves the store.
     """
 
     def __init__(
@@ -37,13 +30,10 @@ class MonitorSupervisor:
         plan: Callable[[bool], MonitorPlan],
         serves: bool,
         host: RankHost,
-        membership: MembershipProtocol,
-        clock: Clock,
+        machine: Machine,
     ) -> None:
         self._settings, self._plan, self._serves = settings, plan, serves
-        self._host, self._membership, self._clock = host, membership, clock
-        self._page: SharedPage = host.page
-        self._emitter: Emitter = host.emitter
+        self._host, self._membership, self._page = host, machine.membership, host.page
         self._heartbeat: HeartbeatThread | None = None
         self._lost = False
         self._handle: MonitorHandle = start_monitor(plan(serves))
@@ -61,9 +51,8 @@ class MonitorSupervisor:
     def start_heartbeat(self, control: Connection) -> None:
         """Starts the heartbeat thread, and has the monitor process watch the library's threads.
 
-        Args:
-            control: the connection of the function's thread; broken off when it hangs for
-                `barrier_timeout`.
+        `control`, the connection of the function's thread, is broken off when it hangs for
+        `barrier_timeout`.
         """
 
         def report_loss() -> None:
@@ -82,7 +71,7 @@ class MonitorSupervisor:
         patience = settings.barrier_timeout.total_seconds()
         self._heartbeat = HeartbeatThread(
             self._page,
-            self._clock,
+            self._host.clock,
             settings.progress_watchdog_interval.total_seconds(),
             self._handle.socket,
             report_loss,
@@ -105,7 +94,7 @@ class MonitorSupervisor:
         self._serves = False
         self._handle = start_monitor(self._plan(False))
         self._lost = False
-        self._emitter.emit(MonitorRestarted())
+        self._host.emitter.emit(MonitorRestarted())
         self.start_heartbeat(control)
 
     def stop_heartbeat(self) -> None:
@@ -115,11 +104,8 @@ class MonitorSupervisor:
             self._heartbeat = None
 
     def dismiss(self, *, completed: bool) -> None:
-        """Dismisses the monitor process at the end of the call.
-
-        Args:
-            completed: whether the call has completed on all ranks; if not, they may need the
-                store that this monitor process serves for as long as they run.
+        """Dismisses the monitor process at the end of the call. If that has not completed on all
+        ranks, they may need the store that this process serves for as long as they run.
         """
         self._page.activity = Activity.DONE
         patience = self._settings.barrier_timeout.total_seconds()

@@ -21,19 +21,11 @@ def state_in_view(
     assignment: RankAssignment,
     rank_filter: RankFilter | None = None,
 ) -> State:
-    """The state of `member` in the iteration that starts with `record`.
+    """The state of `member` in the iteration that starts with `record`; `state` is not changed.
 
-    Args:
-        record: the agreed view.
-        member: one of `record.slots()`.
-        state: of that member; it is not changed.
-        assignment: is given the member's index in `record.slots()` as its rank, the number of
-            slots, and the empty slots as terminated ranks.
-        rank_filter: is given the result with all ranks active; `None` leaves it so.
-
-    Returns:
-        The state with the new rank, sizes and iteration; its status is `INACTIVE` for a rank of
-        the reserve, and `INITIALIZED` otherwise.
+    The assignment is given the member's index in `record.slots()` as its rank, the number of slots,
+    and the empty slots as terminated ranks; the filter is given the result with all ranks active.
+    The status is `INACTIVE` for a rank of the reserve, and `INITIALIZED` otherwise.
 
     Raises:
         RestartError: if the assignment leaves terminated ranks unhandled, or gives a rank that

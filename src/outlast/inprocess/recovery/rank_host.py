@@ -36,7 +36,6 @@ from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
-from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.recovery.contract import (
@@ -78,7 +77,6 @@ class RankHost(RankFaults):
         launch: Launch,
         page: SharedPage,
         atomic_section: AtomicSection,
-        interrupter: Interrupter,
         emitter: Emitter,
         prefix: str,
         address: str,
@@ -86,7 +84,7 @@ class RankHost(RankFaults):
         state = State(launch.rank, launch.world_size, launch.rank, launch.world_size)
         super().__init__(page, emitter, state)
         self.settings, self.prefix = settings, prefix
-        self.atomic_section, self.interrupter = atomic_section, interrupter
+        self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
         self.token = secrets.token_hex(8)
@@ -185,7 +183,9 @@ class RankHost(RankFaults):
         if not watch.ending.is_set():
             # Every `init_process_group` wraps the hook for uncaught exceptions once more.
             hook = sys.excepthook
-            value, error = self.interrupter.run(lambda: self.call_function(self.state))
+            value, error = self.atomic_section.interrupter.run(
+                lambda: self.call_function(self.state)
+            )
             if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
                 sys.excepthook = hook
             if os.getpid() != self.pid:

@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
-from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.errors import RestartAbort, StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
@@ -49,18 +48,12 @@ _running = threading.Lock()
 
 
 def run_call(
-    settings: Settings,
-    function: Callable[[CallWrapper], Any],
-    name: str,
-    sink: Sink | None,
+    settings: Settings, function: Callable[[CallWrapper], Any], name: str, sink: Sink | None
 ) -> Any:
     """Runs `function` under the wrapper until every rank has completed it.
 
-    Args:
-        settings: of the wrapper.
-        function: gets the `CallWrapper` of the iteration.
-        name: of the user's function, for errors.
-        sink: where events go; `None` for a file in `OUTLAST_EVENTS_DIR`, if that is set.
+    `name` is that of the user's function, for errors. Without a sink, events go to a file in
+    `OUTLAST_EVENTS_DIR`, if that is set.
 
     Raises:
         ValueError: if `torch.distributed` is initialized already, or a wrapped call is running.
@@ -100,7 +93,6 @@ class _Session:
             self.launch,
             self.page,
             self.atomic_section,
-            self.interrupter,
             self.emitter,
             self.prefix,
             address,
@@ -117,7 +109,10 @@ class _Session:
             stack.callback(self.page.close)
             stack.enter_context(exported())
             stack.enter_context(frozen_heap())
-            self.monitor = self._start_monitor(self.machine.membership)
+            first = self.launch.rank == 0 and not self.launch.replacement
+            self.monitor = MonitorSupervisor(
+                self.settings, self._monitor_plan, bool(self.ready) and first, host, self.machine
+            )
             stack.callback(lambda: self.monitor.dismiss(completed=self.completed))
             stack.callback(host.iteration_store.close)
             stack.callback(host.releaser.join)
@@ -215,13 +210,6 @@ class _Session:
         host, port = self.endpoint
         by_launcher = self.launch.agent_store and port == self.launch.port
         return not (by_launcher and host == (self.launch.host or host))
-
-    def _start_monitor(self, membership: MembershipProtocol) -> MonitorSupervisor:
-        first = self.launch.rank == 0 and not self.launch.replacement
-        serves = bool(self.ready) and first
-        return MonitorSupervisor(
-            self.settings, self._monitor_plan, serves, self.host, membership, self.clock
-        )
 
     def _monitor_plan(self, serves: bool) -> MonitorPlan:
         s = self.settings
