@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore, process_group_store
-from outlast.coordination.call_failure import CallFailure, Verdict
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
 from outlast.errors import AsyncCallError
 
 

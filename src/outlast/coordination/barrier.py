@@ -30,8 +30,6 @@ from typing import Any
 from outlast.coordination.ops import Link
 from outlast.coordination.records import lines
 
-__all__ = ["LEDGER", "arrivals", "arrive", "check", "done_key", "lost_members"]
-
 LEDGER = "ledger"
 
 
@@ -63,13 +61,8 @@ async def arrive(link: Link, name: str, member: int, expected: frozenset[int], *
 async def check(
     link: Link, name: str, expected: frozenset[int], lost: frozenset[int] | None = None
 ) -> frozenset[int]:
-    """Completes the barrier if every member is accounted for; returns the missing ones.
-
-    Args:
-        link: the store.
-        name: of the barrier.
-        expected: the members that it waits for.
-        lost: the ledger, if it was read after this process's own last append.
+    """Completes the barrier if every member of `expected` is accounted for; returns the missing
+    ones. `lost` is the ledger, if it was read after this process's own last append.
     """
     gone = await lost_members(link) if lost is None else lost
     missing = expected - gone

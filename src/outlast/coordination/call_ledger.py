@@ -21,38 +21,99 @@ has failed, the count never reaches N, and no rank claims "done". Only a failure
 the rank itself has finished (an abort, a different name) competes with a claim of "done".
 
 Operations: a constant number per rank and call, whatever the number of ranks; `parts`, which one
-rank calls, reads one key for each rank.
+rank calls, reads one key for each rank. The records come from other hosts, so they are JSON, and
+nothing in them is executed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import socket
 from typing import Any
 
 from outlast.coordination import MemoryStore, Store
-from outlast.coordination.call_failure import CallFailure, Verdict
+from outlast.errors import AsyncCallError
+from outlast.system.error_text import describe, traceback_text
 
-__all__ = ["CallFailure", "CallLedger", "Verdict", "connect_ledger"]
+
+@dataclasses.dataclass(frozen=True)
+class CallFailure:
+    """Why a call has failed, as reported by the rank on which it failed."""
+
+    call: int  # its index in the order of scheduling
+    name: str  # of the function
+    rank: int  # where it failed, in the group of the ledger
+    host: str  # the name of that rank's host
+    cause: str  # in one line: `ValueError: ...`, `killed by SIGKILL`
+    traceback: str = ""  # a killed process leaves none
+
+    @classmethod
+    def here(cls, call: int, name: str, rank: int, cause: str, traceback: str = "") -> CallFailure:
+        """A failure on this host."""
+        return cls(call, name, rank, socket.gethostname(), cause, traceback)
+
+    @classmethod
+    def of(cls, error: BaseException, call: int, name: str, rank: int) -> CallFailure:
+        """An exception on this host, with its traceback."""
+        return cls.here(call, name, rank, describe(error), traceback_text(error))
+
+    def encode(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> CallFailure:
+        """The inverse of `encode`; an `AsyncCallError` if `data` is not such a record."""
+        try:
+            values: dict[str, Any] = json.loads(data)
+            return cls(
+                call=int(values["call"]),
+                name=str(values["name"]),
+                rank=int(values["rank"]),
+                host=str(values["host"]),
+                cause=str(values["cause"]),
+                traceback=str(values["traceback"]),
+            )
+        except (ValueError, KeyError, TypeError) as e:
+            raise AsyncCallError(f"not a record of a failed call: {data[:200]!r}") from e
+
+    def to_error(self) -> AsyncCallError:
+        """The error that every rank raises."""
+        text = f"background call {self.call} ({self.name}) failed on rank {self.rank} on "
+        text += f"{self.host}: {self.cause}"
+        return AsyncCallError(f"{text}\n{self.traceback.rstrip()}" if self.traceback else text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a call ended, for all ranks: all of them are done, or one has failed."""
+
+    failure: CallFailure | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.failure is None
+
+    def encode(self) -> bytes:
+        """As JSON; `{}` for success."""
+        return b"{}" if self.failure is None else self.failure.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Verdict:
+        return cls() if data == b"{}" else cls(CallFailure.decode(data))
 
 
 class CallLedger:
     """One rank's part in the protocol of background calls. Has no state of its own.
 
     Every method raises `StoreError` if the store cannot be reached. Only those whose names begin
-    with `await_` wait for other ranks.
-
-    Args:
-        store: on which a wait holds up no other operation.
-        prefix: of the keys.
-        rank: of this process.
-        world_size: how many ranks there are.
+    with `await_` wait for other ranks, without a limit if `timeout` is `None`; on `store`, a wait
+    must hold up no other operation.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._store = store
-        self._prefix = prefix
+        self.rank, self.world_size = rank, world_size
+        self._store, self._prefix = store, prefix
 
     def child(self, name: str) -> CallLedger:
         """A ledger with keys of its own, of the same ranks. Not a collective."""
@@ -87,14 +148,8 @@ class CallLedger:
 
     def finish(self, index: int, part: bytes = b"") -> None:
         """Announces that this rank has finished its part of the call. At most once per call, and
-        not if this rank's part has failed.
-
-        Args:
-            index: of the call.
-            part: for the coordinator (`parts`), in UTF-8.
-
-        Raises:
-            ValueError: if `part` is not UTF-8.
+        not if this rank's part has failed. `part` is for the coordinator (`parts`); a `ValueError`
+        if it is not UTF-8.
         """
         if part:
             part.decode()  # some stores take only text: refused for all of them
@@ -115,14 +170,8 @@ class CallLedger:
         return None if data is None else Verdict.decode(data)
 
     def await_verdict(self, index: int, timeout: float | None) -> Verdict:
-        """Waits until the call has finished on all ranks, or failed on one.
-
-        Args:
-            index: of the call.
-            timeout: in seconds; `None` waits as long as the store lives.
-
-        Raises:
-            KeyTimeout: after `timeout`.
+        """Waits until the call has finished on all ranks, or failed on one; a `KeyTimeout` after
+        `timeout` seconds.
         """
         return Verdict.decode(self._store.wait_for(self._key(index, "verdict"), timeout))
 
@@ -134,10 +183,6 @@ class CallLedger:
     def conclude(self, index: int, payload: bytes) -> None:
         """Publishes the result of a call that is done. One rank calls this, the coordinator.
 
-        Args:
-            index: of the call.
-            payload: in UTF-8, not empty.
-
         Raises:
             ValueError: if `payload` is empty or not UTF-8.
         """
@@ -146,15 +191,7 @@ class CallLedger:
         self._store.put(self._key(index, "conclusion"), payload)
 
     def await_conclusion(self, index: int, timeout: float | None) -> bytes:
-        """Waits for the coordinator's `conclude`.
-
-        Args:
-            index: of the call.
-            timeout: in seconds; `None` waits as long as the store lives.
-
-        Raises:
-            KeyTimeout: after `timeout`.
-        """
+        """Waits for the coordinator's `conclude`; a `KeyTimeout` after `timeout` seconds."""
         return self._store.wait_for(self._key(index, "conclusion"), timeout)
 
     def forget(self, index: int) -> None:
@@ -178,12 +215,8 @@ def connect_ledger(purpose: str, group: Any = None) -> CallLedger:
     """A new ledger of the ranks of a process group, on the group's store.
 
     All ranks call this in the same order; the first call for a group is a collective. All ledgers
-    of a group share their connections (`process_group_store.py`).
-
-    Args:
-        purpose: of the ledger.
-        group: the process group; the default one by default. Without any, or with one rank, the
-            ledger is in this process.
+    of a group share their connections (`process_group_store.py`). The default group is used by
+    default. Without any, or with one rank, the ledger is in this process.
 
     Raises:
         ValueError: if this rank is not in the group.

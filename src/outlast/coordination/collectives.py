@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from outlast.errors import AsyncCallError
 
-__all__ = ["least", "raise_together", "rank_of"]
-
 
 def rank_of(group: Any) -> int:
     """This rank in the group; 0 without a group."""

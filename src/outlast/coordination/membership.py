@@ -33,25 +33,17 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, lines, to_line
 from outlast.coordination.view import Joiner, ViewRecord, decide
 
-__all__ = ["COMPLETED", "RESTART", "MembershipProtocol"]
-
 RESTART = b"restart"
 COMPLETED = b"completed"
 
 
 class MembershipProtocol:
     """The membership protocol of one call, for one member. Has no state except the link.
-
-    Args:
-        link: to the store, with the prefix of the call.
-        world_size: the number of members at the start of the job.
+    `world_size` is the number of members at the start of the job.
     """
 
     def __init__(self, link: Link, world_size: int) -> None:
-        self.link = link
-        self.world_size = world_size
-
-    # -- joining -----------------------------------------------------------------------------
+        self.link, self.world_size = link, world_size
 
     async def register(self, rank: int, token: str) -> int | None:
         """Claims `rank` of the first view; returns the member id, or `None` if it was claimed
@@ -121,9 +113,8 @@ class MembershipProtocol:
 
     async def faults(self, iteration: int) -> list[FaultRecord]:
         """The faults of an iteration, in the order in which they were reported."""
-        return [
-            FaultRecord(**record) for record in lines(await self.link.read(f"fault/{iteration}"))
-        ]
+        data = await self.link.read(f"fault/{iteration}")
+        return [FaultRecord(**record) for record in lines(data)]
 
     async def report_fault(self, fault: FaultRecord) -> None:
         """Records a fault of a member that stays in the job, and ends the iteration."""

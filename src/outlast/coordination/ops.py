@@ -16,8 +16,6 @@ from typing import Any, TypeVar, cast
 
 from outlast.coordination.stores.store import Store
 
-__all__ = ["Link", "Op", "drive", "perform_on", "request"]
-
 T = TypeVar("T")
 
 
@@ -39,10 +37,8 @@ def request(op: Op) -> Generator[Op, Any, Any]:
 
 
 class Link:
-    """A store as the protocol sees it: every operation is yielded to the driver.
-
-    Args:
-        prefix: of every key, so that the calls of one job do not share keys.
+    """A store as the protocol sees it: every operation is yielded to the driver. The prefix is that
+    of every key, so that the calls of one job do not share keys.
     """
 
     def __init__(self, prefix: str = "") -> None:

@@ -20,8 +20,6 @@ from outlast.coordination.collectives import least
 from outlast.errors import StoreError
 from outlast.system.error_text import first_line
 
-__all__ = ["GroupStore", "place_in", "shared_store", "unique_prefix"]
-
 _torch: Any = dist  # its stubs do not name the stores
 
 
@@ -78,11 +76,7 @@ def unique_prefix(purpose: str, group: Any) -> str:
 
 
 def shared_store(group: Any) -> GroupStore:
-    """The store that all ledgers of this group share in this process. Not a collective.
-
-    Raises:
-        StoreError: if the group's store cannot be reached.
-    """
+    """The store that all ledgers of this group share in this process. Not a collective."""
     resolved = _resolved(group)
     shared = _shared.setdefault(resolved, _Shared())
     store = None if shared.store is None else shared.store()
@@ -107,9 +101,6 @@ class GroupStore:
     New connections are clones of the first one and not of the group's: nothing here keeps the store
     of a destroyed group alive. A wait that is blocked then ends as soon as its key appears (an
     abort fails the call, which sets the key) or the server ends, and with it the connections.
-
-    Args:
-        store: of the process group.
     """
 
     def __init__(self, store: Any) -> None:
@@ -123,7 +114,7 @@ class GroupStore:
         self.delete = self._store.delete
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """See `Store`. Any number of threads may wait at a time."""
+        """Any number of threads may wait at a time."""
         try:
             connection = self._idle.pop()
         except IndexError:  # in one step: another thread may have taken the last one just now

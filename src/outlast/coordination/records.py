@@ -10,15 +10,12 @@ from typing import Any
 
 from outlast.events.hang_report import HUNG, hung_ranks
 
-__all__ = ["FaultRecord", "LostRecord", "ends", "first_cause", "lines", "to_line"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FaultRecord:
     """A fault in one iteration, as its own process, its monitor or an observer reported it.
 
     Attributes:
-        iteration, member, rank, host, pid: where it happened.
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
         cause: one line.
         traceback: the whole traceback, or an empty string.

@@ -14,8 +14,6 @@ import dataclasses
 import json
 from typing import Any
 
-__all__ = ["Joiner", "ViewRecord", "decide"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Joiner:
@@ -31,19 +29,12 @@ class Joiner:
 
 @dataclasses.dataclass(frozen=True)
 class ViewRecord:
-    """The agreed facts from which iteration `iteration` starts.
-
-    Attributes:
-        iteration: its number.
-        base: the member at each rank of the iteration before; `None` for an empty slot.
-        lost: members of `base` that are out of the job.
-        joiners: the newcomers, in the order in which they asked.
-    """
+    """The agreed facts from which iteration `iteration` starts."""
 
     iteration: int
-    base: tuple[int | None, ...]
-    lost: frozenset[int] = frozenset()
-    joiners: tuple[Joiner, ...] = ()
+    base: tuple[int | None, ...]  # at each rank of the iteration before; `None`: an empty slot
+    lost: frozenset[int] = frozenset()  # members of `base` that are out of the job
+    joiners: tuple[Joiner, ...] = ()  # the newcomers, in the order in which they asked
 
     @property
     def expected(self) -> frozenset[int]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import abc
 import logging
-import os
-import socket
 import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from outlast.inprocess.distributed.connection import peer
 from outlast.inprocess.distributed.gloo_abort import GlooAbort
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.state import State
@@ -88,7 +87,7 @@ class AbortTorchDistributed(Abort):
         if endpoint is None:
             return
         for descriptor, inode in socket_inodes().items():
-            if inode not in self._open_before and _peer(descriptor) == endpoint:
+            if inode not in self._open_before and peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
 
 
@@ -126,15 +125,3 @@ def _abort_nccl(backend: Any) -> None:
         backend.abort()
     except RuntimeError:
         log.exception("an NCCL communicator could not be aborted; the restart continues")
-
-
-def _peer(descriptor: int) -> tuple[str, int] | None:
-    """Address and port of the other end."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            peer = connection.getpeername()
-    except OSError:
-        return None  # not connected
-    if not isinstance(peer, tuple):
-        return None  # not an internet socket
-    return str(peer[0]).removeprefix("::ffff:"), int(peer[1])

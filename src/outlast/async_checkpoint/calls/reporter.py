@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
-from outlast.coordination.call_failure import CallFailure
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import AsyncCallError, OutlastError, StoreError
 from outlast.system.waiting import readable
 

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from outlast.async_checkpoint.restore.fit import Misfit
 from outlast.coordination import KeyTimeout
-from outlast.coordination.call_failure import CallFailure
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from outlast.async_checkpoint.storage.manifest import (
     checksum,
     pieces,
 )
-from outlast.coordination.call_failure import CallFailure
+from outlast.coordination.call_ledger import CallFailure
 
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed

@@ -29,8 +29,7 @@ from outlast.async_checkpoint.storage.directory import candidates, leftovers, re
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
-from outlast.coordination.call_failure import CallFailure
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter
 

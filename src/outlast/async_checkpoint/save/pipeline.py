@@ -47,8 +47,7 @@ from outlast.async_checkpoint.writer.messages import (
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.clock import Clock
 from outlast.coordination import KeyTimeout
-from outlast.coordination.call_failure import CallFailure, Verdict
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
 from outlast.errors import CheckpointError, OutlastError, StoreError
 
 log = logging.getLogger("outlast.checkpoint")

@@ -21,7 +21,7 @@ from outlast.async_checkpoint.storage.manifest import (
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import Commit
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination.call_failure import CallFailure
+from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import CheckpointError, OutlastError
 
 _METADATA = ".metadata"

@@ -28,8 +28,7 @@ from outlast.async_checkpoint.state_dict.sharding import (
 )
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.coordination import KeyTimeout
-from outlast.coordination.call_failure import CallFailure
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
 
 

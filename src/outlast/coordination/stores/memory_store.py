@@ -8,8 +8,6 @@ from collections import Counter
 
 from outlast.coordination.stores.store import KeyTimeout
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore:
     """A `Store` in this process. `ops` counts the operations by name."""

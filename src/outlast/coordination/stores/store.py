@@ -13,8 +13,6 @@ from typing import Protocol
 
 from outlast.errors import OutlastError
 
-__all__ = ["KeyTimeout", "Store"]
-
 
 class KeyTimeout(OutlastError):
     """A key did not appear within the time given."""
@@ -28,36 +26,23 @@ class Store(Protocol):
 
     def put(self, key: str, value: bytes) -> None:
         """Sets `key`, also if it exists."""
-        ...
 
     def claim(self, key: str, value: bytes) -> bytes:
         """Sets `key` if it is absent; returns its value afterwards. The first claim wins."""
-        ...
 
     def read(self, key: str) -> bytes | None:
         """The value of `key`, or `None`. Never waits."""
-        ...
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """Waits until `key` exists, and returns its value.
-
-        Args:
-            key: the key.
-            timeout: in seconds; `None` waits for as long as the store lives.
-
-        Raises:
-            KeyTimeout: if it does not appear in time.
+        """Waits until `key` exists, and returns its value; a `KeyTimeout` after `timeout` seconds.
+        `None` waits for as long as the store lives.
         """
-        ...
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number under `key` (0 if absent); returns the sum."""
-        ...
 
     def append(self, key: str, value: bytes) -> None:
         """Appends to the value of `key` (empty if absent)."""
-        ...
 
     def delete(self, key: str) -> None:
         """Removes `key`, if it exists."""
-        ...

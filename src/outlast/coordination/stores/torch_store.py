@@ -22,8 +22,6 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 from outlast.system.error_text import first_line
 
-__all__ = ["TorchStore"]
-
 T = TypeVar("T")
 
 # For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but converts them
@@ -37,11 +35,8 @@ class TorchStore:
     """Performs the operations of `Store` on one torch store, that is on one connection.
 
     A connection serves one operation at a time: a thread that waits on it blocks all others, so
-    each waiting thread needs a connection of its own.
-
-    Args:
-        store: any `torch.distributed.Store`.
-        where: its name in errors, e.g. `node1:29500`.
+    each waiting thread needs a connection of its own. `where` is its name in errors, e.g.
+    `node1:29500`.
     """
 
     def __init__(self, store: Any, where: str) -> None:

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from outlast.coordination import KeyTimeout
-from outlast.coordination.call_failure import CallFailure, Verdict
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
 from outlast.elastic import environment
 from outlast.elastic.replicas.collective_guard import collective_guard, connect, late
 from outlast.errors import CheckpointError, StoreError, TimeoutError

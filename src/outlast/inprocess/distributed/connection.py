@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
 import os
@@ -141,17 +140,22 @@ def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict
     """The connections to the port of `endpoint` that are not in `before`: inode by descriptor.
     The port tells them from the sockets that other threads open meanwhile.
     """
-    found: dict[int, int] = {}
-    for descriptor, inode in socket_inodes().items():
-        if inode in before or endpoint is None:
-            continue
-        with (
-            contextlib.suppress(OSError),  # closed meanwhile, not connected, or to no port
-            socket.socket(fileno=os.dup(descriptor)) as connection,
-        ):
-            if connection.getpeername()[1:2] == (endpoint[1],):
-                found[descriptor] = inode
-    return found
+    if endpoint is None:
+        return {}
+    new = {d: inode for d, inode in socket_inodes().items() if inode not in before}
+    return {d: i for d, i in new.items() if (peer(d) or ("", -1))[1] == endpoint[1]}
+
+
+def peer(descriptor: int) -> tuple[str, int] | None:
+    """Address and port of the other end; `None` if the socket is not connected, or to no port."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            address = connection.getpeername()
+    except OSError:
+        return None
+    if not isinstance(address, tuple):
+        return None
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 def _await_server(endpoint: tuple[str, int], timeout: float) -> None:

@@ -174,8 +174,6 @@ class Interrupter:
         name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
         return any(f"{name}.".startswith(f"{package}.") for package in _WAITING)
 
-    # -- parts -------------------------------------------------------------------------------
-
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         at_boundary = frame is not None and frame.f_code is _BOUNDARY
         if at_boundary or not self._wanted or not self._inside or self._shields:

@@ -19,20 +19,14 @@ from outlast.inprocess.progress.shared_page import Activity, SharedPage
 class StackSample:
     """The function's thread at one moment.
 
-    Attributes:
-        where: the innermost frames.
-        waits_for_others: whether it was in code of torch where a rank waits for others, as in a
-            collective.
-        idle: seconds since the last progress.
-        declared: whether it was in a declared long phase.
-        pings, collectives: how far the function was; the collectives are those of the default
-            group, -1 if the backend does not count them.
+    `pings` and `collectives` tell how far the function was; the collectives are those of the
+    default group, -1 if the backend does not count them.
     """
 
-    where: str
-    waits_for_others: bool
-    idle: float
-    declared: bool
+    where: str  # the innermost frames
+    waits_for_others: bool  # it was in code of torch where a rank waits for others
+    idle: float  # seconds since the last progress
+    declared: bool  # it was in a declared long phase
     pings: int
     collectives: int
 

@@ -115,9 +115,7 @@ class Host(Protocol):
         """Waits for the abort, releases resources, runs finalize and the health check."""
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
-        """This member's hang report, if it made no progress while a soft timeout ended the
-        iteration.
-        """
+        """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault of this member without an exception."""

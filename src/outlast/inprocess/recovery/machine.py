@@ -113,8 +113,6 @@ class Machine:
         self.host.at(RecoveryState.DONE, self.iteration, self.member)
         return self.value
 
-    # -- transitions -------------------------------------------------------------------------
-
     async def _enter(self) -> RecoveryState:
         member = await self.membership.register(self.host.preferred_rank, self.host.token)
         if member is None:
@@ -239,8 +237,6 @@ class Machine:
         self.assigned = self.host.assign(self.record, self.member)
         await self.host.publish(self.link, self.iteration)
         return RecoveryState.START
-
-    # -- parts of transitions ----------------------------------------------------------------
 
     async def _leave(self, error: BaseException) -> None:
         """Records that this member has left the job, and why."""

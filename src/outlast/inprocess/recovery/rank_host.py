@@ -104,8 +104,6 @@ class RankHost(RankFaults):
         self.error: BaseException | None = None
         self.joining = False
 
-    # -- between two iterations ----------------------------------------------------------------
-
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
         self.page.activity = Activity.WAITING
@@ -137,8 +135,6 @@ class RankHost(RankFaults):
             )
         )
         return AssignedRank(state.rank, state.world_size, state.active)
-
-    # -- in an iteration -----------------------------------------------------------------------
 
     async def publish(self, link: Link, iteration: int) -> None:
         if self.state.rank == 0:
@@ -248,8 +244,6 @@ class RankHost(RankFaults):
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         return self.emitter.span(BarrierPassed, name=name)
-
-    # -- parts -------------------------------------------------------------------------------
 
     def _present_watch(self) -> IterationWatch:
         if self.watch is None:

@@ -192,8 +192,6 @@ class _Session:
         else:
             self.host.monitor_thread.break_off()
 
-    # -- setup ---------------------------------------------------------------------------------
-
     def _default_sink(self) -> Sink:
         events_dir = self.launch.events_dir
         if not events_dir:
@@ -243,8 +241,6 @@ class _Session:
             self.settings.barrier_timeout.total_seconds(),
             self.ready,
         )
-
-    # -- the user's code -----------------------------------------------------------------------
 
     def _call_function(self, state: State) -> Any:
         soft = self.settings.soft_timeout
