@@ -174,11 +174,8 @@ class Injector:
             place = f"iteration {moment.iteration}, step {moment.step}"
             log.warning("rank %d fires %s at %s (%s)", moment.rank, kind, place, key)
             acting = True
-            self._action(
-                kind,
-                monitor_pid=self._monitor_pid,
-                message=f"a planned {kind} at {place} ({key} of the plan)",
-            )
+            message = f"a planned {kind} at {place} ({key} of the plan)"
+            self._action(kind, monitor_pid=self._monitor_pid, message=message)
         finally:
             # A restart may interrupt this thread here: then the fault has not fired.
             if claimed and not acting:

@@ -89,11 +89,9 @@ class RandomFaults:
         if self.ranks is not None and moment.rank not in self.ranks:
             return None
         # One generator per moment: what a rank draws does not depend on other ranks.
-        key = f"{self.seed}/{moment.rank}/{moment.iteration}/{moment.step}"
-        generator = random.Random(key)
-        if generator.random() >= self.rate_per_step:
-            return None
-        return generator.choice(self.kinds)
+        place = f"{self.seed}/{moment.rank}/{moment.iteration}/{moment.step}"
+        generator = random.Random(place)
+        return generator.choice(self.kinds) if generator.random() < self.rate_per_step else None
 
 
 @dataclass(frozen=True, kw_only=True)

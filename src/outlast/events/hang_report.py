@@ -63,11 +63,7 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
         if member not in waiting and fault.collectives >= 0
     }
     waiting |= {member for member, count in counts.items() if count > min(counts.values())}
-    judged = [
-        _as_consequence(fault) if member in waiting else fault for member, fault in reported.items()
-    ]
-    return sorted(judged, key=lambda fault: (fault.consequence, fault.pings))
-
-
-def _as_consequence(fault: Any) -> Any:
-    return fault if fault.consequence else dataclasses.replace(fault, consequence=True)
+    for member in waiting & reported.keys():
+        waiter: Any = reported[member]
+        reported[member] = dataclasses.replace(waiter, consequence=True)
+    return sorted(reported.values(), key=lambda fault: (fault.consequence, fault.pings))

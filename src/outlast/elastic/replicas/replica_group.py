@@ -178,13 +178,9 @@ class Replicas:
         with contextlib.suppress(StoreError, KeyTimeout):  # another replica left with its answer
             self._ledger.finish(index)
             if self._ledger.rank == 0:
-                limit = min(self._limit, _LINGER_S)
+                limit = min(self.timeout.total_seconds(), _LINGER_S)
                 self._wait(lambda: self._ledger.await_verdict(index, limit)).result()
             self._finished.append(index)
-
-    @property
-    def _limit(self) -> float:
-        return self.timeout.total_seconds()
 
     def _failure(self, index: int, what: str, error: BaseException) -> CallFailure:
         if isinstance(error, CheckpointError):  # its message is complete
@@ -198,7 +194,7 @@ class Replicas:
                 return verdict
             wait = self._wait(lambda: self._ledger.await_verdict(index, None))
         # Also join a wait that is over by now: it must not wait for a key that gets deleted.
-        if wait.over.wait(self._limit):
+        if wait.over.wait(self.timeout.total_seconds()):
             return wait.result()
         missing = [rank for rank, said in enumerate(self._ledger.parts(index)) if not said]
         error = late(what, missing, self.timeout, self.rank)
@@ -207,8 +203,9 @@ class Replicas:
         return wait.result()
 
     def _conclusion(self, index: int, what: str) -> bytes:
+        limit = self.timeout.total_seconds()
         try:
-            return self._wait(lambda: self._ledger.await_conclusion(index, self._limit)).result()
+            return self._wait(lambda: self._ledger.await_conclusion(index, limit)).result()
         except KeyTimeout as e:
             raise late(f"{what} on rank 0", [0], self.timeout, self.rank) from e
 

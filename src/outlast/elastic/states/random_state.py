@@ -24,12 +24,12 @@ from outlast.async_checkpoint.files import checksum
 from outlast.elastic.numerics.generators import Generators, capture, setter
 from outlast.elastic.replicas import replica_group
 from outlast.elastic.states.serialization import dump, parse
-from outlast.elastic.states.state import State
+from outlast.elastic.states.state import PreparedState
 
 _KIND = "random"
 
 
-class RandomState(State):
+class RandomState(PreparedState):
     """The global generators of Python, NumPy (if it is imported), and torch on the CPU and on the
     GPUs that this process uses. For a generator of your own, use `StateDictState`.
 
@@ -52,9 +52,6 @@ class RandomState(State):
         gathered = self._gathered or [_packed(capture())]
         self._gathered = None
         dump(_KIND, [_unpacked(text) for text in gathered], fileobj)
-
-    def load(self, fileobj: BinaryIO) -> None:
-        self.prepare(fileobj)()
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         saved: list[Generators] = parse(_KIND, fileobj)

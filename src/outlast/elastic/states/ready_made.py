@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outlast.elastic.states.serialization import check_module, dump, parse
-from outlast.elastic.states.state import State
+from outlast.elastic.states.state import PreparedState
 
 __all__ = [
     "CounterState",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-class StateDictState(State):
+class StateDictState(PreparedState):
     """The state of any object with `state_dict` and `load_state_dict`.
 
     Args:
@@ -53,9 +53,6 @@ class StateDictState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         dump(self.kind, self.source.state_dict(), fileobj)
-
-    def load(self, fileobj: BinaryIO) -> None:
-        self.prepare(fileobj)()
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         saved = parse(self.kind, fileobj)
@@ -157,7 +154,7 @@ class EMAState(StateDictState):
         super().__init__(_inner(ema) if isinstance(ema, nn.Module) else ema, name)
 
 
-class CounterState(State):
+class CounterState(PreparedState):
     """Counters of the training's progress.
 
     Args:
@@ -185,9 +182,6 @@ class CounterState(State):
     def save(self, fileobj: BinaryIO) -> None:
         numbers = {"step": self.step, "epoch": self.epoch, "samples": self.samples}
         fileobj.write(json.dumps({**numbers, "seconds": self.seconds}).encode())
-
-    def load(self, fileobj: BinaryIO) -> None:
-        self.prepare(fileobj)()
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         saved = json.loads(fileobj.read())

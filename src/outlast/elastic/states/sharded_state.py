@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from outlast.elastic.replicas import replica_group
 from outlast.elastic.states.serialization import check_module, dump, parse
-from outlast.elastic.states.state import State
+from outlast.elastic.states.state import PreparedState
 
 _KIND = "sharded"
 
 
-class ShardedState(State):
+class ShardedState(PreparedState):
     """A module with sharded parameters, and its optimizers. The module may also be unsharded: what
     was saved with one layout can be loaded with any other.
 
@@ -68,18 +68,14 @@ class ShardedState(State):
             raise ValueError("a sharded state is gathered by sync: save it with sync=True")
         dump(_KIND, gathered, fileobj)
 
-    def load(self, fileobj: BinaryIO) -> None:
-        self.prepare(fileobj)()
-
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         job = replica_group.current()
         # Rank 0 sends the tensors one by one; the others only need their names and shapes.
         saved = parse(_KIND, fileobj, "cpu" if job.rank == 0 or not job.several else "meta")
         check_module(get_model_state_dict(self.module), saved["module"])
-        if len(saved["optimizers"]) != len(self.optimizers):
-            raise ValueError(
-                f"{len(self.optimizers)} optimizers, {len(saved['optimizers'])} were saved"
-            )
+        own, there = len(self.optimizers), len(saved["optimizers"])
+        if own != there:
+            raise ValueError(f"{own} optimizers, {there} were saved")
         return lambda: self._apply(saved, job.rank, job.several)
 
     def _apply(self, saved: dict[str, Any], rank: int, several: bool) -> None:
@@ -88,6 +84,5 @@ class ShardedState(State):
         set_model_state_dict(self.module, saved["module"] if has else {}, options=options)
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             if state:
-                set_optimizer_state_dict(
-                    self.module, optimizer, state if has else {}, options=options
-                )
+                given = state if has else {}
+                set_optimizer_state_dict(self.module, optimizer, given, options=options)

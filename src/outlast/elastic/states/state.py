@@ -66,6 +66,13 @@ class State:
         return lambda: self.load(fileobj)
 
 
+class PreparedState(State):
+    """A state that overrides `prepare`; `load` applies what that returns."""
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.prepare(fileobj)()
+
+
 def _register(state: State, name: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a state must be a string, not {type(name).__name__}")

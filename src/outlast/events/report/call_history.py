@@ -30,11 +30,13 @@ from outlast.system.error_text import signal_name
 
 def exits_of(events: Iterable[Event]) -> dict[Process, str]:
     """How each process of the launcher ended, in words."""
-    return {
-        (event.host, event.worker_pid): _exit_words(event.exit_code)
-        for event in events
-        if isinstance(event, WorkerExited)
-    }
+    exits = {}
+    for event in events:
+        if isinstance(event, WorkerExited):
+            code = event.exit_code
+            text = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+            exits[event.host, event.worker_pid] = text
+    return exits
 
 
 class CallHistory:
@@ -113,7 +115,8 @@ class CallHistory:
 
         A fault that two processes report (the failed one and its monitor) counts once.
         """
-        firsts = _first_seen(self.during(iteration))
+        ends = [event for event in self.during(iteration) if isinstance(event, Seen)]
+        firsts = {event.host: event.time for event in reversed(ends)}
         found = _merge_hung([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
@@ -192,20 +195,8 @@ class CallHistory:
         return self._exits.get(self._processes.get(member, ("", -1)), "")
 
 
-def _first_seen(events: Iterable[Event]) -> dict[str, float]:
-    firsts: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, Seen):
-            firsts.setdefault(event.host, event.time)
-    return firsts
-
-
 def _party(event: Assigned | Entered, reason: str) -> Party:
     return Party(rank=event.rank, member=event.member, host=event.host, reason=reason)
-
-
-def _exit_words(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def _merge_hung(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fault]:

@@ -140,11 +140,8 @@ def _table(title: str) -> Table:
 
 
 def _ending(report: Report) -> list[str]:
-    sentences = []
-    if report.completed:
-        sentences.append(f"{plural(report.completed, 'rank')} completed the function.")
-    else:
-        sentences.append("No rank is known to have completed the function.")
+    completed = plural(report.completed, "rank") if report.completed else "No rank is known to have"
+    sentences = [f"{completed} completed the function."]
     for host in report.hosts:
         if host.goodput is not None:
             sentences.append(
@@ -177,5 +174,4 @@ def _ranks(parties: Iterable[Party]) -> str:
 def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    milliseconds = seconds * 1000
-    return f"{milliseconds:.1f}" if milliseconds < 1000 else f"{milliseconds:,.0f}"
+    return f"{seconds * 1000:.1f}" if seconds < 1 else f"{seconds * 1000:,.0f}"

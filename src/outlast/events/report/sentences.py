@@ -83,16 +83,11 @@ def describe_restart(restart: Restart) -> list[str]:
     if restart.joined:
         sentences.append(f"Joined: {_parties(restart.joined, set())}.")
     if not restart.resumed:
-        sentences.append("No rank entered the function again.")
-    elif total is not None:
-        since = "it was first detected" if restart.phases.total_from_seen else "the fault"
-        sentences.append(
-            f"{plural(restart.world_size_after, 'rank')} back in the function "
-            f"{duration(total)} after {since}."
-        )
-    else:
-        sentences.append(f"{plural(restart.world_size_after, 'rank')} back in the function.")
-    return sentences
+        return [*sentences, "No rank entered the function again."]
+    since = "it was first detected" if restart.phases.total_from_seen else "the fault"
+    when = "" if total is None else f" {duration(total)} after {since}"
+    ranks = plural(restart.world_size_after, "rank")
+    return [*sentences, f"{ranks} back in the function{when}."]
 
 
 def describe_saves(saves: Saves) -> list[str]:

@@ -20,9 +20,7 @@ from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobRecord
 
 JOB_KEY = "outlast/job"
-"""The key under which `outlast.inprocess.Wrapper` writes the state of its latest call; see
-`JobRecord`.
-"""
+"""Where `outlast.inprocess.Wrapper` writes the state of its latest call; see `JobRecord`."""
 
 _BACKLOG = 4096
 _TIMEOUT = datetime.timedelta(seconds=300)
@@ -84,7 +82,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as e:
         listener.close()
-        raise LaunchError(
-            f"the job's store cannot listen on {host} port {port}: {e.strerror}"
-        ) from e
+        where = f"{host} port {port}"
+        raise LaunchError(f"the job's store cannot listen on {where}: {e.strerror}") from e
     return listener

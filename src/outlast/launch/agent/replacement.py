@@ -53,15 +53,13 @@ class Replacements:
 
     def _replace(self, death: Death) -> None:
         self._waiting = [item for item in self._waiting if item[1] is not death]
-        if self._resources.store.job().state is not JobState.RUNNING:
-            self._deaths.not_replaced(death)  # the job ended during the back-off
-            self._given_up()
-            return
-        try:
-            worker = self._resources.workers.replace(death.rank, self._resources.store.port)
-        except LaunchError as e:  # the survivors can still finish the job
-            self._resources.console.say(f"{e}: the other ranks go on without it")
-            self._deaths.not_replaced(death)
-            self._given_up()
-        else:
-            self._resources.console.say(f"rank {death.rank} is now pid {worker.pid}")
+        resources = self._resources
+        if resources.store.job().state is JobState.RUNNING:  # else it ended during the back-off
+            try:
+                worker = resources.workers.replace(death.rank, resources.store.port)
+                resources.console.say(f"rank {death.rank} is now pid {worker.pid}")
+                return
+            except LaunchError as e:  # the survivors can still finish the job
+                resources.console.say(f"{e}: the other ranks go on without it")
+        self._deaths.not_replaced(death)
+        self._given_up()

@@ -135,12 +135,8 @@ def _program(options: RunOptions) -> Program:
             raise ValueError(f"-m {options.script}: not the name of a module")
     elif not options.no_python and not Path(options.script).exists():
         raise ValueError(f"no such script: {options.script}")
-    return Program(
-        name=options.script,
-        args=tuple(options.args or ()),
-        module=options.module,
-        python=not options.no_python,
-    )
+    args = tuple(options.args or ())
+    return Program(options.script, args, options.module, python=not options.no_python)
 
 
 def _chaos(options: RunOptions) -> Path | None:
@@ -199,18 +195,13 @@ def _routes(options: RunOptions, nproc: int) -> Routes:
     if options.log_dir is not None and tee is None and options.redirects is None:
         tee = "3"
     shown = frozenset(range(nproc))
-    if options.local_ranks_filter is not None:
-        ranks = options.local_ranks_filter.split(",")
+    if (text := options.local_ranks_filter) is not None:
+        ranks = text.split(",")
         if not all(rank.strip().isdecimal() for rank in ranks):
-            raise ValueError(
-                f"--local-ranks-filter {options.local_ranks_filter}: must be a list such as 0,2,3"
-            )
+            raise ValueError(f"--local-ranks-filter {text}: must be a list such as 0,2,3")
         shown = frozenset(int(rank) for rank in ranks)
-    return Routes(
-        redirects=_std("--redirects", options.redirects, nproc),
-        tee=_std("--tee", tee, nproc),
-        shown=shown,
-    )
+    redirects = _std("--redirects", options.redirects, nproc)
+    return Routes(redirects, _std("--tee", tee, nproc), shown)
 
 
 def _std(option: str, text: str | None, nproc: int) -> dict[int, Std]:

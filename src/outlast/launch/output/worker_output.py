@@ -110,12 +110,11 @@ class Outlet:
                 self._buffer.clear()
             else:
                 del self._buffer[:written]
-        if bool(self._buffer) != self._watched:
-            self._watched = not self._watched
-            if self._watched:
-                self._loop.watch(self._fd, selectors.EVENT_WRITE, self._flush)
-            else:
-                self._loop.unwatch(self._fd)
+        if self._buffer and not self._watched:
+            self._loop.watch(self._fd, selectors.EVENT_WRITE, self._flush)
+        elif self._watched and not self._buffer:
+            self._loop.unwatch(self._fd)
+        self._watched = bool(self._buffer)
         if not self.full:
             waiting, self._when_room = self._when_room, []
             for callback in waiting:
