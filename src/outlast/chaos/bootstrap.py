@@ -26,7 +26,6 @@ from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
 
 _USAGE = "usage: python -m outlast.chaos.bootstrap (SCRIPT | -m MODULE) [ARGUMENT...]"
-_MISUSE = 2
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -88,7 +87,7 @@ def _print_without_own_frames(
 
 def _exit(reason: str) -> NoReturn:
     print(f"outlast.chaos: {reason}", file=sys.stderr)
-    raise SystemExit(_MISUSE)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,8 @@ def load_json(path: Path) -> Any:
 
 
 class Fields:
-    """The fields of one object of a plan. Every method raises `ChaosError` for an invalid value.
-
-    Args:
-        values: the object, as read from JSON.
-        where: its name in error messages.
-        allowed: the names of the allowed fields.
+    """The fields of one object of a plan, which errors call `where`. Every method raises
+    `ChaosError` for an invalid value.
     """
 
     def __init__(self, values: Any, where: str, allowed: tuple[str, ...]) -> None:
@@ -75,11 +71,9 @@ class Fields:
     def items(self, name: str) -> list[Any]:
         """The elements of a list, unchecked; empty if the field is absent."""
         value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
+        if value is not None and not isinstance(value, list):
             raise self._wrong(name, value, "a list")
-        return value
+        return value or []
 
     def _list(self, name: str) -> list[tuple[int, Any]]:
         value = self._get(name)

@@ -14,9 +14,6 @@ _installed: Injector | None = None
 def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
     """Installs a plan for every wrapped function of the process, until `uninstall`.
 
-    Args:
-        plan: the faults, or an injector for them.
-
     Raises:
         RuntimeError: if an injector is installed already.
     """

@@ -80,12 +80,12 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
     runs = []
     for folder in root.iterdir():
         match = _NAME.fullmatch(folder.name)
-        if match is not None and folder.is_dir() and logs_in(folder):
-            at = _moment(match[1], int(match[2]))
-            if at is not None:
-                runs.append(Run(folder, folder.name, match[3], at))
-    own = logs_in(root)
-    if own:
+        if match is None or not folder.is_dir() or not logs_in(folder):
+            continue
+        with contextlib.suppress(ValueError):  # digits that are not a date: not a folder of a run
+            at = datetime.datetime.strptime(f"{match[1]}.{match[2]} +0000", f"{_STAMP}.%f %z")
+            runs.append(Run(folder, folder.name, match[3], at))
+    if own := logs_in(root):
         written = max(path.stat().st_mtime for path in own)
         at = datetime.datetime.fromtimestamp(written, datetime.timezone.utc)
         runs.append(Run(root, OWN, "", at))
@@ -109,11 +109,3 @@ def choose_run(runs: list[Run], wanted: str | None) -> Run:
 def logs_in(folder: Path) -> list[Path]:
     """The event logs directly in `folder`, by name."""
     return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl" and path.is_file())
-
-
-def _moment(stamp: str, milliseconds: int) -> datetime.datetime | None:
-    try:
-        found = datetime.datetime.strptime(stamp, _STAMP)
-    except ValueError:  # digits that are not a date: not a folder of a run
-        return None
-    return found.replace(microsecond=milliseconds * 1000, tzinfo=datetime.timezone.utc)

@@ -47,8 +47,7 @@ def worker_environment(
         port: of the launcher's store.
         error_file: where torch's `@record` writes an exception.
     """
-    nproc = str(job.nproc)
-    rank = str(local_rank)
+    nproc, rank = str(job.nproc), str(local_rank)
     given = dict(os.environ)
     values = {
         "RANK": rank,

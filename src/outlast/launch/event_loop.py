@@ -109,10 +109,8 @@ class EventLoop:
         """Wait for the next descriptor, signal or timer, and make the calls."""
         while self._timers and not self._timers[0][2].pending:
             heapq.heappop(self._timers)
-        timeout = None
-        if self._timers:
-            timeout = max(0.0, self._timers[0][0] - self.clock.now())
-        for key, _ in self._selector.select(timeout):
+        wait_s = max(0.0, self._timers[0][0] - self.clock.now()) if self._timers else None
+        for key, _ in self._selector.select(wait_s):
             # An earlier callback may have stopped the watch.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()

@@ -108,11 +108,11 @@ def _hosts(calls: Sequence[CallHistory]) -> tuple[HostTime, ...]:
     return tuple(
         HostTime(
             host=host,
-            wall_seconds=wall[host],
+            wall_seconds=wall_s,
             productive_seconds=productive[host],
-            goodput=productive[host] / wall[host] if wall[host] > 0 else None,
+            goodput=productive[host] / wall_s if wall_s > 0 else None,
         )
-        for host in sorted(wall)
+        for host, wall_s in sorted(wall.items())
     )
 
 

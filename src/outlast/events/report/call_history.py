@@ -107,8 +107,8 @@ class CallHistory:
 
     def survivors(self, iteration: int) -> list[int]:
         """The members of the iteration that are in the next one too."""
-        following = self.views.get(iteration + 1, {})
-        return sorted(member for member in self.views.get(iteration, {}) if member in following)
+        here, following = self.views.get(iteration, {}), self.views.get(iteration + 1, {})
+        return sorted(here.keys() & following.keys())
 
     def faults(self, iteration: int) -> list[Fault]:
         """The faults of the iteration, the first cause first.
@@ -169,9 +169,8 @@ class CallHistory:
         parties = []
         for member in gone:
             reason = reasons.get(member) or self._exit(member, iteration)
-            if not reason and member in faults:
-                reason = faults[member].interruption
-            parties.append(_party(view[member], reason))
+            seen = faults[member].interruption if member in faults else ""
+            parties.append(_party(view[member], reason or seen))
         return tuple(sorted(parties, key=lambda party: party.rank))
 
     def joined(self, iteration: int) -> tuple[Party, ...]:
@@ -213,11 +212,6 @@ def _merge_hung(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fa
         dataclasses.replace(fault, time=min(fault.time, reported[fault.host]))
         for fault in hung_ranks(faults)
     ]
-    kept: list[Fault] = []
-    for fault in faults:
-        if fault.interruption != HUNG:
-            kept.append(fault)
-        else:
-            kept += hung
-            hung = []
-    return kept
+    first = next((i for i, fault in enumerate(faults) if fault.interruption == HUNG), 0)
+    rest = [fault for fault in faults[first:] if fault.interruption != HUNG]
+    return [*faults[:first], *hung, *rest]

@@ -50,12 +50,9 @@ class Shutdown:
         if self._helpers is not None:
             return
         steps = at_end_of_job(self._resources.job.grace_s) if patient else BETWEEN_ATTEMPTS
-        self._helpers = DescendantShutdown(
-            self._resources.loop,
-            self._resources.own_children,
-            KILL_NOW if self._kill_at_once else steps,
-            self._helpers_ended,
-        )
+        steps = KILL_NOW if self._kill_at_once else steps
+        resources, ended = self._resources, self._helpers_ended
+        self._helpers = DescendantShutdown(resources.loop, resources.own_children, steps, ended)
         self._helpers.start()
 
     def children_reaped(self) -> None:

@@ -31,10 +31,8 @@ class Console:
         self._opened: list[int] = []
         self.stdout = Outlet(loop, self._nonblocking(out))
         self.stderr = self.stdout if _same_file(out, err) else Outlet(loop, self._nonblocking(err))
-        self._rich = {
-            1: RichConsole(file=sys.stdout, highlight=False),
-            2: RichConsole(file=sys.stderr, highlight=False),
-        }
+        streams = {1: sys.stdout, 2: sys.stderr}
+        self._rich = {n: RichConsole(file=file, highlight=False) for n, file in streams.items()}
 
     def prefix(self, rank: int, stream: int) -> bytes:
         """The prefix of the lines of `rank` on this stream (1 or 2)."""

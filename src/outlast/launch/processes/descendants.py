@@ -123,7 +123,7 @@ class DescendantShutdown:
         self._steps = iter(steps)
         self._done = done
         self._signal: signal.Signals | None = None
-        self._timer: Timer | None = None
+        self._timer = Timer(self._next_step)  # none is scheduled yet
         self._over = False
 
     def start(self) -> None:
@@ -148,8 +148,7 @@ class DescendantShutdown:
     def _next_step(self) -> None:
         if self._over:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         left = _descendants(self._keep())
         wait_s, self._signal = next(self._steps, (None, None))
         if not left or wait_s is None:
@@ -160,8 +159,7 @@ class DescendantShutdown:
 
     def _finish(self, left: list[int]) -> None:
         self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._done(left)
 
     def _send(self, processes: list[psutil.Process]) -> None:

@@ -74,12 +74,11 @@ class Worker:
         traceback = _traceback(_error_file(self.folder))
         if traceback:
             return traceback, "traceback"
+        lines: list[str] = []
         if self.stderr is not None:
             lines = list(self.stderr.last)
         elif self.stderr_file is not None:
             lines = _tail(*self.stderr_file)
-        else:
-            lines = []
         return "\n".join(lines), "stderr" if lines else ""
 
     def close(self) -> None:

@@ -96,17 +96,11 @@ class WorkerGroup:
         self._ended.clear()
 
     def _start(self, rank: int, port: int) -> Worker:
-        worker = start_worker(
-            self._job,
-            WorkerSlot(rank, self.attempt, self._replacements[rank], self._starts[rank]),
-            folder=self._folder,
-            port=port,
-            loop=self._loop,
-            console=self._console,
-        )
+        slot = WorkerSlot(rank, self.attempt, self._replacements[rank], self._starts[rank])
+        folder, loop, console = self._folder, self._loop, self._console
+        worker = start_worker(self._job, slot, folder=folder, port=port, loop=loop, console=console)
         self._starts[rank] += 1
         self._running[worker.pid] = worker
-        self._emitter.emit(
-            WorkerStarted(rank=rank, worker_pid=worker.pid, attempt=worker.slot.start)
-        )
+        event = WorkerStarted(rank=rank, worker_pid=worker.pid, attempt=worker.slot.start)
+        self._emitter.emit(event)
         return worker
