@@ -22,7 +22,7 @@ def capture() -> Generators:
     """The state of each generator, by name."""
     version, numbers, gauss = random.getstate()
     states = {
-        "python": _integers([version, *numbers, *_float(gauss)]),
+        "python": torch.tensor([version, *numbers, *_float(gauss)], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
@@ -30,7 +30,7 @@ def capture() -> Generators:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         if kind == "MT19937":
             values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
-            states["numpy"] = _integers(values)
+            states["numpy"] = torch.tensor(values, dtype=torch.int64)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         current = torch.cuda.current_device()
         for device in range(torch.cuda.device_count()):
@@ -92,10 +92,6 @@ def _cuda_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
             torch.cuda.set_rng_state(value, device)
 
     return apply
-
-
-def _integers(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 def _float(value: float | None) -> list[int]:
