@@ -87,8 +87,6 @@ class MembershipProtocol:
             iteration += 1
         return iteration
 
-    # -- within an iteration -----------------------------------------------------------------
-
     async def view(self, iteration: int) -> ViewRecord | None:
         """The decided view; `None` before the decision."""
         data = await self.link.read(f"view/{iteration}")
@@ -166,8 +164,6 @@ class MembershipProtocol:
     async def ledger(self) -> list[LostRecord]:
         """All members that have left the job, in order."""
         return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
-
-    # -- between two iterations --------------------------------------------------------------
 
     async def roster(self, iteration: int) -> tuple[dict[int, int], int]:
         """The member at each rank of an iteration, and its world size, as reported at its start."""

@@ -1,6 +1,4 @@
-"""The records in the store: lines of JSON, not pickles, so that nothing from another host is ever
-executed.
-"""
+"""The records in the store: lines of JSON, not pickles: nothing from another host is executed."""
 
 from __future__ import annotations
 
@@ -44,16 +42,12 @@ class FaultRecord:
 
 @dataclasses.dataclass(frozen=True)
 class LostRecord:
-    """A line of the ledger: `member` has left the job.
-
-    `discarded`: it is healthy, and the rank assignment left it out. `ends_job`: all other members
-    are to end too.
-    """
+    """A line of the ledger: `member` has left the job."""
 
     member: int
     reason: str
-    discarded: bool = False
-    ends_job: bool = False
+    discarded: bool = False  # it is healthy, and the rank assignment left it out
+    ends_job: bool = False  # all other members are to end too
 
 
 def to_line(record: Any) -> bytes:

@@ -17,14 +17,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Joiner:
-    """A process that asks to join.
-
-    `preferred` is the rank that it was started as, or -1; only its request contains `token`.
-    """
+    """A process that asks to join."""
 
     member: int
-    preferred: int = -1
-    token: str = dataclasses.field(default="", compare=False)
+    preferred: int = -1  # the rank that it was started as
+    token: str = dataclasses.field(default="", compare=False)  # in its request only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +85,7 @@ def decide(
     """The view of iteration `iteration`, from what is known when the one before has ended.
 
     Args:
-        iteration: the number of the new iteration.
+        iteration: the new one.
         roster: the member at each rank, of those that entered the iteration before.
         world_size: of the iteration before; ranks without a member are empty slots.
         lost: every member in the ledger.

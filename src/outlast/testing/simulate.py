@@ -34,11 +34,8 @@ class Result:
 
 
 def simulate(seed: int, schedule: Schedule | None = None) -> Result:
-    """Runs one schedule to its end.
-
-    Raises:
-        AssertionError: if an invariant does not hold, or the run does not end. The message ends
-            with the seed and the last steps.
+    """Runs one schedule to its end. If it does not end, or an invariant does not hold, raises an
+    `AssertionError` that ends with the seed and the last steps.
     """
     job = SimulatedJob(seed, schedule or Schedule.of(seed))
     sim = job.sim

@@ -28,10 +28,8 @@ from outlast.system.processes import is_dying, open_parent, open_thread
 
 
 class MonitorLoop:
-    """Runs in the monitor process.
-
-    `main` is the pid of the main process, `end` the socket to it. `server` serves the store for as
-    long as the object lives.
+    """Runs in the monitor process. `main` is the pid of the main process, `end` the socket to it;
+    `server` serves the store for as long as the object lives.
     """
 
     def __init__(self, plan: MonitorPlan, main: int, end: socket.socket, server: Any) -> None:

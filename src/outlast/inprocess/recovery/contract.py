@@ -39,21 +39,13 @@ class GrowPolicy(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The timeouts of the state machine, in seconds.
+    """The timeouts of the state machine, in seconds."""
 
-    Attributes:
-        barrier: of the barriers between iterations.
-        completion: from the return of this rank to the return of all.
-        backstop: a waiting member checks by itself this often (the pause doubles).
-        await_size, await_seconds: a restart is held until there are this many members, for this
-            long at most.
-    """
-
-    barrier: float
-    completion: float
-    backstop: float = 1.0
-    await_size: int = 0
-    await_seconds: float = 0.0
+    barrier: float  # of the barriers between iterations
+    completion: float  # from the return of this rank to the return of all
+    backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
+    await_size: int = 0  # a restart is held until there are this many members,
+    await_seconds: float = 0.0  # for this long at most
 
 
 @dataclasses.dataclass(frozen=True)
