@@ -48,10 +48,9 @@ class Retention:
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
         """The checkpoints that may be removed after the commit of step `committed`."""
-        if self.keeps_all:
+        # A commit that cannot be seen: then the others are all there is.
+        if self.keeps_all or all(info.step != committed for info in checkpoints):
             return []
-        if all(info.step != committed for info in checkpoints):
-            return []  # it cannot be seen: then the others are all there is
         ordered = sorted(checkpoints, key=lambda info: info.step)
         kept = {committed}
         if self.last is not None:

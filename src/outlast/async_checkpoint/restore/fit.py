@@ -53,18 +53,15 @@ def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
     for entry in entries:
         path = tuple(tuple(key) if isinstance(key, list) else key for key in entry.path)
         if any(path[:length] in empty for length in range(len(path))):
-            put(state_dict, path, _blank(entry))
+            blank: torch.Tensor | None = None
+            if isinstance(entry, TensorEntry):
+                blank = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            put(state_dict, path, blank)
 
 
 def empty_dicts(value: Any) -> list[dict[Any, Any]]:
     """The dicts that `fill_empty` would fill."""
     return [found for _, found in nodes(value) if isinstance(found, dict) and not found]
-
-
-def _blank(entry: TensorEntry | ValueEntry) -> Any:
-    if isinstance(entry, TensorEntry):
-        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    return None
 
 
 def put(root: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -29,11 +29,6 @@ from outlast.system.shared_memory import memory_at
 _CACHED_BYTES = 384 << 10
 
 
-def _threads() -> int:
-    """How many processors each rank of this host has; at least one."""
-    return max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
-
-
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """Bytes of a file, and the address to read them to. `owner` keeps that memory alive."""
@@ -107,7 +102,8 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
         CheckpointError: at the first chunk that is missing or damaged; names the file and the
             bytes. The destinations may have been written to.
     """
-    threads = _threads() if threads is None else threads
+    # By default, as many threads as each rank of this host has processors.
+    threads = threads or max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
     by_chunk: dict[tuple[str, int], list[Piece]] = {}
     for piece in wanted:
         if piece.size_bytes:

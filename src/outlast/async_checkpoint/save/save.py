@@ -64,10 +64,9 @@ class Save:
         """The failure of this rank by this error."""
         if isinstance(error, Dropped):
             return self.failure(ABORTED)
-        if isinstance(error, WriterFailed):
-            return self.failure(str(error), error.remote_traceback)
         if isinstance(error, OutlastError):
-            return self.failure(str(error))
+            traceback = error.remote_traceback if isinstance(error, WriterFailed) else ""
+            return self.failure(str(error), traceback)
         return CallFailure.of(error, self.index, self.name, self.rank)
 
 

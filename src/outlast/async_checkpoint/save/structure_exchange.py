@@ -82,13 +82,9 @@ class StructureMemo:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """The part of a state dict that this rank saves.
-
-    Attributes:
-        structure: describes the part.
-        leaves: all leaves of the state dict, in order.
-        new: whether the structure was new, so that the ranks have already agreed on this save.
-        catalog: on rank 0, the contents of the checkpoint, if they are known already.
+    """The part of a state dict that this rank saves, and all leaves of the state dict, in order. If
+    the structure was `new`, the ranks have already agreed on this save. On rank 0, the catalog of
+    the checkpoint, if it is known already.
     """
 
     structure: Structure

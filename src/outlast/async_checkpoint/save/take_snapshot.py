@@ -40,7 +40,6 @@ class Snapshot:
     """One snapshot, complete or being copied beside the training.
 
     Attributes:
-        values: the pickled values.
         buffer, turn: what it is copied into, and which use of that.
         hashed: whether the copy takes the checksums; the writer does otherwise.
         copy: the copy beside the training, if there is one.

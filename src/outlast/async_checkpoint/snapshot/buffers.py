@@ -32,10 +32,8 @@ class SnapshotBuffer:
 
     Attributes:
         number: names it in the writer.
-        structure: of the snapshots that it is laid out for.
-        targets: views into it, one for each tensor of the structure.
-        snapshot: describes the sealed snapshot in it, if there is one.
-        values: the pickled values of that snapshot.
+        targets: views into it, one for each tensor of the structure that it is laid out for.
+        snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
         copy: the copy into it that may still be running.
         turn: counts its users: a past user cannot give it back.
     """

@@ -153,17 +153,17 @@ def survey(storage: Storage) -> list[Found]:
     wanted = dict(reversed(candidates(storage)))
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
     for folder in storage.folders():
-        if folder == RECYCLED and is_temporary(folder, storage.prefix):
-            found.append(
-                Found(folder, None, None, "recycled files, which the next save writes over")
-            )
-        elif is_temporary(folder, storage.prefix):
-            found.append(Found(folder, None, None, "not committed"))
+        wrong = ""
+        if is_temporary(folder, storage.prefix):
+            recycled = "recycled files, which the next save writes over"
+            wrong = recycled if folder == RECYCLED else "not committed"
         elif step_of(folder, storage.prefix) is not None and folder not in wanted.values():
             if is_committed(storage, folder):
-                found.append(Found(folder, None, None, "replaced"))
+                wrong = "replaced"
             elif storage.prefix == STEP:
-                found.append(Found(folder, None, None, "not committed"))
+                wrong = "not committed"
+        if wrong:
+            found.append(Found(folder, None, None, wrong))
     return found
 
 

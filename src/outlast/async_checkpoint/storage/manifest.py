@@ -102,14 +102,8 @@ class ValueEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of one checkpoint.
-
-    Attributes:
-        save_id: unique to the save.
-        world_size: of the job that saved it.
-        metric: the argument of `save(metric=...)`.
-        chunk_bytes: how many bytes each checksum covers.
-        files, tensors, values: the content; tensors and values by their flat names.
+    """The content of one checkpoint: its files, and its tensors and values by their flat names.
+    `save_id` is unique to the save; each checksum covers `chunk_bytes`.
     """
 
     step: int

@@ -46,10 +46,8 @@ _WILDCARDS = re.compile(r"[*?\[\]]")
 
 
 class RemoteStorage:
-    """Checkpoints below one URL. See `Storage`.
-
-    Args:
-        url: `s3://bucket/directory`, or another that fsspec supports. The bucket must exist.
+    """Checkpoints below one URL that fsspec supports, such as `s3://bucket/directory`; the bucket
+    must exist. See `Storage`.
 
     Raises:
         ModuleNotFoundError: if a package is missing; says what to install.
@@ -88,7 +86,8 @@ class RemoteStorage:
         return name, name
 
     def folders(self) -> list[str]:
-        found = {_name(entry) for entry in self._entries() if entry["type"] == "directory"}
+        paths = [str(entry["name"]) for entry in self._entries() if entry["type"] == "directory"]
+        found = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
         if self._is_s3:
             uploads = unfinished_uploads(self._fs, self._root, self.where)
             found.update(folder for folder, _, _ in uploads)
@@ -263,7 +262,3 @@ def _by_step(folders: list[str]) -> dict[int, list[str]]:
         if step is not None:
             found.setdefault(step, []).append(folder)
     return found
-
-
-def _name(entry: dict[str, Any]) -> str:
-    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

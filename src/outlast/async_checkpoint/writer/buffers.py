@@ -55,9 +55,8 @@ class HeldBuffer:
     Attributes:
         memory: none before it was handed over.
         index: describes what a snapshot in it holds, and where.
-        snapshot: the sealed snapshot, and `values`, its pickled values.
+        snapshot, values: the sealed snapshot, and its pickled values.
         written: the save that was last written from it, and the checksums that were taken then.
-        progress: of the copies into it, by save.
     """
 
     memory: SharedMemory | None = None

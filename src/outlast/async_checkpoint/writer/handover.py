@@ -67,10 +67,10 @@ def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | 
                 return
             connection, _ = listener.accept()
             path.unlink(missing_ok=True)
-            if not _is_ours(connection):
+            if _is_ours(connection):
+                _give(connection, snapshots)
+            else:
                 connection.close()
-                return
-            _give(connection, snapshots)
         finally:
             path.unlink(missing_ok=True)
 
@@ -96,10 +96,9 @@ def take_over(path: Path) -> list[HandedOver]:
     try:
         private_folder(path.parent)
         connection.connect(str(path))
+        if not _is_ours(connection):
+            raise PermissionError(f"{path} belongs to another user")
     except OSError:
-        connection.close()
-        return []
-    if not _is_ours(connection):
         connection.close()
         return []
     channel = Channel(connection)

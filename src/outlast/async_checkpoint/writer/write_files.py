@@ -51,19 +51,16 @@ def write_files(
     hashes: bool = True,
     make_room: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes files into `folder`, which is created, and returns when they are durable.
+    """Writes files into `folder`, which is created, and returns when they are durable: `size_bytes`
+    and `checksums` of each, as in the manifest.
 
     Args:
         memory, files: the buffer, and the files in it.
         small: content of other files, by name.
-        threads: how many pieces are written at once.
         dropped: set when the save was dropped.
         filled: waits until the buffer is filled up to an offset; `False` if it never will be.
         make_room: called once for each file that does not fit on the disk, before a second try.
         hashes: whether to take checksums; otherwise they are empty strings.
-
-    Returns:
-        `size_bytes` and `checksums` of each file, as in the manifest.
 
     Raises:
         Dropped: if the save was dropped.
