@@ -110,7 +110,8 @@ class Checkpointer:
         optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
         self._timeout = as_timedelta("timeout", timeout).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
-        if ranks() > 1 and not (dist.is_available() and dist.is_initialized()):
+        grouped = dist.is_available() and dist.is_initialized()
+        if ranks() > 1 and not grouped:
             raise ValueError(
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before making a Checkpointer"
@@ -126,8 +127,7 @@ class Checkpointer:
         self._session.pool.grow(max_in_flight)
         self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
         self._emitter.place(rank=self.rank)
-        everywhere = dist.is_available() and dist.is_initialized()
-        global_rank = dist.get_rank() if everywhere else 0
+        global_rank = dist.get_rank() if grouped else 0
         self._session.memo.move(global_rank, self.rank, self.world_size)
         restores = ledger.child("restore")
         self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)

@@ -181,10 +181,8 @@ class NewFileCheckpoint:
         storage.sync(self.working)
         storage.publish(self.working, self.final)
         self.committed = True
-        for step, folder in candidates(storage):
-            # One with a manifest that this library cannot read is not replaced.
-            if step < self._number and 0 < _version(storage, folder) <= FORMAT_VERSION:
-                _remove(storage, folder)
+        for folder in _replaced_by(storage, self._number):
+            _remove(storage, folder)
         return f"{storage.where}/{self.final}"
 
 
@@ -242,6 +240,14 @@ def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> FileEntry:
     finally:
         os.close(descriptor)
     return FileEntry(path.name, size, checksums)
+
+
+def _replaced_by(storage: LocalStorage, number: int) -> list[str]:
+    """The directories of the checkpoints that checkpoint `number` replaces. One with a manifest
+    that this library cannot read is not replaced.
+    """
+    older = [folder for step, folder in candidates(storage) if step < number]
+    return [folder for folder in older if 0 < _version(storage, folder) <= FORMAT_VERSION]
 
 
 def _remove(storage: LocalStorage, folder: str) -> None:

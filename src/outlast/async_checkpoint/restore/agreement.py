@@ -56,10 +56,8 @@ class Agreement:
 
     def gather(self, part: Any, work: Callable[[list[Any]], T]) -> T:
         """Runs `work` on rank 0, on the parts of all ranks in their order; returns its result on
-        every rank. Parts and result are JSON.
-
-        Raises:
-            CheckpointError: on every rank, if `work` raises it or an `OSError`.
+        every rank, or raises `CheckpointError` there if `work` raised that or an `OSError`. Parts
+        and result are JSON.
         """
         index, ledger = self._next(), self._ledger
         if self.world_size == 1:

@@ -48,11 +48,7 @@ class SaveOutcomes:
         self._unseen.append(handle)
 
     def raise_unseen(self) -> None:
-        """Raises an error that no caller has seen, unless the policy tolerates it.
-
-        Raises:
-            CheckpointError: of the first such save.
-        """
+        """Raises the first error that no caller has seen, unless the policy tolerates it."""
         unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
         self._unseen = [handle for handle in self._unseen if not handle.done]
         for handle in unseen:

@@ -86,7 +86,11 @@ class RemoteStorage:
         return name, name
 
     def folders(self) -> list[str]:
-        paths = [str(entry["name"]) for entry in self._entries() if entry["type"] == "directory"]
+        entries: list[dict[str, Any]] = []
+        with as_os_errors(self.where), suppress(FileNotFoundError):
+            self._fs.invalidate_cache(self._root)
+            entries = self._fs.ls(self._root, detail=True)
+        paths = [str(entry["name"]) for entry in entries if entry["type"] == "directory"]
         found = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
         if self._is_s3:
             uploads = unfinished_uploads(self._fs, self._root, self.where)
@@ -201,14 +205,6 @@ class RemoteStorage:
             if not name or "/" in name or name in (".", "..") or _WILDCARDS.search(name):
                 raise CheckpointError(f"{name!r} is not a valid file name in {self.where}")
         return "/".join((self._root, *names))
-
-    def _entries(self) -> list[dict[str, Any]]:
-        with as_os_errors(self.where):
-            self._fs.invalidate_cache(self._root)
-            try:
-                return list(self._fs.ls(self._root, detail=True))
-            except FileNotFoundError:
-                return []
 
     def _by_age(self, folders: list[str]) -> list[str]:
         """Sorts by step, and the checkpoints of one step by the time of their commits."""
