@@ -68,6 +68,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
                 checkpointer.save(step + 1, state)
 
     checkpointer.close()
+    del ddp  # before its process group: see "Troubleshooting" in the documentation
     with torch.no_grad():
         accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
     dist.destroy_process_group()

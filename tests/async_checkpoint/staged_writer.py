@@ -41,7 +41,7 @@ class Plan:
 
     def set(self, *rules: dict[str, Any]) -> None:
         """Replaces the rules."""
-        draft = self.folder / "draft"
+        draft = self.folder / f"draft.{os.getpid()}"  # every rank may make the plan
         draft.write_text(json.dumps({**self._options, "rules": rules}))
         draft.replace(self.folder / "plan.json")
 

@@ -288,21 +288,28 @@ def step(model: Any, optimizer: Any) -> None:
 def ddp(what: str) -> None:
     """As `sharded`, under DDP, with the states apart."""
     with group() if WORLD_SIZE > 1 else contextlib.nullcontext():
-        torch.manual_seed(RANK)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
-        if WORLD_SIZE > 1:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        states = [ModuleState(model), OptimizerState(optimizer)]
-        if what == "save":
-            step(model, optimizer)
-            save_all_states()
-        else:
-            assert load_all_states() == ["model", "optimizer"]
+        # The DDP module must end before its group. Otherwise its reducer destroys the group while
+        # it holds the GIL, and joins gloo's threads; one of them may need the GIL to delete the
+        # last barrier (seen on torch 2.13: both wait forever).
+        train_under_ddp(what)
+
+
+def train_under_ddp(what: str) -> None:
+    torch.manual_seed(RANK)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    if WORLD_SIZE > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    states = [ModuleState(model), OptimizerState(optimizer)]
+    if what == "save":
         step(model, optimizer)
-        values = torch.cat([p.detach().flatten() for p in model.parameters()])
-        say("weights", values=values.tolist())
-        states.clear()
+        save_all_states()
+    else:
+        assert load_all_states() == ["model", "optimizer"]
+    step(model, optimizer)
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    say("weights", values=values.tolist())
+    states.clear()
 
 
 if __name__ == "__main__":
