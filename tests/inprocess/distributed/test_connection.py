@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -41,6 +43,20 @@ def test_who_listens_is_no_store_and_the_error_names_the_place() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
             connect(TCPStore, {}, ("127.0.0.1", port), 0.5)
+
+
+def test_a_client_that_connects_again_after_the_timeout_is_ended_too() -> None:
+    """torch's client has a timeout of its own, and tries again while that lasts."""
+
+    class LateTCPStore(TCPStore):
+        def __init__(self, *, timeout: datetime.timedelta, **kwargs: Any) -> None:
+            time.sleep(0.05)  # torch's timeout starts this much after ours
+            super().__init__(timeout=timeout, **kwargs)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
+            connect(LateTCPStore, {}, ("127.0.0.1", port), 0.5)
 
 
 def test_a_store_that_comes_up_late_is_waited_for() -> None:

@@ -20,6 +20,8 @@ from outlast.system.sockets import shut_down, socket_inodes
 
 T = TypeVar("T")
 
+_RETRY_S = 0.01  # after the timeout: how often a connection is looked for that came up since
+
 
 class Connection(TorchStore):
     """A `Store` over one connection of its own, which another thread can break off."""
@@ -117,23 +119,34 @@ def _connect_once(
     if limited:
         options["timeout"] = datetime.timedelta(seconds=timeout)
     # A process may listen there and never answer; torch waits for the first answer without limit.
-    overdue = threading.Timer(timeout, _shut_down_new, (before, endpoint))
-    overdue.daemon = True
-    overdue.start()
+    done = threading.Event()
+    limit = threading.Thread(
+        target=_shut_down_overdue, args=(before, endpoint, timeout, done), daemon=True
+    )
+    limit.start()
     try:
         store: Any = factory(**options)
     except RuntimeError as e:
         raise StoreError(f"{where} does not answer as a store: {first_line(e)}") from e
     finally:
-        overdue.cancel()
+        done.set()
+        limit.join()
     if limited:
         store.set_timeout(DEFAULT_TIMEOUT)
     return Connection(store, where, _new_connections(before, endpoint))
 
 
-def _shut_down_new(before: set[int], endpoint: tuple[str, int] | None) -> None:
-    for descriptor, inode in _new_connections(before, endpoint).items():
-        shut_down(descriptor, inode)
+def _shut_down_overdue(
+    before: set[int], endpoint: tuple[str, int] | None, timeout: float, done: threading.Event
+) -> None:
+    """Shuts down the new connections once `timeout` seconds are over, until `done` is set. Once is
+    not enough: torch's client may connect again, if its own timeout starts later than this one.
+    """
+    wait = timeout
+    while not done.wait(wait):
+        wait = _RETRY_S
+        for descriptor, inode in _new_connections(before, endpoint).items():
+            shut_down(descriptor, inode)
 
 
 def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict[int, int]:
