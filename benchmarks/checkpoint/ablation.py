@@ -22,7 +22,7 @@ from benchmarks.checkpoint.training_state import FULL, QUICK, Size, Training
 from benchmarks.checkpoint.ways import make
 from benchmarks.lib.sheets import Sheet, median, ms
 from outlast.async_checkpoint.restore import verified_read
-from outlast.async_checkpoint.snapshot import chunks, nontemporal_copy
+from outlast.async_checkpoint.snapshot import chunk_copy, nontemporal_copy
 from outlast.async_checkpoint.writer import client
 from outlast.system.background_process import start_process
 
@@ -86,7 +86,7 @@ def _variant(variant: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if "copy" in variant:
             copy, _ = nontemporal_copy.load(Path("/nonexistent"))
-            for module in (chunks, verified_read):
+            for module in (chunk_copy, verified_read):
                 stack.enter_context(mock.patch.object(module, "move", copy))
         if "recycled" in variant:
             path = {"PYTHONPATH": str(_ROOT)}

@@ -10,7 +10,7 @@ from typing import Any
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.recovery.contract import (
+from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
     Interrupted,
@@ -19,7 +19,7 @@ from outlast.inprocess.recovery.contract import (
     RecoveryState,
     Returned,
 )
-from outlast.inprocess.recovery.machine import Machine
+from outlast.inprocess.recovery.state_machine import Machine
 from outlast.testing.minimal_host import MinimalHost
 
 __all__ = ["CountedStore", "Member"]

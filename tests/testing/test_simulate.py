@@ -15,10 +15,10 @@ from outlast.coordination import barrier, view
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
 from outlast.inprocess.recovery.admission import hold_for_replacements
-from outlast.inprocess.recovery.contract import GrowPolicy
 from outlast.inprocess.recovery.fault_history import agreed_faults
-from outlast.inprocess.recovery.machine import Machine
-from outlast.testing.schedule import Schedule
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.recovery.state_machine import Machine
+from outlast.testing.fault_budget import Schedule
 from outlast.testing.simulate import Result, simulate
 
 SEEDS = 10_000

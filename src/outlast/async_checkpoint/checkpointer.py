@@ -33,8 +33,8 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import session_for
-from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter

@@ -1,4 +1,4 @@
-"""The one place of this room that reads `os.environ`."""
+"""Environment variables: the only module of this package that reads `os.environ`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ an installed plan. Each fault fires once per job, across restarts and replacemen
 """
 
 from outlast.chaos.actions import fire
-from outlast.chaos.fired import FiredFaults, MarkerDirectory, MemoryFired
+from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, MemoryFired
 from outlast.chaos.injector import Injector
 from outlast.chaos.install import install, installed, step, uninstall
 from outlast.chaos.kinds import Kind

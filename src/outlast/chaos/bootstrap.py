@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired import MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import MarkerDirectory, job_directory
 from outlast.chaos.injector import Injector
 from outlast.chaos.install import install
 from outlast.chaos.plan import Plan

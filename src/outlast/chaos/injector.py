@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from outlast.chaos.actions import fire
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired import FiredFaults, MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, job_directory
 from outlast.chaos.kinds import Kind
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.clock import Clock, MonotonicClock

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast.chaos.fields import Fields, load_json
 from outlast.chaos.kinds import Kind
+from outlast.chaos.plan_validation import Fields, load_json
 from outlast.errors import ChaosError
 
 

@@ -7,7 +7,7 @@ Keys of call i, under the ledger's prefix:
     i/count        how many ranks have finished
     i/verdict      how the call ended: done, or failed             the first claim wins
     i/conclusion   what the coordinator made of the parts
-    i/left         how many ranks need these keys no more
+    i/left         how many ranks no longer need these keys
 
 Why one key `i/verdict`: "all have finished" and "one has failed" can be claimed at the same
 moment by different ranks. The store orders the two claims, and all ranks read the one that won.

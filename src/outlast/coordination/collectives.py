@@ -1,4 +1,4 @@
-"""The few small collectives of this room."""
+"""The few small collectives that this package needs."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from outlast.inprocess.exception import (
     RestartError,
     TimeoutError,
 )
-from outlast.inprocess.progress.adaptive import Adaptive
-from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.progress.adaptive_timeout import Adaptive
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.wrapper import Wrapper
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from outlast.clock import Clock
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.observers import observers
-from outlast.inprocess.progress.adaptive import GapEstimator
+from outlast.inprocess.progress.adaptive_timeout import GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 from outlast.system.arguments import Duration, as_timedelta, seconds

@@ -17,10 +17,10 @@ from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.progress.adaptive import Adaptive
+from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore

@@ -1,4 +1,4 @@
-"""Files: make them durable, and lock them."""
+"""Makes files durable, and locks them."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def open_thread(tid: int) -> int | None:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether the process will run no more of its own code."""
+    """Whether the process is exiting and will not run its own code again."""
     try:
         # Fields after the name, which is in parentheses and may hold anything: state, ..., flags.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

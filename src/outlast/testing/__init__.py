@@ -1,11 +1,11 @@
 """The deterministic simulation: the real membership protocol, in one process, in any interleaving.
 
-The state machine of a rank (`inprocess/recovery/machine.py`) and the protocol
+The state machine of a rank (`inprocess/recovery/state_machine.py`) and the protocol
 (`coordination/membership.py`) are coroutines that yield store operations. A seeded scheduler runs
 N members, one operation at a time, on a store in memory and a fake clock. The seed decides the
 interleaving, every death, fault, newcomer and delay. A failure prints its seed; to replay it::
 
-    from outlast.testing.schedule import Schedule
+    from outlast.testing.fault_budget import Schedule
     from outlast.testing.simulate import simulate
 
     simulate(4711)                       # the schedule that belongs to the seed

@@ -9,8 +9,8 @@ from outlast.coordination.membership import COMPLETED
 from outlast.coordination.records import FaultRecord, lines
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankLostError, RestartAbort, RestartError
-from outlast.inprocess.recovery.contract import GrowPolicy
-from outlast.testing.schedule import Schedule
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.testing.fault_budget import Schedule
 from outlast.testing.scheduler import Simulation, Task
 from outlast.testing.simulated_member import HOLD_S, SimulatedMember
 

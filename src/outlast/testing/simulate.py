@@ -5,7 +5,7 @@ operations, of its monitor while it reports), every fault, newcomer and delay, a
 are reported as lost. `invariants` checks:
 
 * R1 every member that enters iteration k has the same world size, with ranks dense from 0; no live
-  member is left out, nor one that asked to join in time; no member is in that was known as lost.
+  member is left out, nor is one that asked in time; no member known to be lost is included.
 * R2 no member decides the view after k, or enters k+1, while a live member is in k, which includes
   `initialize` and `finalize`.
 * R5 every run ends, without the help of any backstop or timeout, and each member ends with a value
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from outlast.testing.schedule import Schedule
+from outlast.testing.fault_budget import Schedule
 from outlast.testing.simulated_job import SimulatedJob
 
 

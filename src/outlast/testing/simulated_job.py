@@ -9,8 +9,8 @@ from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import LostRecord, lines
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
+from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.invariants import Invariants
-from outlast.testing.schedule import Budget, Schedule
 from outlast.testing.scheduler import Simulation, Task
 from outlast.testing.simulated_member import SimulatedMember
 

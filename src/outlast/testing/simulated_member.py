@@ -10,7 +10,7 @@ from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.recovery.contract import (
+from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
     Limits,
@@ -18,9 +18,9 @@ from outlast.inprocess.recovery.contract import (
     RecoveryState,
     Returned,
 )
-from outlast.inprocess.recovery.machine import Machine
+from outlast.inprocess.recovery.state_machine import Machine
+from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.minimal_host import MinimalHost
-from outlast.testing.schedule import Budget, Schedule
 
 if TYPE_CHECKING:
     from outlast.testing.invariants import Invariants

@@ -25,7 +25,7 @@ from async_checkpoint.checkpoints import (
 from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.snapshot import copy_overlapped as copies
+from outlast.async_checkpoint.snapshot import overlapped_copy as copies
 from outlast.async_checkpoint.writer.messages import BeginSave, SnapshotSealed
 from outlast.errors import CheckpointError
 

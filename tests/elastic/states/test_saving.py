@@ -34,7 +34,7 @@ def damage(path: Path) -> None:
 
 def keep_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process was killed between the commit and the removal of the previous one."""
-    replaced_by = "outlast.async_checkpoint.files._replaced_by"
+    replaced_by = "outlast.async_checkpoint.named_files._replaced_by"
     monkeypatch.setattr(replaced_by, lambda storage, number: [])
 
 
@@ -356,7 +356,7 @@ def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     folder.mkdir()
     code = (
         "import sys\n"
-        "from outlast.async_checkpoint.files import STATES, LocalStorage, new_checkpoint\n"
+        "from outlast.async_checkpoint.named_files import STATES, LocalStorage, new_checkpoint\n"
         "with new_checkpoint(LocalStorage(sys.argv[1], STATES), 1):\n"
         "    print('here', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -13,7 +13,7 @@ import pytest
 
 from async_checkpoint.made import save
 from launch.commands.test_checkpoint import error, outlast
-from outlast.async_checkpoint.files import MANIFEST, STATES, LocalStorage, new_checkpoint
+from outlast.async_checkpoint.named_files import MANIFEST, STATES, LocalStorage, new_checkpoint
 from outlast.elastic.states.state_files import file_name
 
 

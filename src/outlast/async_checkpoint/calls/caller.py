@@ -1,4 +1,4 @@
-"""One background call at a time, and whether it is done: on this rank, or on all ranks."""
+"""Runs one background call at a time, and tells whether it is done: on this rank or on all."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Reporter:
         self._wake_up()
 
     def leave(self, index: int) -> None:
-        """Tells that the main thread needs the call no more."""
+        """Marks that the main thread no longer needs the call."""
         with self._guard:
             self._left.add(index)
         self._wake_up()

@@ -1,4 +1,4 @@
-"""What is to be done in the background, and what afterwards."""
+"""A request: the background function, and the functions that finalize it."""
 
 from __future__ import annotations
 

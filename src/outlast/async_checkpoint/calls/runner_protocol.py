@@ -42,7 +42,7 @@ class Runner(Protocol):
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Starts call `index`, or queues it. The call sees the arguments as they are when this
-        returns, also if they change later.
+        returns, even if they change later.
 
         Raises:
             TypeError: naming the function, if it cannot be given to another process.

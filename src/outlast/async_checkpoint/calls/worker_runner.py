@@ -129,7 +129,7 @@ class WorkerRunner:
             worker.channel.send(b"", [descriptor])
         except (BrokenPipeError, ConnectionResetError):
             # It has died. The call goes to the next worker; but one for which a new worker did
-            # not come up has failed, or there would be no end of starting them.
+            # not come up has failed, otherwise workers would be started forever.
             self._hung_up = True
             worker.kill()
             if not new:

@@ -1,1 +1,1 @@
-"""Restores: from memory or storage, verified before a byte is believed."""
+"""Restores: from memory or storage, every byte is verified before it is used."""

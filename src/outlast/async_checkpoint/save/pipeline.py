@@ -30,8 +30,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.save import ABORTED, Save, commit_of, error_of, save_name
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter

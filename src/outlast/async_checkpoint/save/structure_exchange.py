@@ -17,7 +17,7 @@ from typing import Any
 
 from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import (
     Item,
     Key,

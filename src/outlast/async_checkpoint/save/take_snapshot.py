@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunks import ChunkCache, are_private
-from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
-from outlast.async_checkpoint.snapshot.copy_overlapped import (
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, are_private
+from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
+from outlast.async_checkpoint.snapshot.overlapped_copy import (
     CopyPair,
     OverlappedCopy,
     Writes,
@@ -24,7 +24,7 @@ from outlast.async_checkpoint.snapshot.copy_overlapped import (
     is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
-from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.writer.messages import (
     SnapshotCopied,
     SnapshotDescription,
@@ -183,7 +183,7 @@ class Snapshotter:
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.layout.files
-        # The copy hashes only where the training does not wait for it (`snapshot/chunks.py`).
+        # The copy hashes only where the training does not wait for it (`snapshot/chunk_copy.py`).
         hashed = snapshot.hashed = bool(later) and self._are_private(sources)
         writes = Writes(source for source, _ in now)
         copy_by_torch(by_torch)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from outlast.async_checkpoint.snapshot.copy_now import EagerCopy
-from outlast.async_checkpoint.snapshot.copy_overlapped import OverlappedCopy
+from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
+from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
@@ -162,7 +162,7 @@ class BufferPool:
         self.handed_over = []
 
     def end_copies(self) -> None:
-        """Nothing is written into any buffer when this returns."""
+        """Ends all copies: nothing is written into any buffer after this returns."""
         self._await_allocation()
         for buffer in self.buffers:
             if buffer.copy is not None:

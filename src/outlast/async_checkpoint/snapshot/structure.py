@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
-from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import Item, Key
 from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
 from outlast.errors import CheckpointError

@@ -24,8 +24,8 @@ from typing import Any
 
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer import messages
-from outlast.async_checkpoint.writer.buffers import HeldBuffers
 from outlast.async_checkpoint.writer.handover import hand_over
+from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
 from outlast.async_checkpoint.writer.messages import Message, Request
 from outlast.async_checkpoint.writer.write_files import Dropped, write_files
 from outlast.system.background_process import settle

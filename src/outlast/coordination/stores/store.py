@@ -25,7 +25,7 @@ class Store(Protocol):
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets `key`, also if it exists."""
+        """Sets `key`, overwriting any existing value."""
 
     def claim(self, key: str, value: bytes) -> bytes:
         """Sets `key` if it is absent; returns its value afterwards. The first claim wins."""

@@ -1,4 +1,4 @@
-"""When a save is due: every so many steps or every so often, after the same step on all ranks."""
+"""When a save is due: every N steps or every T seconds, after the same step on all ranks."""
 
 from __future__ import annotations
 

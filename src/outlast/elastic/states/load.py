@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from outlast.async_checkpoint.files import (
+from outlast.async_checkpoint.named_files import (
     STATES,
     FileCheckpoint,
     LocalStorage,

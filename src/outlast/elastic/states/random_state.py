@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import torch
 
-from outlast.async_checkpoint.files import checksum
+from outlast.async_checkpoint.named_files import checksum
 from outlast.elastic.numerics.generators import Generators, capture, setter
 from outlast.elastic.replicas import replica_group
 from outlast.elastic.states.serialization import dump, parse

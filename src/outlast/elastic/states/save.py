@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from outlast.async_checkpoint.files import STATES, LocalStorage, new_checkpoint, replace_file
+from outlast.async_checkpoint.named_files import STATES, LocalStorage, new_checkpoint, replace_file
 from outlast.elastic import environment, ray_trial
 from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
 from outlast.elastic.states import pending_save

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import BinaryIO
 
-from outlast.async_checkpoint.files import checksum
+from outlast.async_checkpoint.named_files import checksum
 from outlast.errors import CheckpointError
 from outlast.system.error_text import describe
 

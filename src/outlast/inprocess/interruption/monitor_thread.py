@@ -43,7 +43,7 @@ class IterationWatch:
         ending: set when it is known that the iteration ends in a restart.
         left: set by the function's thread when it has left the function.
         sample: of the function's thread at the end of the iteration, if it was in user code.
-        outcome: how the iteration ends, in the future; a `StoreError` if the store is lost.
+        outcome: a future with the iteration's outcome; a `StoreError` if the store is lost.
     """
 
     def __init__(self) -> None:

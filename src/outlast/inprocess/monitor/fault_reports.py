@@ -7,7 +7,7 @@ import dataclasses
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.store_access import StoreAccess
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outlast.clock import Clock
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.store_access import StoreAccess
 
 
@@ -25,7 +25,7 @@ class HeartbeatRing:
         self._count, self._changed_at = -1, 0.0
 
     def beat(self) -> None:
-        """Counts up the own heartbeat and looks at the next member's, if that is due."""
+        """Increments this process's heartbeat and looks at the next member's, if that is due."""
         now = self._clock.now()
         if now < self.next_beat:
             return

@@ -17,9 +17,9 @@ from typing import Any
 
 from outlast.clock import MonotonicClock
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
-from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
 from outlast.inprocess.monitor.store_access import StoreAccess
 from outlast.inprocess.monitor.store_service import StoreService

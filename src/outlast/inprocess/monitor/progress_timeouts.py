@@ -6,8 +6,8 @@ import math
 import signal
 
 from outlast.clock import Clock
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.system.processes import send_signal
 

@@ -21,8 +21,8 @@ import socket
 import sys
 
 from outlast.errors import StoreError
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.loop import MonitorLoop
-from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.waiting import readable

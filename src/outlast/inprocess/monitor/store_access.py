@@ -12,7 +12,7 @@ from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.view import ViewRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import Connection, connect
-from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.config import MonitorPlan
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from outlast.clock import Clock
 from outlast.coordination.barrier import done_key
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import connect
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
-from outlast.inprocess.monitor.plan import MonitorPlan
 from outlast.inprocess.monitor.store_access import StoreAccess
 from outlast.inprocess.store import TCPStore
 from outlast.system.waiting import readable

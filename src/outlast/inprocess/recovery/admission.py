@@ -11,7 +11,7 @@ from outlast.coordination import barrier
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
-from outlast.inprocess.recovery.contract import GrowPolicy, Host
+from outlast.inprocess.recovery.host_protocol import GrowPolicy, Host
 
 
 async def end_iteration_to_join(
@@ -53,7 +53,7 @@ async def wait_for_end_of_iteration(
 
 
 async def hold_for_replacements(membership: MembershipProtocol, host: Host, iteration: int) -> None:
-    """Holds the restart until the job has its size again, or the time is over."""
+    """Holds the restart until the job is back at full size, or the timeout expires."""
     limits, now = host.limits, host.clock.now
     deadline = now() + limits.await_seconds
     roster, _ = await membership.roster(iteration)

@@ -9,13 +9,13 @@ from outlast.errors import StoreError
 from outlast.events import MonitorRestarted
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.connection import Connection
-from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
 from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.progress.shared_page import Activity
-from outlast.inprocess.recovery.machine import Machine
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.recovery.state_machine import Machine
 
 
 class MonitorSupervisor:

@@ -1,7 +1,7 @@
 """The rank-local side of the recovery: what happens in this process, and in which thread.
 
-`RankHost` is driven by `recovery/machine.py`, in the function's thread. It enters and leaves the
-function, classifies how the function ended, and runs finalize and the health check. The abort
+`RankHost` is driven by `recovery/state_machine.py`, in the function's thread. It enters and leaves
+the function, classifies how the function ended, and runs finalize and the health check. The abort
 runs in the monitor thread (`interruption/monitor_thread.py`).
 """
 
@@ -38,7 +38,7 @@ from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
-from outlast.inprocess.recovery.contract import (
+from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
     Limits,

@@ -30,17 +30,17 @@ from outlast.inprocess.environment import exported, read_launch
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import MonitorThread
-from outlast.inprocess.monitor.plan import MonitorPlan
+from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.observers import observers
-from outlast.inprocess.progress.adaptive import Adaptive, GapEstimator
+from outlast.inprocess.progress.adaptive_timeout import Adaptive, GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.recovery.frozen_heap import frozen_heap
 from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
-from outlast.inprocess.recovery.machine import Machine
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.state import State
 
 _calls = itertools.count()

@@ -14,10 +14,10 @@ from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.progress.adaptive import Adaptive
+from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.store import PrefixStore, StoreMixin
 from outlast.system.arguments import as_timedelta, seconds
 

@@ -1,4 +1,4 @@
-"""The launcher's process: sees workers end, decides what follows, and ends last.
+"""The launcher's process: handles signals and worker exits, decides what follows, and exits last.
 
 Its phases::
 

@@ -19,7 +19,7 @@ from outlast.errors import CheckpointError
 from outlast.launch.commands import checkpoint_output as output
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.files import Storage
+    from outlast.async_checkpoint.named_files import Storage
 
 _NAMED = 5  # files named in the error about a folder of other things
 
@@ -48,9 +48,9 @@ def ls(
     Only the sizes of the files are checked; `verify` reads their contents.
     """
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint import files
+        from outlast.async_checkpoint import named_files
 
-        found = {kind.prefix: files.survey(kind) for kind in _kinds(storage)}
+        found = {kind.prefix: named_files.survey(kind) for kind in _kinds(storage)}
         if not any(found.values()):
             _refuse_unrelated_folder(storage)
         if as_json:
@@ -74,12 +74,12 @@ def verify(
     one is damaged or there is none.
     """
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint import files
+        from outlast.async_checkpoint import named_files
 
-        known = {one.step: one for one in files.survey(storage) if one.step is not None}
+        known = {one.step: one for one in named_files.survey(storage) if one.step is not None}
         if not known and len(_kinds(storage)) > 1:
             storage = _kinds(storage)[1]
-            known = {one.step: one for one in files.survey(storage) if one.step is not None}
+            known = {one.step: one for one in named_files.survey(storage) if one.step is not None}
         if not known and not steps:
             _refuse_unrelated_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
@@ -90,7 +90,7 @@ def verify(
         with output.progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
-                    info = files.verify(storage, step, advance)
+                    info = named_files.verify(storage, step, advance)
                 except CheckpointError as e:
                     damaged = True
                     typer.echo(f"outlast: error: {storage.prefix} {step}: {e}", err=True)
@@ -118,12 +118,12 @@ def rm(
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
     with _exit_on_error(), _open(directory) as storage:
-        from outlast.async_checkpoint import files
+        from outlast.async_checkpoint import named_files
 
         chosen = list(dict.fromkeys(steps))
-        found = {one.step for one in files.survey(storage) if one.step is not None}
+        found = {one.step for one in named_files.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
-        if missing and not found and any(files.survey(kind) for kind in _kinds(storage)[1:]):
+        if missing and not found and any(named_files.survey(kind) for kind in _kinds(storage)[1:]):
             raise CheckpointError(
                 f"{storage.where} holds checkpoints of states; every save_all_states() removes the "
                 "earlier ones, so there is nothing to delete: to start anew, remove the folder"
@@ -138,7 +138,7 @@ def rm(
         )
         try:
             # Checked with the lock held: before that, a job may have changed the folder.
-            surveyed = files.survey(storage)
+            surveyed = named_files.survey(storage)
             valid = {one.step for one in surveyed if one.step is not None and not one.wrong}
             if valid & set(chosen) and not valid - set(chosen) and not force:
                 raise CheckpointError(
@@ -148,7 +148,7 @@ def rm(
             if not yes and not _confirmed(f"Delete {_steps(chosen)} from {storage.where}?"):
                 raise CheckpointError("nothing was deleted")
             for step in chosen:
-                files.delete(storage, step)
+                named_files.delete(storage, step)
                 typer.echo(f"deleted step {step}")
         finally:
             storage.unlock()
@@ -165,7 +165,7 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _open(directory: str) -> closing[Storage]:
-    from outlast.async_checkpoint.files import open_storage
+    from outlast.async_checkpoint.named_files import open_storage
 
     path = directory.removeprefix("file://")
     if "://" not in path and not Path(path).expanduser().is_dir():
@@ -178,7 +178,7 @@ def _kinds(storage: Storage) -> list[Storage]:
     """The storage for each kind of checkpoint: those of a checkpointer, and in a folder on a file
     system those of elastic states (`save_all_states`).
     """
-    from outlast.async_checkpoint.files import STATES, LocalStorage
+    from outlast.async_checkpoint.named_files import STATES, LocalStorage
 
     if not isinstance(storage, LocalStorage):
         return [storage]
@@ -191,7 +191,7 @@ def _refuse_unrelated_folder(storage: Storage) -> None:
     Raises:
         CheckpointError: saying what the folder is, and what to give instead.
     """
-    from outlast.async_checkpoint.files import MANIFEST, LocalStorage
+    from outlast.async_checkpoint.named_files import MANIFEST, LocalStorage
 
     if not isinstance(storage, LocalStorage):
         return

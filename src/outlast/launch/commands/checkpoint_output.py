@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.files import Found
+    from outlast.async_checkpoint.named_files import Found
 
 
 def as_json(found: Found, prefix: str) -> dict[str, object]:

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from outlast.async_checkpoint.snapshot.nontemporal_copy import move
-from outlast.async_checkpoint.state_dict.last import Last
+from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.storage.manifest import pieces
 from outlast.system.shared_memory import SharedMemory, memory_at
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outlast.async_checkpoint.snapshot.chunks import Chunks
-from outlast.async_checkpoint.snapshot.copy_overlapped import CopyPair
+from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
+from outlast.async_checkpoint.snapshot.overlapped_copy import CopyPair
 
 _MOST_THREADS = 8  # fewer saturate the memory of a host
 

@@ -15,7 +15,7 @@ import pytest
 
 from outlast.chaos import FiredFaults, MarkerDirectory, MemoryFired
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired import job_directory
+from outlast.chaos.fired_faults import job_directory
 from outlast.errors import ChaosError
 from procs import NET_S
 

@@ -1,4 +1,4 @@
-"""The interface between the state machine (`machine.py`) and its host (`rank_host.py`)."""
+"""The interface between the state machine (`state_machine.py`) and its host (`rank_host.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.inprocess.attribution import Interruption
 
 
 class RecoveryState(enum.Enum):
-    """The states of the state machine; `machine.py` draws the transitions."""
+    """The states of the state machine; `state_machine.py` draws the transitions."""
 
     ENTER = "enter"
     JOIN = "join"

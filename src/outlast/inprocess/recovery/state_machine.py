@@ -61,7 +61,8 @@ from outlast.inprocess.recovery.admission import (
     hold_for_replacements,
     wait_for_end_of_iteration,
 )
-from outlast.inprocess.recovery.contract import (
+from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, cause_of_abort
+from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
     Host,
@@ -69,7 +70,6 @@ from outlast.inprocess.recovery.contract import (
     RecoveryState,
     Returned,
 )
-from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, cause_of_abort
 
 
 class Machine:

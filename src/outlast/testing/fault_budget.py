@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from outlast.inprocess.recovery.contract import GrowPolicy
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
 
 
 @dataclasses.dataclass(frozen=True)

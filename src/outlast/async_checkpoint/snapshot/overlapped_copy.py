@@ -15,7 +15,7 @@ but never committed: no rank reports that it has finished before its snapshot is
 A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
 optimizer, between `save` and `step`, is not detected: such code needs an eager save. If the write
 comes between the copy of a byte and its checksum, the checkpoint fails verification
-(`snapshot/chunks.py`).
+(`snapshot/chunk_copy.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from outlast.async_checkpoint.snapshot.chunks import Chunks
+from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
 from outlast.errors import CheckpointError
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
-# The writer, which writes pieces of this size, is notified each time that so much is copied.
+# The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 

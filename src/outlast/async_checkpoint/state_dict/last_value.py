@@ -1,4 +1,4 @@
-"""A memo of one value: the one that was made last."""
+"""Remembers the most recently computed value."""
 
 from __future__ import annotations
 
