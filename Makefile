@@ -80,6 +80,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+	$(BIN)/mypy --package benchmarks
 	$(BIN)/lint-imports
 	$(MAKE) docs
 
