@@ -1,7 +1,7 @@
-"""The monotonic clock as a protocol: the system's clock, and one that tests move by hand.
+"""The monotonic clock as a protocol: the system clock, and a fake clock for tests.
 
-Every duration in `outlast` is measured on such a clock. A time of one host is never compared with a
-time of another.
+Every duration in `outlast` is measured on such a clock. Times of different hosts are never
+compared.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class LaunchError(OutlastError):
 
 
 class ChaosError(OutlastError):
-    """A fault plan is invalid (names where and why), or an exception that a plan asked for."""
+    """An invalid fault plan (names where and why), or an exception that a plan requested."""
 
 
 class EventLogError(OutlastError):
@@ -132,8 +132,8 @@ class CheckpointError(OutlastError):
 class RankShouldRestart(BaseException):
     """Raised in the training function to interrupt it.
 
-    A function may raise it itself, to ask for a restart. It derives from `BaseException`, so that
-    `except Exception` in user code does not catch it.
+    The function may raise it to request a restart. It derives from `BaseException`, so that `except
+    Exception` in user code does not catch it.
     """
 
 

@@ -1,7 +1,7 @@
-"""Saves in the background: finalized once every rank has finished, never when one has failed.
+"""Background saves: finalized once all ranks have finished, never if one has failed.
 
-Nothing is imported before it is asked for: the background processes import modules of this
-package, and most of them have no use for torch, whose import takes seconds.
+Modules are imported on first use: background processes import modules of this package, and most of
+them do not need torch, whose import takes seconds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     ...
     checkpointer.close()                        # waits for saves in progress
 
-Every rank makes one for the same folder, and calls the same methods in the same order.
+Every rank creates one for the same folder, and calls the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FOR_EXIT = datetime.timedelta(minutes=10)
 class Checkpointer:
     """Saves and restores the state of a training job.
 
-    A save takes a snapshot, in the time of a copy in memory; the rest happens in the background. A
+    A save takes a snapshot, in the time of an in-memory copy; the rest happens in the background. A
     writer process writes and checksums this rank's part, and when the bytes of all ranks are
     durable, the checkpoint becomes visible in one atomic step. A save that fails on one rank fails
     on all ranks, and no part of it is ever loaded.
@@ -71,11 +71,11 @@ class Checkpointer:
             alone if there is none; several ranks must create the process group first.
         max_in_flight: how many saves may be in progress. Each needs a buffer of the size of this
             rank's part; a save waits until a buffer is free.
-        on_failure: with `"raise"`, the next call raises the error of a failed save, unless its
-            handle was asked for it. A `FailurePolicy` logs a number of failures in a row first.
-        threads: the number of threads that write, in the writer process.
-        linger: how long snapshots stay in memory after this process was killed, for its
-            replacement; zero discards them.
+        on_failure: with `"raise"`, the next call raises the error of a failed save, unless it was
+            read from the handle. A `FailurePolicy` first logs a number of consecutive failures.
+        threads: the number of writing threads in the writer process.
+        linger: how long snapshots stay in memory after this process is killed, for its replacement;
+            zero discards them.
         timeout: how long to wait for other ranks.
         events: the sink of events; a file in `OUTLAST_EVENTS_DIR` by default.
 
@@ -158,19 +158,19 @@ class Checkpointer:
     def save(
         self, step: int, state_dict: Mapping[str, Any], *, metric: float | None = None
     ) -> SaveHandle:
-        """Saves `state_dict` as it is now. Returns as soon as the training may continue.
+        """Saves `state_dict` as it is now. Returns as soon as training may continue.
 
         Args:
-            step: of the training. A checkpoint of the same step is replaced when this one is
+            step: the training step. A checkpoint of the same step is replaced when this one is
                 committed.
             state_dict: nested dicts and lists of tensors (including DTensor and ShardedTensor) and
-                of values that can be pickled. What several ranks hold is saved by one of them.
+                of values that can be pickled. Replicated parts are saved by one rank.
             metric: the quality of the checkpoint, for `Retention(best=...)`.
 
         Raises:
-            ValueError: if `step` is not a number from 0, or is being saved already.
-            CheckpointError: if something cannot be saved (it is named); or if an earlier save
-                failed, and then this one is in progress all the same.
+            ValueError: if `step` is not an `int` of at least 0, or is being saved already.
+            CheckpointError: if something cannot be saved (names it), or if an earlier save failed;
+                in the latter case this one is in progress anyway.
         """
         self._check_open()
         if type(step) is not int or step < 0:
@@ -195,15 +195,15 @@ class Checkpointer:
         A snapshot that is still in memory is used if all ranks have it and no checkpoint on
         storage is newer. A checkpoint that is incomplete or damaged is skipped in favor of the
         one before, with a warning in the log and an event. Tensors are filled in place, resharded
-        as needed; other values are replaced; an empty dict is filled with what the checkpoint
-        holds under its name.
+        as needed; other values are replaced; an empty dict is filled with all that the checkpoint
+        has under its name.
 
         Args:
             state_dict: the state to load into.
             step: load this step only.
             strict: whether names that only one of `state_dict` and checkpoint has are an error.
-            optional: prefixes of names that may be missing on one side all the same. A value that
-                the checkpoint lacks stays as it is.
+            optional: prefixes of names that may be missing on one side even so. A value that the
+                checkpoint lacks stays as it is.
             weights_only: `False` unpickles any value, which may run code: only for checkpoints
                 that you trust.
 
@@ -275,7 +275,7 @@ class Checkpointer:
             timeout: saves that are not committed by then are dropped, on all ranks.
 
         Raises:
-            CheckpointError: if a save failed or was dropped, and its handle was not asked for it.
+            CheckpointError: if a save failed or was dropped, and its handle was not read.
         """
         if self._closed:
             return
@@ -300,7 +300,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self.world_size == 1 and issubclass(kind, Exception | SystemExit):
-            # The caller must see the exception that left the block; that of a save is in the log.
+            # The caller must see the exception that left the block; a failed save is in the log.
             with contextlib.suppress(CheckpointError):
                 self.close(_FOR_FAULT)
         else:
@@ -308,12 +308,12 @@ class Checkpointer:
             # never finish theirs.
             self.abort()
 
-    # ------------------------------------------------------------------------------ within
+    # ----------------------------------------------------------------------------- private
 
     def _take_over(self) -> None:
         before = self._session.owner
         if before is not None:
-            before._drop()  # also after an abort: an interrupt may have cut it short
+            before._drop()  # even after an abort, which an interrupt may cut short
             # A restart must not wait for a slow disk to make dropped files durable.
             self._session.writer.await_idle(_FOR_WRITER_S)
         self._session.pool.give_back_all()

@@ -13,13 +13,13 @@ def events_folder() -> str:
 
 
 def local_ranks() -> int:
-    """The number of ranks on this host, as the launcher says; 1 if it does not."""
+    """The number of ranks on this host, as set by the launcher; 1 by default."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
 
 
 def ranks() -> int:
-    """The number of ranks, as the launcher says; 1 if it does not."""
+    """The number of ranks, as set by the launcher; 1 by default."""
     value = os.environ.get("WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
 

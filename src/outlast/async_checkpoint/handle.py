@@ -26,8 +26,8 @@ class Handle:
 
     @property
     def exception(self) -> Exception | None:
-        """Why it failed; `None` while it is in progress and if it succeeded. An error that was read
-        here is not raised again by the next save.
+        """The error, if it failed; `None` while it is in progress and if it succeeded. An error
+        that was read here is not raised again by the next save.
         """
         self._seen = self._seen or self.done
         return self._error
@@ -38,7 +38,7 @@ class Handle:
         return None if self._seen or not self.done else self._error
 
     def _outcome(self, timeout: Duration | None, what: str) -> None:
-        """Waits, and raises what `wait` does. `what` begins the message of a timeout."""
+        """Waits, and raises as `wait` does. `what` begins the message of a timeout."""
         limit = as_timedelta("timeout", timeout, allow_zero=True) if timeout is not None else None
         if not self._ended.wait(None if limit is None else limit.total_seconds()):
             raise TimeoutError(f"{what} not committed after {limit}")
@@ -64,7 +64,7 @@ class SaveHandle(Handle):
     """A save in progress. Any thread may use it.
 
     Attributes:
-        step: of the training that is saved.
+        step: the training step.
     """
 
     def __init__(self, step: int, seal: Callable[[], None]) -> None:
@@ -75,8 +75,8 @@ class SaveHandle(Handle):
     def wait(self, timeout: Duration | None = None) -> None:
         """Waits until the checkpoint is committed: durable, on all ranks.
 
-        Call it on the training thread, or while that does not train: it seals an overlapped
-        snapshot, if no step of an optimizer has sealed it.
+        Call it on the training thread, or while that thread is not training: it seals an overlapped
+        snapshot that no optimizer step has sealed yet.
 
         Raises:
             TimeoutError: if it takes longer than `timeout`.

@@ -1,11 +1,11 @@
-"""The interface of this package's storage for other packages: `outlast.elastic`, the command line.
+"""The storage interface of this package for `outlast.elastic` and the command line.
 
 Directories of checkpoints are listed, verified and deleted. Checkpoints of named files, in which
-`outlast.elastic` keeps its states, are written and read; they have the checkpointer's directories,
-manifest, checksums, lock and commit. A save of one writes, in order: the files, each durable; the
-manifest; the entries of the working directory; the rename to the final name. Only then are older
-checkpoints removed. A process that is killed before the rename leaves a working directory, which
-the next save removes.
+`outlast.elastic` keeps its states, are written and read, with the directories, manifest, checksums,
+lock and commit of the checkpointer. A save writes, in order: the files, each durable; the manifest;
+the entries of the working directory; the rename to the final name. Only then are older checkpoints
+removed. A process that is killed before the rename leaves a working directory, which the next save
+removes.
 
 Nothing here imports torch.
 """
@@ -95,10 +95,10 @@ class FileCheckpoint:
         return name in self._manifest.files
 
     def read(self, name: str) -> io.BytesIO:
-        """The content of a file, every byte of it verified.
+        """The contents of a file, with every byte verified.
 
         Raises:
-            CheckpointError: naming the file, if it is missing or not what was written.
+            CheckpointError: if the file is missing or not what was written; names it.
         """
         entry = self._manifest.files[name]
         wrong = size_error(self._storage, self._folder, entry)
@@ -119,8 +119,8 @@ def newest_valid(storage: LocalStorage) -> str | None:
     checkpoint.
 
     Raises:
-        CheckpointError: if none is valid, naming what is wrong with each; or if there is one of a
-            later format, which must not be passed over.
+        CheckpointError: if none is valid (names what is wrong with each), or if one has a later
+            format, which must not be skipped.
     """
     wrong = []
     for _, folder in candidates(storage):
@@ -148,7 +148,7 @@ class NewFileCheckpoint:
         self._world_size = world_size
         self._files: dict[str, FileEntry] = {}
         self._save_id = uuid.uuid4().hex[:16]
-        # Also directories without a manifest count: no two have the same number.
+        # Directories without a manifest count too: no two have the same number.
         steps = [step_of(folder, storage.prefix) or 0 for folder in storage.folders()]
         self._number = max(steps, default=0) + 1
         self.working, self.final = storage.names_for(self._number, self._save_id)
@@ -156,8 +156,8 @@ class NewFileCheckpoint:
         storage.make(self.working)
 
     def add(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Writes a file; returns when it is durable. `write` is given the file; it may leave it
-        closed, or at any position.
+        """Writes a file; returns when it is durable. `write` receives the file, and may leave it
+        closed or at any position.
 
         Raises:
             OSError: if the file cannot be written; and whatever `write` raises.
@@ -165,7 +165,7 @@ class NewFileCheckpoint:
         self._files[name] = _write_file(self._storage.root / self.working / name, write)
 
     def commit(self) -> str:
-        """Makes it the newest checkpoint, and removes those before it; returns its path."""
+        """Makes it the newest checkpoint, and removes older ones; returns its path."""
         storage = self._storage
         manifest = Manifest(
             step=self._number,
@@ -188,7 +188,7 @@ class NewFileCheckpoint:
 
 @contextlib.contextmanager
 def new_checkpoint(storage: LocalStorage, world_size: int) -> Iterator[NewFileCheckpoint]:
-    """A checkpoint to fill and commit in a `with` block. What is not committed then is removed.
+    """A checkpoint to fill and commit in a `with` block. An uncommitted one is removed.
 
     Raises:
         CheckpointError: if another process saves there; names it.
@@ -259,7 +259,7 @@ def _remove(storage: LocalStorage, folder: str) -> None:
 
 
 def _version(storage: LocalStorage, folder: str) -> int:
-    """The version of the format of a checkpoint; 0 if its manifest does not tell."""
+    """The version of the format of a checkpoint; 0 if its manifest does not say."""
     try:
         return format_version(storage.get(folder, MANIFEST)) or 0
     except OSError:

@@ -14,13 +14,13 @@ __all__ = ["Retention"]
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: those that any of the rules keeps; all, without rules.
+    """Which checkpoints are kept: those that at least one rule keeps; all, without rules.
 
     A checkpoint is removed only after the commit of a newer one, which itself is never removed.
 
     Attributes:
         last: how many of the newest are kept.
-        every: steps that are a multiple of it are kept.
+        every: checkpoints whose step is a multiple of it are kept.
         best: how many of the best by `save(metric=...)` are kept; those saved without a metric,
             or with NaN, do not count.
         mode: whether the best metric is the greatest (`"max"`) or the least (`"min"`).
@@ -48,7 +48,7 @@ class Retention:
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
         """The checkpoints that may be removed after the commit of step `committed`."""
-        # A commit that cannot be seen: then the others are all there is.
+        # If the commit cannot be seen, the others are all there is.
         if self.keeps_all or all(info.step != committed for info in checkpoints):
             return []
         ordered = sorted(checkpoints, key=lambda info: info.step)
@@ -58,7 +58,7 @@ class Retention:
         if self.every is not None:
             kept.update(info.step for info in ordered if info.step % self.every == 0)
         if self.best is not None:
-            # NaN, of a training that diverged, is never the best, and cannot be sorted.
+            # NaN, from a run that diverged, is never the best, and cannot be sorted.
             rated = [
                 (info.metric, info.step)
                 for info in ordered

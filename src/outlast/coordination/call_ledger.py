@@ -6,7 +6,7 @@ Keys of call i, under the ledger's prefix:
     i/part/RANK    the result of one rank's part
     i/count        how many ranks have finished
     i/verdict      how the call ended: done, or failed             the first claim wins
-    i/conclusion   what the coordinator made of the parts
+    i/conclusion   the coordinator's result from the parts
     i/left         how many ranks no longer need these keys
 
 Why one key `i/verdict`: "all have finished" and "one has failed" can be claimed at the same
@@ -104,11 +104,11 @@ class Verdict:
 
 
 class CallLedger:
-    """One rank's part in the protocol of background calls. Has no state of its own.
+    """One rank's part in the protocol of background calls. Stateless.
 
     Every method raises `StoreError` if the store cannot be reached. Only those whose names begin
     with `await_` wait for other ranks, without a limit if `timeout` is `None`; on `store`, a wait
-    must hold up no other operation.
+    must not block other operations.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
@@ -116,7 +116,7 @@ class CallLedger:
         self._store, self._prefix = store, prefix
 
     def child(self, name: str) -> CallLedger:
-        """A ledger with keys of its own, of the same ranks. Not a collective."""
+        """A ledger of the same ranks, with separate keys. Not a collective."""
         return CallLedger(self._store, f"{self._prefix}/{name}", self.rank, self.world_size)
 
     def agree(self, name: str, value: str) -> str:
@@ -165,7 +165,7 @@ class CallLedger:
         return self._store.claim(self._key(index, "verdict"), said) == said
 
     def verdict(self, index: int) -> Verdict | None:
-        """How the call ended; `None` while that is open."""
+        """How the call ended; `None` while it is undecided."""
         data = self._store.read(self._key(index, "verdict"))
         return None if data is None else Verdict.decode(data)
 
@@ -195,15 +195,15 @@ class CallLedger:
         return self._store.wait_for(self._key(index, "conclusion"), timeout)
 
     def forget(self, index: int) -> None:
-        """Announces that this rank will neither read nor write keys of the call any more: it has
-        the verdict, and the conclusion if there is one. At most once per call. The last rank
-        deletes the keys, so the store does not grow.
+        """Announces that this rank will no longer read or write keys of the call: it has the
+        verdict, and the conclusion if there is one. At most once per call. The last rank deletes
+        the keys, so the store does not grow.
         """
         # The coordinator read the parts before it published the conclusion that this rank has.
         self._store.delete(self._key(index, f"part/{self.rank}"))
         if self._store.add(self._key(index, "left"), 1) < self.world_size:
             return
-        # All other ranks are past this point: no rank reads or sets these keys any more.
+        # All other ranks are past this point: no rank reads or sets these keys again.
         for name in ("name", "count", "verdict", "conclusion", "left"):
             self._store.delete(self._key(index, name))
 
@@ -216,7 +216,7 @@ def connect_ledger(purpose: str, group: Any = None) -> CallLedger:
 
     All ranks call this in the same order; the first call for a group is a collective. All ledgers
     of a group share their connections (`process_group_store.py`). The default group is used by
-    default. Without any, or with one rank, the ledger is in this process.
+    default. Without a group, or with one rank, the ledger is in this process.
 
     Raises:
         ValueError: if this rank is not in the group.

@@ -11,7 +11,7 @@ Keys of iteration k (under the prefix of one call):
     term/k     barrier after all members have left the function
 
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
-recent k, for newcomers), `goodbye` (a barrier that only the host of the store waits for).
+recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -38,8 +38,8 @@ COMPLETED = b"completed"
 
 
 class MembershipProtocol:
-    """The membership protocol of one call, for one member. Has no state except the link.
-    `world_size` is the number of members at the start of the job.
+    """The membership protocol of one call, for one member. Its only state is the link. `world_size`
+    is the number of members at the start of the job.
     """
 
     def __init__(self, link: Link, world_size: int) -> None:
@@ -47,7 +47,7 @@ class MembershipProtocol:
 
     async def register(self, rank: int, token: str) -> int | None:
         """Claims `rank` of the first view; returns the member id, or `None` if it was claimed
-        before: then this process is a newcomer, and asks to join.
+        before: then this process must ask to join.
 
         The monitor of this process knows `token` before the claim, so that it can tell a death
         right after the claim from a rank that was never claimed.
@@ -122,7 +122,7 @@ class MembershipProtocol:
     async def report_lost(
         self, lost: LostRecord, iteration: int, fault: FaultRecord | None = None
     ) -> None:
-        """Records that a member has left the job; wakes all that may wait for it.
+        """Records that a member has left the job; wakes all members that may wait for it.
 
         Args:
             lost: the member, and why.
@@ -157,7 +157,7 @@ class MembershipProtocol:
             asked = (j.member for j in await self.joiners() if j.token == token)
             member = next(asked, -1) if registered is None else registered
         if member < 0:
-            return  # a newcomer that had not asked to join yet: no member waits for it
+            return  # a joiner that had not asked yet: no member waits for it
         fault = dataclasses.replace(fault, member=member)
         await self.report_lost(LostRecord(member, fault.cause), fault.iteration, fault)
 
@@ -196,7 +196,7 @@ class MembershipProtocol:
             await barrier.arrive(self.link, "goodbye", member, view.expected)
 
     async def forget(self, iteration: int) -> None:
-        """Deletes the keys of an iteration that no member can be in any more.
+        """Deletes the keys of an iteration that no member can still be in.
 
         An empty view and the end of the iteration stay: a process that was stopped for several
         iterations must neither decide this one again nor wait for its end.

@@ -37,8 +37,8 @@ def request(op: Op) -> Generator[Op, Any, Any]:
 
 
 class Link:
-    """A store as the protocol sees it: every operation is yielded to the driver. The prefix is that
-    of every key, so that the calls of one job do not share keys.
+    """A store as the protocol sees it: every operation is yielded to the driver. The prefix applies
+    to every key, so that the calls of one job do not share keys.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -82,7 +82,7 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
 
 
 def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Op], Any]) -> T:
-    """Runs `coroutine` to its end, performing the operations that it asks for.
+    """Runs `coroutine` to its end, performing the operations that it yields.
 
     An exception of an operation is raised in the coroutine, at its `await`; the result or the
     exception of the coroutine is that of `drive`.

@@ -1,4 +1,4 @@
-"""The store of a process group, on connections of this library's own.
+"""The store of a process group, on separate connections.
 
 The backend of a group talks through the group's connection at any time, and a connection serves one
 operation at a time: a wait on it would hold up the backend. So all ledgers of a process share one
@@ -64,7 +64,7 @@ def unique_prefix(purpose: str, group: Any) -> str:
     one is a collective, in which they agree on a random number, and each rank counts the ledgers
     of each purpose. The number is needed because a store may outlive a group, and a launcher that
     restarts all workers keeps it: the verdict on a call of an earlier ledger must never be taken
-    for one of this.
+    for one of this ledger.
     """
     resolved = _resolved(group)
     shared = _shared.setdefault(resolved, _Shared())
@@ -91,12 +91,12 @@ class GroupStore:
 
     Operations that the server answers at once share one connection: torch lets them take turns. A
     wait has a connection to itself, since it occupies the connection until the key appears. One
-    connection for several waits would let one waiter hold up another, for ever if the second waits
+    connection for several waits would let one waiter hold up another, forever if the second waits
     for what the first thread's rank says only after its own wait has ended. torch can wait for
     several keys only until *all* of them exist, so one thread could not serve several waiters
     either. Therefore a wait takes an idle connection, or opens one if there is none, and returns it
-    afterwards: there are as many waiting connections as there ever were waits at one time, and a
-    pair of connections in all where nothing waits at the same time.
+    afterwards: there are as many waiting connections as there were ever simultaneous waits, and
+    only two connections in all where waits never overlap.
 
     New connections are clones of the first one and not of the group's: nothing here keeps the store
     of a destroyed group alive. A wait that is blocked then ends as soon as its key appears (an
@@ -114,7 +114,7 @@ class GroupStore:
         self.delete = self._store.delete
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """Any number of threads may wait at a time."""
+        """Any number of threads may wait at the same time."""
         try:
             connection = self._idle.pop()
         except IndexError:  # in one step: another thread may have taken the last one just now
@@ -162,4 +162,4 @@ def _cloned(store: Any, base: Any) -> Any:
         )
     if isinstance(base, _torch.FileStore):
         return _torch.FileStore(base.path, -1)
-    return base  # in memory: it has no connection, and takes any number of threads
+    return base  # in memory: it has no connection, and serves any number of threads

@@ -65,11 +65,11 @@ _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 
 
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
-    """The fault that the others follow from.
+    """The fault that caused the others.
 
-    Echoes of another fault come last. Of the ranks that stood still (`SOFT_TIMEOUT`) the one that
-    the others waited for stands for all (`hung_ranks`). Otherwise the store's order, which is the
-    order in which they were reported, decides.
+    Echoes of another fault come last. Of the hung ranks (`SOFT_TIMEOUT`), the one that the others
+    waited for stands for all (`hung_ranks`). Otherwise the store's order decides: the order in
+    which they were reported.
     """
     others = [fault for fault in faults if fault.interruption != HUNG]
 
@@ -85,5 +85,5 @@ _ENDS = frozenset((*_SEVERITY, "BASE_EXCEPTION"))
 
 
 def ends(fault: FaultRecord) -> bool:
-    """Whether the member took part no longer after this fault."""
+    """Whether the member no longer took part after this fault."""
     return fault.interruption in _ENDS

@@ -1,10 +1,10 @@
 """Views: the members of an iteration. Pure functions, no store.
 
 A *member* is one process in the job, with an id for life. The decision for iteration k+1 is a
-`ViewRecord`: the ranks of iteration k, the members lost since, and the newcomers. Every member
+`ViewRecord`: the ranks of iteration k, the members lost since, and the joiners. Every member
 computes the same slots from it: a replacement takes the slot of a lost member, first the one that
 it asks for (a launcher starts the replacement of rank 2 as rank 2), so that survivors keep their
-ranks; further newcomers are appended. Slots that stay empty are the *terminated ranks*, which the
+ranks; further joiners are appended. Slots that stay empty are the *terminated ranks*, which the
 rank assignment then closes.
 """
 
@@ -31,7 +31,7 @@ class ViewRecord:
     iteration: int
     base: tuple[int | None, ...]  # at each rank of the iteration before; `None`: an empty slot
     lost: frozenset[int] = frozenset()  # members of `base` that are out of the job
-    joiners: tuple[Joiner, ...] = ()  # the newcomers, in the order in which they asked
+    joiners: tuple[Joiner, ...] = ()  # in the order in which they asked
 
     @property
     def expected(self) -> frozenset[int]:
@@ -40,7 +40,7 @@ class ViewRecord:
         return frozenset(present | {j.member for j in self.joiners})
 
     def slots(self) -> tuple[int | None, ...]:
-        """The member in each slot, including newcomers; `None` for an empty slot."""
+        """The member in each slot, including joiners; `None` for an empty slot."""
         slots = [None if m in self.lost else m for m in self.base]
         waiting = list(self.joiners)
         for joiner in self.joiners:

@@ -1,8 +1,8 @@
-"""Processes, descriptors, files and arguments: about the operating system and Python, not training.
+"""Processes, descriptors, files and arguments: nothing here is specific to training.
 
 * `processes`: watch, signal and reap other processes; lower this one's priority.
 * `background_process`: start another program beside this one, and end it.
-* `fork`: run a function in a forked child that has let go of what belongs to its parent.
+* `fork`: run a function in a forked child, apart from its parent.
 * `channel`: messages and descriptors between two processes of a host.
 * `shared_memory`: memory that two processes of a host share.
 * `sockets`: the sockets of this process.

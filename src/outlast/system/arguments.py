@@ -11,7 +11,7 @@ Duration: TypeAlias = "datetime.timedelta | float"
 
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Raises unless `value` is an `int` (no `bool`) that is not below `at_least`."""
+    """Raises unless `value` is an `int` (not a `bool`) that is not below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {value!r}")
     if value < at_least:

@@ -1,13 +1,13 @@
-"""A background process: another program beside this one, of low priority, that never outlives it.
+"""A background process: a low-priority program beside this one that is never left behind.
 
     process = start_process("outlast.async_checkpoint.some_main", arguments=["--flag"])
     process.channel.send(b"...")            # the other side: settle().receive()
     process.close(timeout=5.0)
 
 It is a new program (exec) and not a fork of this one: it has none of the CUDA state, gloo state,
-threads or locks of this process. It leads a session of its own, so that a Ctrl-C or a signal for
-the process group of the training does not reach it. It ends by itself when this process is gone:
-it watches this process, or the end of the channel.
+threads or locks of this process. It leads its own session, so that Ctrl-C or a signal for the
+training process group does not reach it. It ends by itself when this process is gone: it watches
+this process, or the end of the channel.
 
 The caller of `start_process` calls `close`; so the process is always reaped, and no descriptor
 stays open.
@@ -47,7 +47,7 @@ class BackgroundProcess:
     def __init__(self, pid: int, channel: Channel) -> None:
         self.pid = pid
         self.channel = channel
-        self.pidfd = os.pidfd_open(pid)  # it is not reaped yet: the number is still its own
+        self.pidfd = os.pidfd_open(pid)  # not reaped yet, so the PID is still its own
         self._exit_code: int | None = None
         self._reaping = threading.Lock()
         self._release = weakref.finalize(self, _release, self.pidfd, channel)
@@ -64,7 +64,7 @@ class BackgroundProcess:
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Waits for its end, for `timeout` seconds at most. Returns its exit code, negative for a
-        signal, `UNKNOWN_EXIT` if it is lost; `None` when the time is over.
+        signal, `UNKNOWN_EXIT` if it is lost; `None` on timeout.
         """
         if self._exit_code is None and readable(self.pidfd, timeout=timeout):
             with self._reaping:  # the code can be taken once

@@ -44,7 +44,7 @@ class Channel:
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
         """Sends one message; blocks while the other end does not read. The descriptors are
-        duplicated: the caller keeps its own, and closes them at any time.
+        duplicated: the caller keeps its own, and may close them at any time.
 
         Raises:
             ValueError: for more than `MAX_DESCRIPTORS` descriptors.
@@ -72,7 +72,7 @@ class Channel:
         programs that it starts do not inherit them.
 
         Raises:
-            EOFError: when the other end is gone, also in the middle of a message.
+            EOFError: when the other end is gone, even in the middle of a message.
             OSError: when the process has too many open files to receive the descriptors.
         """
         descriptors: list[int] = []
@@ -138,6 +138,6 @@ def pack(header: dict[str, Any], blob: bytes = b"") -> bytes:
 
 
 def unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """The arguments of the `pack` that made the payload."""
+    """The inverse of `pack`."""
     header, _, blob = payload.partition(b"\n")
     return json.loads(header), blob

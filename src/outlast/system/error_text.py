@@ -10,25 +10,25 @@ _TRACEBACK_CHARS = 20_000
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, as at the end of a traceback: `ValueError: ...`, cut where very long."""
+    """Type and message, as at the end of a traceback: `ValueError: ...`, truncated if very long."""
     text = _with_type(error, message(error))
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + " ..."
 
 
 def first_line(error: BaseException, *, with_type: bool = False) -> str:
-    """The first line of the message: torch appends a C++ stack to its own."""
+    """The first line of the message: torch appends a C++ stack to its messages."""
     line = message(error).partition("\n")[0]
     return _with_type(error, line) if with_type else line
 
 
 def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> str:
-    """The traceback; only its end where it is very long, because it is sent to other ranks."""
+    """The traceback; only its end if it is very long, because it is sent to other ranks."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return text[-max_chars:]
 
 
 def message(error: BaseException) -> str:
-    """The message, also of an exception that fails to make its own."""
+    """The message, even of an exception that fails to produce one."""
     try:
         return str(error).strip()
     except Exception:  # noqa: BLE001 - a user's __str__ must not hide the user's error

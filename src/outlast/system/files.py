@@ -21,8 +21,8 @@ def fsync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def lock_file(path: str | os.PathLike[str], owner: str) -> int:
-    """Locks a file, which is made if need be, for this process, and writes `owner` into it for the
-    `FileLocked` of other processes.
+    """Locks a file, which is created if missing, for this process, and writes `owner` into it for
+    the `FileLocked` of other processes.
 
     The lock (`fcntl`) ends with this process, however that ends; it works over NFS, and a forked
     child does not hold it. It also ends when the descriptor that is returned, or any other

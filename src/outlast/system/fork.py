@@ -23,14 +23,14 @@ def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
     The child has a copy-on-write copy of the parent's memory, and none of its threads. Its signal
     handlers and signal mask are those of a new process, except that it ignores Ctrl-C, which is
     meant for the parent. It keeps the parent's descriptors: `body` closes or replaces those that it
-    must not hold open. It leaves by `os._exit`: the parent's stack is not unwound, and the parent's
+    must not hold open. It exits by `os._exit`: the parent's stack is not unwound, and the parent's
     exit handlers do not run. In a `new_session`, signals for the parent's process group do not
     reach it.
     """
-    flush_streams()  # otherwise the child writes what is in the buffers once more
+    flush_streams()  # otherwise the child would write the buffered text again
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks with threads. The child takes no lock but those that Python
-        # itself reinitializes after a fork, and those that `body` takes.
+        # Python 3.12 warns of forks with threads. The child takes only the locks that Python
+        # reinitializes after a fork, and those that `body` takes.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -91,7 +91,7 @@ def end_stray_child(error: BaseException | None) -> NoReturn:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter has it: a number, nothing for 0, or a message for 1."""
+    """As the interpreter does: a number, 0 for `None`, or 1 for a message."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

@@ -1,6 +1,6 @@
-"""Packages that import a module of theirs on the first use of a name in it (PEP 562).
+"""Packages that import each of their modules on the first use of a name in it (PEP 562).
 
-The background processes of `outlast` import modules of such packages, and do not need torch, whose
+Background processes of `outlast` import modules of such packages, and do not need torch, whose
 import takes seconds.
 """
 

@@ -1,15 +1,15 @@
 """Other processes: open, watch, signal and reap them by pidfd; lower this one's priority.
 
-`is_dying` and `open_thread` see a process die before it is dead. The pidfd of a process becomes
-readable only when all of the process is gone, which includes giving its memory back to the system
-(about 100 ms per GiB); its sockets are closed only then. But SIGKILL, a crash or `_exit` end all
-threads at once, and a thread that does not happen to be the last holder of the memory is gone
+`is_dying` and `open_thread` detect a dying process before it has ended. The pidfd of a process
+becomes readable only when all of the process is gone, which includes giving its memory back to the
+system (about 100 ms per GiB); its sockets are closed only then. But SIGKILL, a crash or `_exit` end
+all threads at once, and a thread that does not happen to be the last holder of the memory is gone
 within a millisecond. So threads of the process are watched, each by a pidfd of its own
 (PIDFD_THREAD, Linux 6.9; on older systems only the process itself is watched).
 
 A thread may also return normally, and the process goes on. The kernel says which of the two it is:
 the main thread of a dying process is exiting, or has SIGKILL pending, and never runs its own code
-again. That is all that its peers need to know to go on without it.
+again. That is all that its peers need to know to continue without it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import psutil
 from outlast.system.waiting import readable
 
 UNKNOWN_EXIT = 255
-# For a process whose real one is lost: this program ignores SIGCHLD, or another part of it reaps
-# every child. It is not 0, because success was not seen.
+# For a process whose real exit code is lost: this program ignores SIGCHLD, or another part of it
+# reaps every child. It is not 0, because success was not seen.
 
 _PIDFD_OPEN = 434
 _PIDFD_THREAD = os.O_EXCL

@@ -1,8 +1,8 @@
 """Anonymous shared memory between processes.
 
-It is an anonymous file in memory (`memfd_create`): one process makes it and sends the descriptor to
-another. It has no name in any file system, so nothing is left behind when the last process that
-holds it ends; and it outlives the process that made it, as long as another one holds it.
+It is an anonymous file in memory (`memfd_create`): one process creates it and sends the descriptor
+to another. It has no name in any file system, so nothing is left behind when the last process that
+holds it ends; and it outlives the process that created it, as long as another one holds it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def descriptors_of(kind: str) -> Iterator[int]:
 
 
 def socket_inode(descriptor: int) -> int | None:
-    """The inode of a socket, which no other socket has; `None` if the descriptor is none."""
+    """The inode of a socket, which no other socket has; `None` for any other descriptor."""
     try:
         target = os.readlink(_FDS / str(descriptor))
     except OSError:
@@ -36,7 +36,7 @@ def socket_inodes() -> dict[int, int]:
 
 
 def shut_down(descriptor: int, inode: int) -> bool:
-    """Shuts a connection down, if the descriptor is still the socket `inode`; says whether. The
+    """Shuts a connection down, if the descriptor is still the socket `inode`; returns whether. The
     descriptor is duplicated first: if its owner closes it now, the duplicate is still the same
     socket, and no other file that gets its number is touched.
     """

@@ -1,4 +1,4 @@
-"""Waits: for descriptors, and for what blocks in C++ where Python cannot interrupt it."""
+"""Waits for descriptors, and for calls that block in C++, where Python cannot interrupt them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 def readable(*descriptors: int, timeout: float | None = None) -> list[int]:
     """Waits until one of the descriptors (files, sockets, pidfds) is readable, or has been closed
-    by its other end; at most `timeout` seconds. Returns those that are; none when the time is over.
+    by its other end; at most `timeout` seconds. Returns those that are; none on timeout.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -50,7 +50,7 @@ class ThreadedWait(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def join(self, timeout: float) -> None:
-        """Waits for the end of the thread, also of an abandoned one; in seconds."""
+        """Waits up to `timeout` seconds for the thread to end, even an abandoned one."""
         self._thread.join(timeout)
 
     def abandon(self, error: Exception) -> None:

@@ -10,7 +10,7 @@ from outlast.inprocess.recovery.host_protocol import GrowPolicy
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What may happen. Probabilities are per step of the simulation, numbers per run.
+    """What may happen. Probabilities are per step of the simulation, counts per run.
 
     Attributes:
         deaths, double_deaths: of main processes, and of monitors while they report one.
@@ -62,7 +62,7 @@ class Budget:
         self._random = random
 
     def spend(self, what: str, probability: float) -> bool:
-        """Whether an event happens now; then there is one less left."""
+        """Whether an event happens now; if so, one fewer is left."""
         if self._left[what] > 0 and self._random.random() < probability:
             self._left[what] -= 1
             return True

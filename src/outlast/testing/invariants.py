@@ -161,6 +161,6 @@ class Invariants:
         if completed:
             done = self.sim.store.table.get(barrier.done_key("goodbye"))
             assert done is not None, "R5: the store's host waits for a goodbye forever"
-        # Each decision may be held once, and once more by a newcomer after all others have died.
+        # Each decision may be held once, and once more by a joiner after all others have died.
         held = HOLD_S * (len(self.known) + born)
         assert self.sim.clock.now() <= held, f"R5: it took {self.sim.clock.now()} s"

@@ -1,4 +1,4 @@
-"""The rank-local side that all members without a process of their own share."""
+"""The rank-local side shared by all members that are not processes."""
 
 from __future__ import annotations
 

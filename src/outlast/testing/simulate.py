@@ -1,7 +1,7 @@
 """One simulated run of the whole membership protocol, from a seed.
 
 The seed decides every interleaving, every death (of a main process between any two store
-operations, of its monitor while it reports), every fault, newcomer and delay, and live members that
+operations, of its monitor while it reports), every fault, joiner and delay, and live members that
 are reported as lost. `invariants` checks:
 
 * R1 every member that enters iteration k has the same world size, with ranks dense from 0; no live

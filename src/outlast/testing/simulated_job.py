@@ -1,4 +1,4 @@
-"""A simulated job: deaths, suspicions, newcomers, and the results of calls, as the seed decides."""
+"""A simulated job: deaths, suspicions, joiners, and the results of calls, as the seed decides."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SimulatedJob:
         self.sim.add(task)
 
     def before_step(self) -> None:
-        """Deaths, of main processes and of reporting monitors, suspicions, and newcomers."""
+        """Deaths, of main processes and of reporting monitors, suspicions, and joiners."""
         self.invariants.check_holds()
         assert not self.invariants.broken
         if not self.hosts:

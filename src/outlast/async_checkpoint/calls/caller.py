@@ -1,4 +1,4 @@
-"""Runs one background call at a time, and tells whether it is done: on this rank or on all."""
+"""Runs one background call at a time, and reports whether it is done, on this rank or on all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class DistributedAsyncCaller:
-    """Runs one function at a time in a background process. `AsyncCallsQueue` is what most want:
-    it has many calls, finalize functions, and needs no rank to be in step.
+    """Runs one function at a time in a background process. Most programs want `AsyncCallsQueue`,
+    which takes many calls and finalize functions, and does not need the ranks to be in step.
 
     Args:
-        persistent: whether the process is started once, and given each call pickled; otherwise
-            each call is a fork.
+        persistent: whether to start one process and send it each call, pickled; otherwise each call
+            is a fork.
         group: the ranks; the default process group, or this process alone if there is none.
         nice: niceness of the background process, 0 to 19.
     """
@@ -36,7 +36,7 @@ class DistributedAsyncCaller:
         self._index = -1
         self._name = ""
         self._running = False
-        self._open = False  # whether there is a call whose end was not returned
+        self._open = False  # whether the outcome of a call is still to be returned
         self._outcome = Outcome()
 
     def schedule_async_call(
@@ -45,12 +45,12 @@ class DistributedAsyncCaller:
         save_args: tuple[Any, ...],
         save_kwargs: Mapping[str, Any] = _NONE,
     ) -> None:
-        """Starts `async_fn` in the background; nothing for `None`. Called on all ranks.
+        """Starts `async_fn` in the background; does nothing for `None`. Called on all ranks.
 
         Raises:
-            RuntimeError: while the call before is not known to be done.
-            TypeError: naming the function, if it cannot be given to a persistent worker.
-            OSError: if the system has no room for another process.
+            RuntimeError: if the previous call is not known to be done.
+            TypeError: if the function cannot be pickled for a persistent worker; names it.
+            OSError: if the system cannot start another process.
         """
         if self._open:
             raise RuntimeError(f"{self._name} still runs, or was never asked whether it is done")
@@ -62,16 +62,16 @@ class DistributedAsyncCaller:
             self._running = self._open = True
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
-        """Whether the call has ended well. True before the first one.
+        """Whether the call has succeeded. True before the first one.
 
         Args:
-            blocking: waits for its end.
-            no_dist: asks this rank's process alone; with `False` all ranks ask together, and the
-                answer is the same on all of them: true when all have finished.
+            blocking: whether to wait for its end.
+            no_dist: ask only this rank's process; with `False` all ranks ask together and get the
+                same answer: true when all have finished.
 
         Raises:
-            AsyncCallError: when the call has failed; with `no_dist=False` on any rank, and then on
-                all of them. Once: then the next call can be scheduled.
+            AsyncCallError: if the call has failed; with `no_dist=False`, if it has failed on any
+                rank, and then on all ranks. Raised once; the next call can then be scheduled.
         """
         ended = self._look(blocking)
         if not no_dist and not least(int(ended), self._group):

@@ -1,14 +1,14 @@
-"""A process for each call, by fork: any function, and the memory as it is at this moment.
+"""Forks a process for each call: any function, and memory as it is at that moment.
 
-The child has a copy-on-write copy of everything, so closures work and nothing is pickled. What a
-fork cannot have: CUDA (move tensors to the CPU first), the parent's threads, its network
-connections. Those are taken away from the child: two processes on one connection are of no use,
-and a copy in a child would keep a connection, or the port of a store, open after the parent has
-closed it, which its peers would wait for.
+The child has a copy-on-write copy of everything, so closures work and nothing is pickled. It cannot
+use CUDA (move tensors to the CPU first), and has neither the parent's threads nor its network
+connections. Those are replaced in the child: two processes cannot use one connection, and a copy in
+the child would keep a connection, or the port of a store, open after the parent has closed it,
+while peers wait for it to close.
 
-The child reports in a file in memory, not in a pipe: it never waits for a reader, a child of its
-own that lives on does not hold up the end, and what it wrote is there when its pidfd says that it
-has ended. It leaves by `os._exit`: the parent's exit handlers are not its own to run.
+The child reports in an in-memory file, not a pipe: it never waits for a reader, a surviving
+grandchild does not delay the end, and the report is complete when the pidfd signals the end of the
+child. It exits by `os._exit`, so that it does not run the parent's exit handlers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.system.waiting import readable
 
 
 class ForkRunner:
-    """A `Runner` that forks for every call; so calls run side by side."""
+    """A `Runner` that forks for every call, so calls run in parallel."""
 
     def __init__(self, nice: int = 10) -> None:
         self._nice = nice
@@ -79,10 +79,10 @@ class _Child:
         os.close(self.pidfd)
         try:
             outcome = Outcome.decode(data)
-        except ValueError:  # nothing, or half of it
+        except ValueError:  # an empty or incomplete report
             return ended_badly(code)
-        # Its report is the last that it does. Its code says the same, unless somebody else took
-        # it; a signal in the last moment counts as one in the middle of the call.
+        # The report is the child's last action. Its exit code agrees, unless other code reaped it
+        # first; a signal at the last moment counts as one in the middle of the call.
         return ended_badly(code) if code < 0 else outcome
 
 
@@ -109,7 +109,7 @@ def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int)
     replace_tcp_sockets()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # The threads of OpenMP's pool are not in the child. With one thread none of them is used;
+        # The child lacks the threads of the OpenMP pool. With one thread, torch uses none of them;
         # with more, the first large operation would wait for them forever.
         torch.set_num_threads(1)
     lower_priority(nice, own_session=False)

@@ -3,13 +3,13 @@
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(save, (state,), [commit]))
     ...                                          # training goes on
-    queue.maybe_finalize_async_calls()           # now and then; never waits
-    queue.close()                                # waits for what is left
+    queue.maybe_finalize_async_calls()           # from time to time; never waits
+    queue.close()                                # waits for the remaining calls
 
-The ledger decides how a call ends, once for all ranks (`call_ledger.py` explains why two ranks
-cannot see it differently). A thread (`reporter.py`) reports the end of background processes to the
-ledger. This file is the main thread's side: it reads the ledger, calls the finalize functions,
-oldest call first, and raises the errors of failed calls.
+The ledger decides how a call ends, once for all ranks (`call_ledger.py` explains why all ranks see
+the same outcome). A thread (`reporter.py`) reports the end of background processes to the ledger.
+This file is the main thread's side: it reads the ledger, calls the finalize functions, oldest call
+first, and raises the errors of failed calls.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class AsyncCallsQueue:
         persistent: run all calls in one process, one after the other; functions and arguments are
             pickled. By default each call is a fork of this process.
         group: the ranks; the default process group, or this process alone if there is none.
-        on_failure: on a failed call raise `AsyncCallError`, or apply a policy, which may ignore
-            the failure.
+        on_failure: what to do when a call fails: raise `AsyncCallError`, or apply a policy, which
+            may ignore the failure.
         max_unfinalized: how many calls may be in flight; scheduling one more waits for the
             oldest. `None` for no limit.
         nice: niceness of the background processes, 0 to 19.
 
     Raises:
-        ValueError: if `max_unfinalized` is below 1, or `on_failure` is something else.
+        ValueError: if `max_unfinalized` is below 1, or `on_failure` is neither.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class AsyncCallsQueue:
     def schedule_async_request(self, request: AsyncRequest) -> int:
         """Starts a request's function in the background. Called on all ranks, in the same order.
 
-        An earlier failure does not prevent this: it is raised by the next check. So the ranks stay
-        in step, whichever of them sees a failure first. After a `TypeError`, `AsyncCallError` or
-        `OSError` of this method the call has failed for all ranks; later calls go on.
+        An earlier failure does not prevent this; the next check raises it. So the ranks stay in
+        step, whichever of them sees the failure first. If this method raises `TypeError`,
+        `AsyncCallError` or `OSError`, the call has failed for all ranks; later calls continue.
 
         Returns:
             The index of the call: 0, 1, 2, ...
 
         Raises:
             TypeError: if the function cannot be pickled for a persistent worker; names it.
-            AsyncCallError: if another rank has scheduled another function as this call.
+            AsyncCallError: if another rank has scheduled a different function as this call.
             OSError: if the system cannot start another process.
             RuntimeError: if the queue is closed.
             StoreError: if the store cannot be reached.
@@ -135,7 +135,7 @@ class AsyncCallsQueue:
         """Finalizes, oldest first, every call that all ranks have finished.
 
         Args:
-            blocking: waits for all calls.
+            blocking: whether to wait for all calls.
             no_dist: read the ledger only; ranks may finalize a call at different checks. With
                 `False` all ranks must make this check together: a small all-reduce makes them
                 finalize the same calls.
@@ -169,7 +169,7 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls are scheduled, and neither finalized nor known to have failed."""
+        """The number of scheduled calls that are neither finalized nor known to have failed."""
         return len(self._calls)
 
     def close(self, timeout: Duration | None = None) -> None:
@@ -179,8 +179,8 @@ class AsyncCallsQueue:
             timeout: how long to wait; unfinished calls are then dropped, as by `abort`.
 
         Raises:
-            AsyncCallError: if a call has failed or was not finished in time: the first one. The
-                queue is closed all the same.
+            AsyncCallError: the first error, if a call has failed or did not finish in time. The
+                queue is closed anyway.
         """
         if self._closed:
             return
@@ -194,8 +194,8 @@ class AsyncCallsQueue:
                 calls = {call.index: call.name for call in self._calls}
                 cause = f"it was not finished within the {limit} that close() had"
                 self._reporter.drop(calls, cause)
-                # Each has a verdict as soon as the store has it. If all ranks have finished a call
-                # meanwhile, it is finalized on all of them.
+                # Each call gets a verdict as soon as the store has one. If all ranks have finished
+                # a call meanwhile, it is finalized on all of them.
                 while self._calls and self._settle_oldest(_STORE_S):
                     pass
         except BaseException:
@@ -298,7 +298,7 @@ class AsyncCallsQueue:
                 self._reporter.leave(call.index)
             self._reporter.end()
         self._calls.clear()
-        self._ledger = self._reporter = self._verdicts = None  # and so the connections
+        self._ledger = self._reporter = self._verdicts = None  # drops the connections too
 
 
 def _left(deadline: float | None) -> float | None:
@@ -306,7 +306,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 def _abandon(reporter: Reporter, calls: deque[PendingCall]) -> None:
-    """Drops the calls of a queue that was collected, or of a program that ends, without a close."""
+    """Drops the calls of a queue that was never closed: it was collected, or the program ends."""
     if calls:
         what = ", ".join(f"{call.index} ({call.name})" for call in calls)
         log.warning("background calls dropped because their queue was never closed: %s", what)

@@ -3,8 +3,8 @@
 It waits for events: the end of a process, or a wake-up from the main thread. So the other ranks see
 this rank's outcome even while its main thread is busy, in a long step or in a collective.
 
-The same thread lets the ledger forget a call: after this rank's outcome was reported *and* the main
-thread needs the call no more, since nothing may be reported after that.
+The same thread has the ledger forget a call once this rank's outcome has been reported *and* the
+main thread no longer needs the call: nothing may be reported after that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Reporter:
     """Owns a runner. The public methods are for the main thread.
 
     Args:
-        on_error: called in the reporter's thread if outcomes cannot be reported any more: the
-            store cannot be reached.
+        on_error: called in the reporter's thread if outcomes can no longer be reported, because the
+            store cannot be reached or the thread has failed.
         before_forgetting: called in the reporter's thread with the index of a call that has a
             verdict, before its keys may be deleted.
     """
@@ -45,10 +45,10 @@ class Reporter:
         self._ledger = ledger
         self._on_error = on_error
         self._before_forgetting = before_forgetting
-        self._guard = threading.Lock()  # for all that follows, and for the runner
+        self._guard = threading.Lock()  # guards everything below, and the runner
         self._names: dict[int, str] = {}  # of calls without a reported outcome
         self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be reported
-        self._left: set[int] = set()  # the main thread needs them no more
+        self._left: set[int] = set()  # the main thread no longer needs them
         self._drop: tuple[dict[int, str], str] | None = None
         self._given_up: tuple[dict[int, str], str] | None = None
         self._ending = False
@@ -93,7 +93,7 @@ class Reporter:
         those that all ranks have finished. Waits neither for the processes nor for the store.
         """
         with self._guard:
-            earlier, first_cause = self._drop or ({}, cause)  # that the thread has not seen yet
+            earlier, first_cause = self._drop or ({}, cause)  # not seen by the thread yet
             self._drop = ({**calls, **earlier}, first_cause)
             self._runner.kill()
         self._wake_up()
@@ -108,8 +108,8 @@ class Reporter:
 
     def give_up(self, calls: Mapping[int, str], cause: str) -> None:
         """Makes the thread do `leave` for these calls, `drop` and `end`. Takes no lock: it may be
-        called where the program was interrupted, and by the garbage collector in any thread, also
-        the reporter's.
+        called where the program was interrupted, and by the garbage collector in any thread,
+        including the reporter's.
         """
         self._given_up = (dict(calls), cause)
         self._wake_up()
@@ -123,7 +123,7 @@ class Reporter:
         try:
             self._wake.send(b"w")
         except (BlockingIOError, OSError):
-            return  # it is awake already, or has ended
+            return  # the thread is awake already, or has ended
 
     # -- in the thread -----------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Reporter:
             while not self._step():
                 self._wait()
         except Exception as e:
-            # A defect, or a system without resources: the main thread must not wait for outcomes.
+            # A bug, or a system out of resources: the main thread must not wait for outcomes.
             log.exception("the thread that reports background calls has failed")
             self._on_error(AsyncCallError(f"background calls are not reported any more: {e!r}"))
         finally:
@@ -144,7 +144,7 @@ class Reporter:
     def _wait(self) -> None:
         with self._guard:
             descriptors = self._runner.descriptors()
-        # The main thread may start another call now: it wakes this one.
+        # If the main thread starts another call now, it wakes this thread.
         readable(self._woken.fileno(), *descriptors)
         try:
             while self._woken.recv(4096):
@@ -166,7 +166,7 @@ class Reporter:
             dropped: dict[int, str] = {}
             cause = ""
             if self._drop is not None:
-                # Calls that have ended well count; the rest, killed or not, is dropped.
+                # Calls that have succeeded count; all others, killed or not, are dropped.
                 (dropped, cause), self._drop = self._drop, None
                 outcomes = [(index, outcome) for index, outcome in outcomes if not outcome.cause]
                 dropped = dropped | self._names
@@ -176,8 +176,8 @@ class Reporter:
             if index in names:  # otherwise it was given up while it was being scheduled
                 self._report(index, names[index], outcome)
         for index, name in dropped.items():
-            # Also a call that this rank has just finished: others may not have, and nothing waits
-            # for them any more. If all have, this claim comes too late and changes nothing.
+            # Including a call that this rank has just finished: others may not have, and nothing
+            # waits for them now. If all have, this claim comes too late and changes nothing.
             self._report(index, name, Outcome(cause))
         with self._guard:
             for index in [*dropped, *(index for index, _ in outcomes)]:

@@ -13,7 +13,7 @@ __all__ = ["AsyncRequest", "name_of"]
 
 
 class AsyncRequest(NamedTuple):
-    """A function for the background, and functions for when all ranks have finished it.
+    """A background function, and functions to run when all ranks have finished it.
 
     Attributes:
         async_fn: runs in another process; `None` where this rank has nothing to do.
@@ -44,12 +44,12 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Does the same work here and now. The ranks of the default process group, if there is
-        one, meet before the finalize functions; so it is called on all of them.
+        """Does the same work synchronously. Call it on all ranks of the default process group, if
+        there is one: they wait for each other before the finalize functions.
 
         Raises:
-            Exception: of `async_fn`, on the rank where it failed.
-            AsyncCallError: on the others. Nothing is finalized on any rank.
+            Exception: the error of `async_fn`, on the rank where it failed.
+            AsyncCallError: on the other ranks. Nothing is finalized on any rank.
         """
         from outlast.coordination.collectives import raise_together, rank_of
 
@@ -57,7 +57,7 @@ class AsyncRequest(NamedTuple):
         try:
             if self.async_fn is not None:
                 self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
-        except Exception as e:  # noqa: BLE001 - the others must hear of it before it is raised
+        except Exception as e:  # noqa: BLE001 - the other ranks must learn of it first
             error = e
         raise_together(error, f"{name_of(self.async_fn)} failed", rank_of(None))
         for fn in self.finalize_fns:
@@ -66,9 +66,7 @@ class AsyncRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PendingCall:
-    """A call that was scheduled, and is neither finalized nor failed: its index, its function's
-    name.
-    """
+    """A scheduled call that is neither finalized nor failed."""
 
     index: int
     name: str
@@ -76,7 +74,7 @@ class PendingCall:
 
     @classmethod
     def of(cls, request: AsyncRequest, index: int) -> PendingCall:
-        """The pending call for a request, with its finalize functions at this time."""
+        """The pending call for a request, with the finalize functions that it has now."""
         return cls(index, name_of(request.async_fn), tuple(request.finalize_fns))
 
     def finalize(self) -> AsyncCallError | None:
@@ -97,7 +95,7 @@ class PendingCall:
 
 
 def name_of(fn: Callable[..., Any] | None) -> str:
-    """What to call a function in messages; the same on all ranks."""
+    """The name of a function in messages; the same on all ranks."""
     if fn is None:
         return "nothing"
     inner = getattr(fn, "func", fn)  # of a `functools.partial`

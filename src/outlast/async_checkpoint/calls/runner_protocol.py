@@ -1,7 +1,7 @@
 """The protocol between a queue of calls and the runners that execute them.
 
 There are two: `fork_runner.ForkRunner`, a process for each call, and
-`worker_runner.WorkerRunner`, one process for all of them.
+`worker_runner.WorkerRunner`, one process for all calls.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outlast.system.error_text import describe, exit_text, traceback_text
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call ended in this rank's background process. `cause`, in a line, is `None` if it
-    succeeded.
+    """How a call ended in this rank's background process. `cause` is one line, or `None` if the
+    call succeeded.
     """
 
     cause: str | None = None
@@ -30,7 +30,7 @@ class Outcome:
 
     @classmethod
     def decode(cls, data: bytes) -> Outcome:
-        """From what `encode` made; `ValueError` if it is something else."""
+        """The inverse of `encode`; raises `ValueError` for other data."""
         cause, traceback = json.loads(data)
         return cls(cause, traceback)
 
@@ -45,15 +45,15 @@ class Runner(Protocol):
         returns, even if they change later.
 
         Raises:
-            TypeError: naming the function, if it cannot be given to another process.
-            OSError: if the system has no room for another process.
+            TypeError: if the function cannot be sent to another process; names it.
+            OSError: if the system cannot start another process.
         """
 
     def descriptors(self) -> list[int]:
         """The descriptors to wait on: one is readable when there is something to `collect`."""
 
     def collect(self) -> list[tuple[int, Outcome]]:
-        """The calls that have ended since the last call of this. Does not wait."""
+        """The calls that have ended since this was last called. Does not wait."""
 
     def kill(self) -> None:
         """Kills all running calls. Does not wait; their outcomes can be collected."""
@@ -63,8 +63,8 @@ class Runner(Protocol):
 
 
 def await_copies() -> None:
-    """Waits for copies from a GPU that were started and not waited for (`non_blocking=True`): a
-    snapshot of their target must not be one of half a tensor.
+    """Waits for pending copies from a GPU (`non_blocking=True`): a snapshot of their target must
+    not contain half a tensor.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -76,18 +76,18 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     try:
         fn(*args, **kwargs)
     except SystemExit as e:
-        # As for a program: nothing and 0 are success, a number is a code, all else a message.
+        # As for a program: `None` and 0 mean success, a number is a code, all else a message.
         if e.code is None or e.code == 0:
             return Outcome()
         return Outcome(f"it exited with code {e.code}", traceback_text(e))
-    except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
+    except BaseException as e:  # noqa: BLE001 - reported to the parent process
         return Outcome(describe(e), traceback_text(e))
     return Outcome()
 
 
 def ended_badly(exit_code: int) -> Outcome:
-    """The outcome of a call whose process ended and did not say how the call did. That is never
-    success: `os._exit(0)` in the middle of a save ends with code 0 too.
+    """The outcome of a call whose process ended without reporting one. That is never success:
+    `os._exit(0)` in the middle of a save also ends with code 0.
     """
     if exit_code >= 0:
         return Outcome(f"its process ended with exit code {exit_code}, in the middle of the call")

@@ -1,8 +1,8 @@
-"""How calls ended, as the main thread asks for it: a look, or a wait that can be broken off.
+"""The verdicts of calls, for the main thread: a look, or a wait that can be interrupted.
 
-torch's stores wait in C++, where no signal and no exception of Python's arrives: a main thread
-that waits there could neither be interrupted by Ctrl-C nor be restarted in place. So another
-thread waits there, and the main thread waits for that one, in Python.
+torch's stores wait in C++, where neither signals nor Python exceptions arrive: a main thread that
+waits there could be neither interrupted by Ctrl-C nor restarted in place. So another thread waits
+there, and the main thread waits for that thread, in Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STORE_S = 10.0
 
 
 class Verdicts:
-    """The verdicts of a ledger. Asked by one thread; any other may say that all waiting is vain.
+    """The verdicts of a ledger. One thread asks for them; any other may call `give_up`.
 
     Every method raises `StoreError` when the store cannot be reached.
     """
@@ -24,8 +24,8 @@ class Verdicts:
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._known: dict[int, Verdict] = {}  # a verdict never changes
-        # The wait for the verdict with this index. It cannot be cancelled: it goes on until the
-        # verdict is there, or the store is gone; so a later call waits for the same one.
+        # The wait for the verdict with this index. It cannot be cancelled: it continues until the
+        # verdict is there or the store is gone, so a later call joins the same wait.
         self._wait: tuple[int, ThreadedWait[Verdict]] | None = None
         self._error: OutlastError | None = None
 
@@ -40,7 +40,7 @@ class Verdicts:
         return self._known[index]
 
     def wait(self, index: int, timeout: float | None) -> Verdict | None:
-        """Waits for the verdict; `None` when the time (in seconds) is over."""
+        """Waits for the verdict; returns `None` after `timeout` seconds."""
         verdict = self.look(index)
         if verdict is not None or timeout == 0.0:
             return verdict
@@ -50,7 +50,7 @@ class Verdicts:
                 ThreadedWait(lambda: self._ledger.await_verdict(index, None), "outlast-verdict"),
             )
         wait = self._wait[1]
-        # `give_up` sets the error, then looks for a wait; here it is the other way round.
+        # `give_up` sets the error, then looks for a wait; here the order is reversed.
         self._raise()
         if not wait.over.wait(timeout):
             return None
@@ -58,22 +58,22 @@ class Verdicts:
         return verdict
 
     def settled(self, index: int) -> None:
-        """Nobody will ask for this one again."""
+        """Forgets a verdict that will not be asked for again."""
         self._known.pop(index, None)
 
     def await_wait(self, index: int) -> None:
-        """From any thread: returns when nothing waits for this verdict, which is there.
+        """From any thread: returns when nothing waits for this verdict, which exists by now.
 
-        To be called before the ledger forgets the call: a wait that was given up, or was overtaken
-        by a look, goes on until it has read the verdict, and would go on for ever if that were
-        deleted first.
+        Call it before the ledger forgets the call: a wait that was given up, or overtaken by a
+        look, continues until it has read the verdict, and would continue forever if the verdict
+        were deleted first.
         """
         wait = self._wait
         if wait is not None and wait[0] == index:
-            wait[1].join(_STORE_S)  # this is one answer of the store
+            wait[1].join(_STORE_S)  # takes one answer of the store
 
     def give_up(self, error: OutlastError) -> None:
-        """From any thread: this rank cannot tell its outcomes, so there may never be a verdict."""
+        """Ends all waits, from any thread: this rank cannot report, so there may be no verdict."""
         self._error = error
         wait = self._wait
         if wait is not None:

@@ -1,8 +1,8 @@
 """The program of a persistent worker: receives calls on a channel and reports their outcomes.
 
-It has nothing of its parent's but the path of its modules. A call of a function that is defined
-in the parent's program needs that program here: it is then imported, under another name, so that
-what stands under `if __name__ == "__main__":` does not run.
+It inherits only the module path of its parent. A call of a function that is defined in the parent's
+program needs that program here: it is then imported under another name, so that the code under
+`if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
             flush_streams()
             channel.send(outcome.encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # threads that a call has left behind do not hold up the end
+        os._exit(0)  # threads that a call left behind must not delay the exit
 
 
 def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
@@ -45,19 +45,19 @@ def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
         with open(descriptor, "rb") as file:
             file.seek(0)  # the position is shared with the descriptor that was written to
             fn, args, kwargs = _Unpickler(file, surroundings).load()
-    except BaseException as e:  # noqa: BLE001 - told to the parent, whose business it is
+    except BaseException as e:  # noqa: BLE001 - reported to the parent process
         return Outcome(
             f"the call cannot be unpickled in the worker: {describe(e)}", traceback_text(e)
         )
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)  # the other processors are for the training
+        torch.set_num_threads(1)  # the other cores are for training
     return run_here(fn, args, kwargs)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports the parent's program when something in it is asked for. The pickles are of the
-    process that started this one.
+    """Imports the parent's program when a pickle refers to it. The pickles come from the process
+    that started this one.
     """
 
     def __init__(self, file: IO[bytes], surroundings: Mapping[str, Any]) -> None:
@@ -73,9 +73,9 @@ class _Unpickler(pickle.Unpickler):
 def _import_main(surroundings: Mapping[str, Any]) -> None:
     if "__mp_main__" in sys.modules:
         return
-    # Under the name that multiprocessing uses for the same: programs may look for it.
+    # The name that multiprocessing uses for this: programs may check for it.
     module = types.ModuleType("__mp_main__")
-    # The flag of the module that others import, not of the one that runs as `__main__`.
+    # The flag of the importable module, not of the one that runs as `__main__`.
     from outlast.async_checkpoint.calls import worker_main as shared
 
     shared.importing_main = True
@@ -85,7 +85,7 @@ def _import_main(surroundings: Mapping[str, Any]) -> None:
         elif surroundings["main_file"] is not None:
             content = runpy.run_path(surroundings["main_file"], run_name="__mp_main__")
         else:
-            return  # the parent has no program in a file: what is asked for is not there
+            return  # the parent's program is not in a file: nothing to import
     finally:
         shared.importing_main = False
     module.__dict__.update(content)

@@ -1,8 +1,8 @@
-"""Runs all calls in one process: started once, and started again if it dies.
+"""Runs all calls in one process, which is replaced if it dies.
 
-A call waits here until the one before it has ended. So a worker that dies takes one call with it,
-and the others go to the next worker. The pickle goes into a file in memory whose descriptor is
-handed over: nobody waits for the worker to read it, and there is one copy of it.
+A call waits here until the previous one has ended. So a worker that dies fails one call, and the
+others go to the next worker. The pickle is written to an in-memory file whose descriptor is sent to
+the worker: the parent does not wait for the worker to read it, and there is only one copy.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from outlast.system.waiting import readable
 
 
 class WorkerRunner:
-    """A `Runner` with one persistent process, which is started with the first call; calls run one
-    after the other.
-    """
+    """A `Runner` with one persistent process, started at the first call; calls run in sequence."""
 
     def __init__(self, nice: int = 10) -> None:
         self._nice = nice
         self._worker: BackgroundProcess | None = None
         self._waiting: deque[tuple[int, int]] = deque()  # index, descriptor of the pickle
         self._running: int | None = None
-        self._hung_up = False  # the channel has ended; the worker is about to
+        self._hung_up = False  # the channel has closed; the worker is about to end
 
     @property
     def pid(self) -> int | None:
-        """Of the worker; `None` while there is none."""
+        """The process id of the worker; `None` while there is none."""
         return None if self._worker is None else self._worker.pid
 
     def start(
@@ -90,14 +88,14 @@ class WorkerRunner:
             self._worker = None
 
     def _said(self, worker: BackgroundProcess) -> Outcome | None:
-        """The outcome that the worker reports or its end means; `None` if there is none yet."""
+        """The outcome that the worker reported, or that its end implies; `None` if none yet."""
         alive = worker.alive  # read first: a report sent before its end is received below
         if not self._hung_up and readable(worker.channel.fileno(), timeout=0):
             try:
                 return Outcome.decode(worker.channel.receive()[0])
             except EOFError:
-                # It is ending; or a call has closed what it does not know, and then nobody
-                # will hear of it again. Once it is ending, this changes its code no more.
+                # The worker is ending, or a call has closed its end of the channel, which ends all
+                # reports. If it is ending already, the kill no longer changes its exit code.
                 self._hung_up = True
                 worker.kill()
         if alive:
@@ -117,7 +115,7 @@ class WorkerRunner:
 
     def _next(self) -> None:
         if self._running is not None or self._hung_up or not self._waiting:
-            return  # with the end of the one before, or of the worker, `collect` comes here again
+            return  # `collect` calls this again once the previous call or the worker has ended
         index, descriptor = self._waiting[0]
         worker, new = self._worker, self._worker is None
         if worker is None:
@@ -128,8 +126,8 @@ class WorkerRunner:
                 worker.channel.send(json.dumps(_surroundings()).encode())
             worker.channel.send(b"", [descriptor])
         except (BrokenPipeError, ConnectionResetError):
-            # It has died. The call goes to the next worker; but one for which a new worker did
-            # not come up has failed, otherwise workers would be started forever.
+            # The worker has died. The call goes to the next one; but if this one was new, the call
+            # fails, otherwise workers would be started forever.
             self._hung_up = True
             worker.kill()
             if not new:
@@ -140,7 +138,7 @@ class WorkerRunner:
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """A descriptor of a file in memory that holds the call."""
+    """A descriptor of an in-memory file that holds the call."""
     descriptor = os.memfd_create("outlast-call", os.MFD_CLOEXEC)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -149,8 +147,8 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         os.close(descriptor)
         if isinstance(e, OSError) or not isinstance(e, Exception):
             raise
-        # Pickle has no error of its own for it: a lambda is an AttributeError, a lock a TypeError,
-        # and what an object's own method raises can be anything.
+        # Pickle has no single error type for this: a lambda is an AttributeError, a lock a
+        # TypeError, and a method of an object may raise anything.
         raise TypeError(
             f"{name_of(fn)} cannot be given to a persistent worker, for it, or an argument, cannot "
             f"be pickled: {describe(e)}"

@@ -1,4 +1,4 @@
-"""Steps of a restore that all ranks take together, and whose outcome is the same on all of them."""
+"""Steps of a restore that all ranks take together, with the same outcome on all of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MISFIT = "misfit"
 
 
 class Agreement:
-    """One rank's part in it. All ranks take the same steps in the same order. `ledger` is for these
-    steps alone; `where`, the directory of the checkpoints, is for errors.
+    """One rank's part in the agreement. All ranks take the same steps in the same order. `ledger`
+    is used for nothing else; `where`, the directory of the checkpoints, is for errors.
     """
 
     def __init__(self, ledger: CallLedger, timeout_s: float, where: str) -> None:
@@ -55,7 +55,7 @@ class Agreement:
         return result if verdict.failure is None else verdict.failure  # type: ignore[return-value]
 
     def gather(self, part: Any, work: Callable[[list[Any]], T]) -> T:
-        """Runs `work` on rank 0, on the parts of all ranks in their order; returns its result on
+        """Runs `work` on rank 0, on the parts of all ranks in rank order; returns its result on
         every rank, or raises `CheckpointError` there if `work` raised that or an `OSError`. Parts
         and result are JSON.
         """

@@ -35,7 +35,7 @@ class Index:
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """How a checkpoint fits the state dict of this rank: the items to load, and the names that this
-    rank's state dict does not have; another rank's may.
+    rank's state dict lacks; another rank's may have them.
     """
 
     items: list[Item]
@@ -44,7 +44,7 @@ class Fit:
 
 def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
     """Fills every empty dict of `state_dict` with what the checkpoint has under it: an optimizer
-    without a step so far has no state to load into.
+    that has not stepped yet has no state to load into.
     """
     empty = {path for path, value in nodes(state_dict) if isinstance(value, dict) and not value}
     if not empty:

@@ -1,8 +1,8 @@
 """Restores from snapshots that are still in memory.
 
-Each rank's memory holds the parts that this rank saves. With shards, that is what it loads. What
-ranks have in common (under DDP, everything) is divided between them, and what a rank lacks is
-broadcast: verified before it is sent, and again where it arrives.
+Each rank's memory holds the parts that the rank saves. With shards, it loads the same parts. Parts
+that ranks share (under DDP, all of them) are divided among the ranks, and the parts that a rank
+lacks are broadcast: verified before they are sent, and again on arrival.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MemorySnapshot:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What the other ranks need to know of this rank's part."""
+        """What the other ranks need to know about this rank's part."""
         parts = {name: self._snapshot[name] for name in ("places", "layout", "files", "values")}
         return {**parts, "index": json.loads(self._snapshot["index"])}
 
@@ -61,7 +61,7 @@ class MemorySnapshot:
         self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
     ) -> bool:
         """Whether this rank's part is exactly what its state dict holds, as with shards: then the
-        rank needs nothing of the other ranks' parts.
+        rank needs nothing from the other ranks' parts.
         """
         if empty_dicts(state_dict):
             return False
@@ -80,8 +80,8 @@ class MemorySnapshot:
         descriptions: Sequence[Mapping[str, Any]],
         rank: int,
     ) -> tuple[Index, list[str]]:
-        """The index of all ranks' parts together, and the names that this rank loads and does not
-        have in its own part. Fills empty dicts.
+        """The index of all ranks' parts together, and the names that this rank loads but its part
+        lacks. Fills empty dicts.
         """
         others = [_index_of(each) for owner, each in enumerate(descriptions) if owner != rank]
         own = self._index
@@ -154,7 +154,7 @@ class MemorySnapshot:
     def receive_buffers(
         self, packed: memoryview, told: Sequence[Mapping[str, Any]], rank: int
     ) -> list[memoryview]:
-        """Memory for what each rank has packed; for this rank, its own."""
+        """A buffer for what each rank has packed; for this rank, the packed part itself."""
         return [
             packed if owner == rank else memoryview(bytearray(each["bytes"]))
             for owner, each in enumerate(told)
@@ -209,8 +209,8 @@ def content_in_memory(
     """What a snapshot holds for this rank, or the failure of one rank, the same on all. Fills empty
     dicts. Called on all ranks.
 
-    What can fail on one rank alone is attempted by all together before the next exchange, so that a
-    rank without memory, or with a damaged byte, does not leave the others waiting in it.
+    Steps that may fail on one rank alone are attempted by all together before the next exchange, so
+    that a rank out of memory, or with a damaged byte, does not leave the others waiting.
     """
     sufficient = ranks.attempt(lambda: memory.is_sufficient(state_dict, items_of))
     if isinstance(sufficient, CallFailure):

@@ -1,7 +1,7 @@
 """Loads the content of a checkpoint into a state dict, resharded as needed.
 
 If a saved part and a part of this rank are the same, the bytes are read into the tensor itself. If
-they overlap otherwise, or the tensor is on a GPU, they go through temporary memory of bounded size.
+they overlap only in part, or the tensor is on a GPU, they go through a bounded temporary buffer.
 """
 
 from __future__ import annotations

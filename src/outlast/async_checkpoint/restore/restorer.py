@@ -1,7 +1,7 @@
 """Restores: all ranks try the same candidates in the same order, and agree on each.
 
 Rank 0 lists the candidates: snapshots that all ranks have in memory, and the checkpoints on
-storage, the newest step first. A candidate that is damaged on any rank is passed over by all.
+storage, the newest step first. A candidate that is damaged on any rank is skipped by all.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Restorer:
         self._items = session.memo.items
 
     def open(self, owner: str) -> None:
-        """Creates and locks the directory, and removes what killed saves have left. Called on all
+        """Creates and locks the directory, and removes the remains of killed saves. Called on all
         ranks.
 
         Raises:
@@ -91,13 +91,13 @@ class Restorer:
                 storage.prepare()
                 storage.lock(owner)
                 self._session.locked = True
-            # Recycled files of this very process are still of use.
+            # This process can still use its recycled files.
             left = [name for name in leftovers(storage) if not ours or name != RECYCLED]
             for name in left:
                 try:
                     self._session.writer.request(RemoveFolders(folders=[name]))
                 except CheckpointError as e:
-                    # It does no harm: its name is not that of a checkpoint.
+                    # Harmless: its name is not that of a checkpoint.
                     log.warning(
                         "%s, the rest of an unfinished save, cannot be removed: %s", name, e
                     )
@@ -142,7 +142,7 @@ class Restorer:
                 raise CheckpointError(text)
             errors.append(text)
             for each in empty:
-                each.clear()  # the next candidate may fill it otherwise
+                each.clear()  # the next candidate may fill it differently
             log.warning("passed over the checkpoint of step %s: %s", step, text)
             self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))
         raise CheckpointError(f"no checkpoint in {where} is valid:\n  " + "\n  ".join(errors))
@@ -162,7 +162,7 @@ class Restorer:
             s["save_id"]: s
             for s in answer.snapshots
             if (s["rank"], s["world_size"]) == place
-            # Not of a directory of the same name that was removed.
+            # Not from a removed directory of the same name.
             and s["folder_id"] == self._session.identity
         }
 
@@ -179,12 +179,12 @@ class Restorer:
             on_storage = candidates(self._session.storage)
             folders = {folder for _, folder in on_storage}
             everywhere = set.intersection(*({each[0] for each in part} for part in parts))
-            # At the same step memory comes first, and there the later save.
+            # At the same step, memory comes first, and in memory the later save.
             ranked = [((s, 0, 0), ["storage", s, folder]) for s, folder in on_storage]
             ranked += [
                 ((s, 1, number), ["memory", s, save_id])
                 for save_id, s, number, final in parts[0]
-                # A snapshot that was committed and is not on storage any more was deleted.
+                # A snapshot that was committed and is no longer on storage has been deleted.
                 if save_id in everywhere and (not final or final in folders)
             ]
             ranked.sort(key=lambda each: each[0], reverse=True)

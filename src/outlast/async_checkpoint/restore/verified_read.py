@@ -102,7 +102,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
         CheckpointError: at the first chunk that is missing or damaged; names the file and the
             bytes. The destinations may have been written to.
     """
-    # By default, as many threads as each rank of this host has processors.
+    # By default, this rank's share of the host's processors.
     threads = threads or max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
     by_chunk: dict[tuple[str, int], list[Piece]] = {}
     for piece in wanted:
@@ -180,7 +180,7 @@ def _read_chunk(
 def _copy_chunk(
     chunk: memoryview, begin: int, pieces: Sequence[Piece], expected: str, where: str
 ) -> None:
-    """Copies and hashes a chunk in memory, in stretches that stay in the cache in between.
+    """Copies and hashes a chunk in memory, in sections that fit in the cache.
 
     The copy comes first: it waits for the memory of source and destination at once, and the hash
     then reads from the cache. In the other order the two waits add up.

@@ -44,7 +44,7 @@ class SaveOutcomes:
         self._unseen: list[SaveHandle] = []
 
     def watch(self, handle: SaveHandle) -> None:
-        """Has `raise_unseen` raise the error of this save, unless its handle was asked before."""
+        """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
         self._unseen.append(handle)
 
     def raise_unseen(self) -> None:
@@ -94,7 +94,7 @@ class SaveOutcomes:
                 names = [info.folder for info in removable]
                 self._warn(self._session.writer.request(HideFolders(folders=names)))
         except (CheckpointError, OSError, Dropped):
-            # The save is committed, and superfluous checkpoints do no harm but take up room.
+            # The save is committed, and superfluous checkpoints only take up space.
             log.warning("%s", _NOT_REMOVED, exc_info=True)
         else:
             for info in removable:

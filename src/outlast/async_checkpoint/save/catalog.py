@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of all ranks, for its manifest and for plain PyTorch."""
+"""The contents of a checkpoint across all ranks, for its manifest and for plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueE
 
 
 class Catalog:
-    """The contents of a checkpoint of all ranks, and where they are. It never changes."""
+    """The contents of a checkpoint across all ranks, and where they are. It never changes."""
 
     def __init__(self, structures: Mapping[int, Structure]) -> None:
         self.structures = dict(structures)

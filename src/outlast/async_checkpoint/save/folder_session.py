@@ -1,7 +1,7 @@
 """The session of a process with one folder of checkpoints: the writer, the buffers, the lock.
 
-It is made with the first checkpointer for a folder, and taken over by the next one for the same
-folder in this process: a training function that is restarted in place makes a new checkpointer,
+It is created with the first checkpointer for a folder, and taken over by the next one for the same
+folder in this process: a training function that is restarted in place creates a new checkpointer,
 and finds the buffers allocated, the writer running and the last snapshots still in memory.
 """
 
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 class FolderSession:
     """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
-    snapshots outlive this process. Another folder of the same name has another `identity`.
+    snapshots outlive this process. Another folder of the same name has a different `identity`.
     """
 
     def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
@@ -42,7 +42,7 @@ class FolderSession:
         self.memo = StructureMemo()
         self.pool = BufferPool(self.writer)
         self._sink: Sink | None = None
-        # A program that ends says goodbye to the writer, which would linger otherwise.
+        # At exit, the program says goodbye to the writer, which would otherwise linger.
         atexit.register(self.close, 1.0)
 
     def sink(self, rank: int) -> Sink | None:
@@ -68,7 +68,7 @@ class FolderSession:
     def close(self, timeout_s: float) -> None:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
-        self.pool.end_copies()  # their memory goes
+        self.pool.end_copies()  # their memory is released below
         self.writer.close(timeout_s)
         self.pool.close()
         self.storage.close()

@@ -76,7 +76,7 @@ class SavePipeline:
         self._outcomes = outcomes
         self._clock = clock
         self._timeout = timeout_s
-        self._count = 0  # of saves so far, those included of which there was no snapshot
+        self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class SavePipeline:
         self.seal_all()
         index = self._next_index()
         try:
-            # The save may have ended on other ranks: so it counts as one, that fails on all ranks.
+            # On other ranks the earlier save may have ended: this one counts, and fails on all.
             if any(save.step == step for save in self.pending):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
             agreed = self._exchange.agree(index, state_dict)
@@ -148,7 +148,7 @@ class SavePipeline:
             self._session.pool.preallocate(agreed.structure)
 
     def seal_all(self) -> None:
-        """Seals every snapshot: on the training thread, which is writing to no tensor here."""
+        """Seals every snapshot; on the training thread, which writes to no tensor meanwhile."""
         for save in self.pending:
             save.snapshot.seal()
 
@@ -158,7 +158,7 @@ class SavePipeline:
 
     def _refuse(self, index: int, step: int, error: Exception) -> None:
         """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
-        # If the store is out of reach, it is so for them too; the error of this rank comes first.
+        # If the store is out of reach, it is for them too; this rank's error comes first.
         with contextlib.suppress(StoreError):
             self._exchange.refuse(index, str(error))
             failure = CallFailure.of(error, index, save_name(step), self._ledger.rank)
@@ -189,7 +189,7 @@ class SavePipeline:
             size_bytes, manifest = self._carry_out(save)
         except (OutlastError, OSError) as e:
             error = e
-        except Exception as e:  # noqa: BLE001 - a defect of ours must not look like a slow save
+        except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
             error = CheckpointError(f"the save of step {save.step} failed: {e!r}")
             error.__cause__ = e
         with self._lock:
@@ -204,7 +204,7 @@ class SavePipeline:
         self._session.pool.give_back(buffer, save.snapshot.turn)
         save.handle._end(error)
         self._outcomes.ended(save, size_bytes, error, queued)
-        # After all this, so nothing waits for it.
+        # Last, so that nothing waits for it.
         if manifest is not None and not self._aborted:
             self._outcomes.apply_retention(manifest)
 
@@ -226,7 +226,7 @@ class SavePipeline:
             ledger.finish(index, part)
         verdict = self._await_verdict(save)
         if verdict.failure is not None:
-            # Rank 0 for all; but a rank that was at another save has a folder of its own.
+            # Rank 0 does it for all; but a rank that was at another save has its own folder.
             if ledger.rank == 0 or verdict.failure.name != save.name:
                 self._remove_files(save)
             ledger.forget(index)
@@ -240,11 +240,11 @@ class SavePipeline:
                 if manifest is None:
                     raise
                 # The store is gone, and the job's iteration with it; the checkpoint is committed
-                # all the same. The next checkpointer may be at work: nothing old is removed.
+                # anyway. The next checkpointer may be running: nothing old is removed.
                 return manifest.size_bytes, None
         else:
             result = self._await_conclusion(save)
-        with contextlib.suppress(StoreError):  # gone meanwhile, and its keys with it
+        with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
             ledger.forget(index)
         if "error" in result:
             raise CheckpointError(
@@ -253,7 +253,7 @@ class SavePipeline:
         return int(result["size_bytes"]), manifest
 
     def _write(self, save: Save) -> bytes:
-        """Writes this rank's files; returns what rank 0 must know of them."""
+        """Writes this rank's files; returns what rank 0 must know about them."""
         snapshot, writer = save.snapshot, self._session.writer
         description = snapshot.description
         request = WriteSnapshot(
@@ -272,8 +272,8 @@ class SavePipeline:
                     raise Dropped
                 answer = writer.request(request)
         finally:
-            # Also after an error: when the snapshot is sealed, nothing is being copied any more,
-            # and no hook is left. And if it is torn, that is why its save was dropped.
+            # Even after an error: once the snapshot is sealed, nothing is being copied, and no hook
+            # is left. If it is torn, that is why its save was dropped.
             snapshot.sealed.wait()
             if snapshot.error is not None:
                 raise snapshot.error
@@ -322,7 +322,7 @@ class SavePipeline:
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks. Does not wait: the store may be out of reach.
 
-        Can be called again: an interrupt may have come in the middle of it.
+        Can be called again, because an interrupt may have cut it short.
         """
         self._aborted = True
         pending = self.pending

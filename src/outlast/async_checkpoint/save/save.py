@@ -37,7 +37,7 @@ class Save:
         agreed: whether the ranks have agreed on the structure already, because it is new.
         catalog: on rank 0, what the checkpoint holds; set once the ranks have agreed.
         began: when `Checkpointer.save` was called.
-        blocked_s: how long the training waited for the snapshot.
+        blocked_s: how long training waited for the snapshot.
     """
 
     index: int
@@ -82,11 +82,11 @@ def error_of(failure: CallFailure) -> CheckpointError:
 
 
 def commit_of(save: Save, parts: Sequence[bytes]) -> tuple[Manifest, Commit]:
-    """The manifest of a save, and the request that commits it, on rank 0; `parts` are what each
-    rank has said of its files.
+    """The manifest of a save, and the request that commits it, on rank 0; `parts` are the ranks'
+    reports on their files.
 
     Raises:
-        CheckpointError: if a rank has written to another folder.
+        CheckpointError: if a rank has written to a different folder.
     """
     catalog, save_id = save.catalog, save.snapshot.save_id
     assert catalog is not None

@@ -36,10 +36,10 @@ class StructureMemo:
     """Remembers what was derived from the structure of the last state dict.
 
     torch takes ten milliseconds to list the parts of 400 tensors, and the structure of a state dict
-    seldom changes. A `StructureMemo` lives as long as the process works in one folder: a training
-    that is restarted in place has the same structure again. But it may have come back as another
-    rank, and the shard of a DTensor that a process holds depends on its place in the mesh, which an
-    equal mesh need not share. So the ranks of the process are part of the key.
+    seldom changes. A `StructureMemo` lives as long as the process works in one folder: a restart in
+    place keeps the structure. But the process may have another rank now, and the shard of a DTensor
+    that it holds depends on its place in the mesh, which may differ between equal meshes. So the
+    ranks of the process are part of the key.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StructureMemo:
         self._shared: Last[tuple[dict[int, list[Key]], Catalog]] = Last()
 
     def move(self, *ranks: int) -> None:
-        """The ranks of this process are these from now on."""
+        """Sets the ranks of this process from now on."""
         self._ranks = ranks
 
     def items(self, state_dict: Mapping[str, Any]) -> list[Item]:
@@ -71,7 +71,7 @@ class StructureMemo:
         )
 
     def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
-        """Divides plans among ranks of which none has had a share before. See `share_out`."""
+        """Divides plans among ranks that have had no share before. See `share_out`."""
 
         def make() -> tuple[dict[int, list[Key]], Catalog]:
             keys = share_out(plans)
@@ -119,7 +119,7 @@ class StructureExchange:
         signature, leaves = signature_and_leaves(state_dict)
         if self._structure is not None and signature == self._signature:
             # The catalog is taken now: by the time another thread looks, the next save may have
-            # changed it, and a checkpoint would be described by what another one holds.
+            # changed it, and the checkpoint would be described by the catalog of another.
             alone = self._catalog if self._ledger.world_size == 1 else None
             return Agreement(self._structure, leaves, False, alone)
         self._structure, catalog = self._agree_again(index, self._memo.items(state_dict))

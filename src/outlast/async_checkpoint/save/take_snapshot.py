@@ -37,13 +37,13 @@ from outlast.errors import CheckpointError
 
 @dataclasses.dataclass
 class Snapshot:
-    """One snapshot, complete or being copied beside the training.
+    """One snapshot, complete or being copied during training.
 
     Attributes:
-        buffer, turn: what it is copied into, and which use of that.
-        hashed: whether the copy takes the checksums; the writer does otherwise.
-        copy: the copy beside the training, if there is one.
-        sealed: set when the copy has ended, well or not.
+        buffer, turn: the buffer that it is copied into, and which use of the buffer it is.
+        hashed: whether the copy takes the checksums; otherwise the writer does.
+        copy: the overlapped copy, if there is one.
+        sealed: set when the copy has ended, successfully or not.
         error: why the snapshot must not be used, once it is sealed.
     """
 
@@ -118,7 +118,7 @@ class Snapshotter:
         return snapshot
 
     def release_optimizers(self) -> None:
-        """Releases the optimizers of the training, after the last snapshot."""
+        """Releases the optimizers after the last snapshot."""
         self._optimizers = ()
 
     def _describe(
@@ -183,7 +183,7 @@ class Snapshotter:
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.layout.files
-        # The copy hashes only where the training does not wait for it (`snapshot/chunk_copy.py`).
+        # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
         hashed = snapshot.hashed = bool(later) and self._are_private(sources)
         writes = Writes(source for source, _ in now)
         copy_by_torch(by_torch)

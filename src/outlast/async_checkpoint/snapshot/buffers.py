@@ -49,13 +49,13 @@ class SnapshotBuffer:
     turn: int = 0
 
     def call_off(self) -> None:
-        """Ends the copy into it: when this returns, nothing is written into it any more."""
+        """Ends the copy into it: when this returns, nothing is being written into it."""
         if self.copy is not None:
             self.copy.call_off()
             self.copy = None
 
     def drop_memory(self) -> None:
-        """Gives its memory back."""
+        """Releases its memory."""
         self.targets, self.structure = (), None
         memory, self.memory = self.memory, None
         if memory is not None:
@@ -75,7 +75,7 @@ class BufferPool:
         self._allocating: threading.Thread | None = None
 
     def grow(self, count: int) -> None:
-        """Has at least `count` buffers."""
+        """Grows the pool to at least `count` buffers."""
         while len(self.buffers) < count:
             self.buffers.append(SnapshotBuffer(len(self.buffers)))
 
@@ -84,7 +84,7 @@ class BufferPool:
         with self._freed:
             self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))
             free = [buffer for buffer in self.buffers if not buffer.busy]
-            # One that is laid out for it, if there is one; of these the one with the oldest
+            # Prefer one that is laid out for the structure; of these, the one with the oldest
             # snapshot.
             buffer = min(free, key=lambda b: (b.structure is not structure, _age(b)))
             buffer.busy = True
@@ -97,7 +97,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: SnapshotBuffer, turn: int | None = None) -> None:
-        """Frees a buffer. Does nothing if `turn` is given and not the present one."""
+        """Frees a buffer. Does nothing if `turn` is given and is not the current one."""
         with self._freed:
             if turn is not None and turn != buffer.turn:
                 return
@@ -106,7 +106,7 @@ class BufferPool:
             self._freed.notify_all()
 
     def give_back_all(self) -> None:
-        """Frees all buffers; their past users cannot give them back any more."""
+        """Frees all buffers; their past users can no longer give them back."""
         self._await_allocation()
         with self._freed:
             for buffer in self.buffers:
@@ -154,7 +154,7 @@ class BufferPool:
             )
 
     def release_handed_over(self) -> None:
-        """Gives the memory of a dead predecessor's snapshots back: there is a newer state."""
+        """Releases the memory of a dead predecessor's snapshots: there is a newer state."""
         for buffer in self.handed_over:
             self._writer.tell(ReleaseBuffer(buffer=buffer.number))
             self._writer.forget(buffer.number)
@@ -169,7 +169,7 @@ class BufferPool:
                 buffer.copy.call_off()
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Releases all memory."""
         for buffer in (*self.buffers, *self.handed_over):
             buffer.drop_memory()
         self.buffers, self.handed_over = [], []
@@ -203,7 +203,7 @@ class BufferPool:
 def _pin(memory: SharedMemory) -> None:
     """Lets a GPU copy into the memory asynchronously."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        # Without it copies are slower, but correct: an error is ignored.
+        # Without it copies are slower but correct, so an error is ignored.
         torch.cuda.cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)
 
 

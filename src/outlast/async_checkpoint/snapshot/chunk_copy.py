@@ -1,9 +1,9 @@
 """The chunks of a snapshot's files: copied, and checksummed during the copy where that pays.
 
-The thread that copies a chunk has its bytes in the cache, and hashes them there for a fifth of the
+The thread that copies a chunk has its bytes in the cache, and hashes them there in a fifth of the
 time of the copy; the writer process would have to read all of them from memory again. So the copy
-that runs beside the training (`OverlappedCopy`) also hashes. Where the training waits for the copy
-(`EagerCopy`), the writer hashes, and the training continues sooner.
+that runs during training (`OverlappedCopy`) also hashes. Where training waits for the copy
+(`EagerCopy`), the writer hashes, and training continues sooner.
 
 The hash is of the source, not of the copy, because the copy bypasses the caches
 (`snapshot/nontemporal_copy.py`). A tensor that is written to between its copy and its hash gets a
@@ -40,9 +40,9 @@ def are_private(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A section of a file, from `begin` to `end` in the buffer, with a checksum of its own. `parts`
-    are the pieces of the copies that fill it: index of the copy, offset in its source, offset in
-    the buffer, size.
+    """A section of a file, from `begin` to `end` in the buffer, with its own checksum. `parts` are
+    the pieces of the copies that fill it: index of the copy, offset in its source, offset in the
+    buffer, size.
     """
 
     file: str
@@ -60,7 +60,7 @@ def cut(
 
     Args:
         places: offset in the buffer and size of each copy, in ascending order, none empty.
-        all_of_them: whether to return chunks that no copy fills too.
+        all_of_them: whether to include chunks that no copy fills.
     """
     ends = [at + size for at, size in places]
     if any(end > at for end, (at, _) in zip(ends, places[1:], strict=False)):
@@ -87,7 +87,7 @@ class Chunks:
     memory of the copies alive, on both sides.
 
     Args:
-        memory: of the buffer; bytes that no copy fills are there before the chunk is filled.
+        memory: the buffer's memory; bytes that no copy fills are there before the chunk is filled.
         sources: the source address of each copy.
         hashed: the size of each file, to take the checksums; `None` if the writer takes them.
     """
@@ -144,8 +144,8 @@ class Chunks:
 
 
 class ChunkCache:
-    """Remembers how the files were cut the last time: a save with the same copies as the one before
-    only looks up the addresses.
+    """Remembers how the files were cut the last time: a save with the same copies as the previous
+    one only looks up the addresses.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,8 @@ class ChunkCache:
         hashed: bool,
     ) -> Chunks:
         """The chunks of a buffer that holds `files` (name, offset, size). `copies` are from
-        contiguous tensors to tensors in the buffer, in the order of these; tensors without elements
-        have no address, and are left out.
+        contiguous tensors to tensors in the buffer, in the order of the latter; tensors without
+        elements have no address, and are left out.
         """
         moved = [(source, to) for source, to in copies if source.nbytes]
         places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]

@@ -1,8 +1,8 @@
 """Copies a snapshot at once, with several threads.
 
 The training thread is one of them, and a restart in place may interrupt it anywhere. The other
-threads must not go on copying into a buffer that the next save has got by then. So the buffer is
-given back only after `call_off`, which waits for them.
+threads must not keep copying into a buffer that the next save already uses. So the buffer is given
+back only after `call_off`, which waits for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
 from outlast.async_checkpoint.snapshot.overlapped_copy import CopyPair
 
-_MOST_THREADS = 8  # fewer saturate the memory of a host
+_MOST_THREADS = 8  # fewer saturate the memory bandwidth of a host
 
 
 class EagerCopy:
@@ -46,8 +46,8 @@ class EagerCopy:
             raise self._error
 
     def call_off(self) -> None:
-        """Ends the copy: when this returns, nothing is copied any more. Call it again if an
-        interrupt has cut it short.
+        """Ends the copy: when this returns, nothing is being copied. Call it again if an interrupt
+        has cut it short.
         """
         self._called_off = True
         self._await_helpers()
@@ -55,7 +55,7 @@ class EagerCopy:
     def _await_helpers(self) -> None:
         for helper in self._helpers:
             if helper.ident is not None:  # else it never starts, or sees the call-off
-                # Not `join`: after an interrupted `join`, a thread that still copies counts as
+                # Not `join`: after an interrupted `join`, a thread that is still copying counts as
                 # dead (Python 3.11, bpo-45274).
                 helper.ended.wait()
 

@@ -1,8 +1,8 @@
-"""Copies memory past the caches: for large data that is not read again soon.
+"""Copies memory, bypassing the caches: for large data that is not read again soon.
 
 It is a few lines of C (`nontemporal_copy.c`), compiled when the package is installed. Where there
-was no compiler, or the processor is not an x86-64, the C library's `memcpy` is used: it takes half
-as long again, and does the same.
+was no compiler, or the processor is not an x86-64, the C library's `memmove` is used: the same
+result in 1.5 times the time.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ def load(library: Path) -> tuple[Move, bool]:
 
 move, streams = load(Path(__file__).with_name(LIBRARY))
 """`move(to, source, size_bytes)` copies between two addresses that do not overlap; `streams` says
-whether it goes past the caches."""
+whether it bypasses the caches."""

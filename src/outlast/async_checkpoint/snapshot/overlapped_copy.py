@@ -1,9 +1,9 @@
-"""Copies tensors beside the training, as long as the training does not change them.
+"""Copies tensors during training, as long as training does not change them.
 
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied by a thread during the next
-forward and backward pass, and the optimizer's `step` waits, in a hook of torch's, for the rest of
-the copy. All other tensors, such as batch-norm statistics, are copied eagerly (`copy_now`).
+forward and backward pass, and the optimizer's `step` waits, in a torch hook, for the rest of the
+copy. All other tensors, such as batch-norm statistics, are copied eagerly (`copy_now`).
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
@@ -45,7 +45,7 @@ def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    # A subclass that wraps other tensors has no memory of its own, and no address.
+    # A subclass that wraps other tensors has neither memory nor an address.
     return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
 
 
@@ -60,7 +60,7 @@ def copy_by_torch(copies: Sequence[CopyPair]) -> None:
 
 
 class Writes:
-    """The writes to tensors that torch counts, from its creation on."""
+    """The writes to tensors that torch has counted since this object was created."""
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
         # A tensor made in inference mode has no count, and cannot be written to outside of it.
@@ -83,8 +83,8 @@ class Writes:
 
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
-    """Whether the tensor can be copied beside the training: only an optimizer changes it (its
-    address is in `owned`), and it is contiguous.
+    """Whether the tensor can be copied during training: only an optimizer changes it (its address
+    is in `owned`), and it is contiguous.
     """
     return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
 
@@ -116,8 +116,8 @@ class OverlappedCopy:
         optimizers: whose steps change what is copied.
         sealed: called once, on the thread that calls `seal`, with `None` if the snapshot is
             correct, else with the error.
-        reached: called on the copying thread now and then, and at the end of the copy, with the
-            address up to which everything is copied.
+        reached: called on the copying thread from time to time, and at the end of the copy, with
+            the address up to which everything is copied.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class OverlappedCopy:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def start(self) -> None:
-        """Begins to copy. First store the object where a `call_off` will find it."""
+        """Starts the copy. Store the object first, where `call_off` will find it."""
         self._thread.start()
 
     @property
@@ -177,7 +177,7 @@ class OverlappedCopy:
         self.seal()
 
     def _await_copy(self) -> None:
-        # Not `join`: after an interrupted `join`, a thread that still copies counts as dead
+        # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
         # (Python 3.11, bpo-45274).
         self._ended.wait()
 

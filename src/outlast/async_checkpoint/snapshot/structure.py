@@ -1,4 +1,4 @@
-"""The parts of a state dict that this rank saves: its tensors and their layout, its pickled values.
+"""The parts of a state dict that this rank saves: tensors, their layout, and pickled values.
 
 A `Structure` is made once for all state dicts of equal structure. A save then only looks the
 tensors up and copies them.
@@ -98,7 +98,7 @@ class Structure:
         ]
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
-        """The values, each serialized by torch, one after another; and offset and size of each.
+        """The values, each serialized by torch, one after another; and the offset and size of each.
 
         Raises:
             CheckpointError: if a value cannot be pickled; names it.

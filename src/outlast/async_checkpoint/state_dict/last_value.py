@@ -19,6 +19,6 @@ class Last(Generic[V]):
         entry = self._entry
         value = entry[1] if entry is not None and entry[0] == key else make()
         # In one step, so another thread never sees a key without its value; and the newer of two
-        # equal keys, so no mesh of a process group that has gone is kept alive.
+        # equal keys, so the mesh of a destroyed process group is not kept alive.
         self._entry = key, value
         return value

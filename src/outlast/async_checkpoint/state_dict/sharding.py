@@ -32,7 +32,7 @@ class Item:
 
     Attributes:
         name: the flat name, as in torch.distributed.checkpoint.
-        path: its keys; the index of a list is a tuple of its own, `(i,)`.
+        path: its keys; the index of a list is a tuple, `(i,)`.
         kind: `tensor`, or `value` for anything that is pickled, including sparse tensors.
         offsets, sizes: of this part in the tensor, which has `shape`.
         dtype: without `torch.`.
@@ -91,7 +91,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
 
 
 def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
-    """From torch's path, in which every key of a dict is text, to ours, which keeps its type."""
+    """Maps torch's paths, in which every dict key is text, to ours, which keep the types."""
     found: dict[Path, Path] = {}
     for path, value in nodes(state_dict):
         for key in value if isinstance(value, Mapping) else ():
@@ -177,7 +177,7 @@ def encode_items(items: Sequence[Item]) -> bytes:
 
 
 def decode_items(content: bytes) -> list[Item]:
-    """The items that `encode_items` made `content` of."""
+    """The inverse of `encode_items`."""
     return [
         Item(name, _path(path), kind, tuple(offsets), tuple(sizes), tuple(shape), dtype)
         for name, path, kind, offsets, sizes, shape, dtype in json.loads(content)

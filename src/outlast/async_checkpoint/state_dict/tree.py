@@ -1,7 +1,7 @@
 """Walks of nested state: dicts and lists, and the leaves in them.
 
-A path is a tuple of keys; the index of a list is a tuple of its own, `(i,)`, so that it differs
-from the same number as a key of a dict.
+A path is a tuple of keys; the index of a list is a tuple, `(i,)`, so that it differs from the same
+number as a dict key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def torch_path(path: Path) -> Path:
 def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
     """The signature, which is equal for two states with the same parts, and the leaves in order.
 
-    Every save calls this on the training thread: it must cost little, so it makes no paths.
+    Every save calls this on the training thread: it must be cheap, so it builds no paths.
     """
     signature: list[Any] = []
     leaves: list[Any] = []

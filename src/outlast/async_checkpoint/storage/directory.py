@@ -42,12 +42,12 @@ class CheckpointInfo:
     """A committed checkpoint.
 
     Attributes:
-        step: of the training.
+        step: the training step.
         folder: the name of its directory.
         size_bytes: of all its files.
         world_size: of the job that saved it.
         metric: the argument of `save(metric=...)`.
-        tensors: how many it has.
+        tensors: the number of tensors.
     """
 
     step: int
@@ -146,8 +146,8 @@ def leftovers(storage: Storage) -> list[str]:
 
 
 def survey(storage: Storage) -> list[Found]:
-    """Everything in the storage, by step, and uncommitted directories last. Checks only the sizes
-    of the files.
+    """All directories in the storage, by step, the uncommitted ones last. Checks only the sizes of
+    the files.
     """
     # Of several checkpoints of a step the newest counts.
     wanted = dict(reversed(candidates(storage)))
@@ -204,7 +204,7 @@ def verify(
 def verify_folder(
     storage: Storage, folder: str, progress: Callable[[int], None] = lambda size_bytes: None
 ) -> Manifest:
-    """As `verify`, for a directory of any name; returns its manifest."""
+    """Like `verify`, for a directory of any name; returns its manifest."""
     manifest = read_manifest(storage, folder)
     buffer = memoryview(bytearray(manifest.chunk_bytes))
     checks = (
@@ -280,7 +280,7 @@ def is_committed(storage: Storage, folder: str) -> bool:
     except PermissionError:
         if _in_place(storage):
             raise
-        return True  # what reads the manifest reports the error, or passes over the checkpoint
+        return True  # the reader of the manifest reports the error, or skips the checkpoint
     return True
 
 

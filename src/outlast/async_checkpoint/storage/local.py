@@ -1,12 +1,12 @@
 """Checkpoints on a file system, local or shared (POSIX: ext4, xfs, NFS, Lustre, ...).
 
 Large files bypass the page cache (`O_DIRECT`) where the file system supports that: the disk reads
-the bytes from the shared-memory buffer, so a save costs the training almost no CPU and does not
-evict the data set from memory. Elsewhere they are written through the page cache.
+the bytes from the shared-memory buffer, so a save costs training almost no CPU and does not evict
+the data set from memory. Elsewhere they are written through the page cache.
 
 A checkpoint that replaces one of the same step is exchanged with it atomically (`RENAME_EXCHANGE`).
 On a file system without that, there is a moment in which the step has no checkpoint, but never a
-part of one.
+partial one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LocalStorage:
                 raise
             self._replace(source, target)
             fsync_folder(self.root)
-            self.remove(working)  # the checkpoint that was replaced, by now
+            self.remove(working)  # it holds the replaced checkpoint now
         fsync_folder(self.root)
 
     def get(self, folder: str, name: str) -> bytes:
@@ -122,7 +122,7 @@ class LocalStorage:
             if not folder:
                 return
         path = self._inside(folder)
-        if path.is_symlink():  # its target belongs to somebody else
+        if path.is_symlink():  # only the link: its target is not ours
             path.unlink()
             return
         while os.path.lexists(path):
@@ -139,8 +139,8 @@ class LocalStorage:
             return path.read_text()
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
-        """Takes a lock of the process, which the kernel releases when the process ends. So a lock
-        holder is always alive, and `careful` makes no difference.
+        """Takes a process lock, which the kernel releases when the process ends. So a lock holder
+        is always alive, and `careful` makes no difference.
         """
         path = self.root / _LOCKS[self.prefix]
         try:
@@ -154,7 +154,7 @@ class LocalStorage:
         self._recover()
 
     def _recover(self) -> None:
-        """Puts back a checkpoint that was moved aside by a job that died while it replaced the
+        """Puts back a checkpoint that was moved aside by a job that died while replacing the
         checkpoint on a file system without an atomic exchange.
         """
         for folder in self.folders():
@@ -210,7 +210,7 @@ class _Writer:
             self.direct = False
             self._fd = os.open(path, flags, 0o644)
         try:
-            # A full disk is an error now, and the file gets contiguous blocks.
+            # A full disk fails here, and the file gets contiguous blocks.
             if size_bytes and not recycled:
                 os.posix_fallocate(self._fd, 0, size_bytes)
         except OSError as e:

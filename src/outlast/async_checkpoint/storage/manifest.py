@@ -1,12 +1,12 @@
 """The manifest of a checkpoint: its files, tensors and values, and their checksums.
 
-It is the last file of a save, so a directory without one is no checkpoint. Its first line has the
-length and the checksum of the rest, which is JSON: the step, the id of the save, each file with its
-size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and where in the files each
+It is the last file of a save, so a directory without one is not a checkpoint. Its first line has
+the length and the checksum of the rest, which is JSON: the step, the id of the save, each file with
+its size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and where in the files each
 tensor and each value is. A load therefore needs no pickle to find anything, and a rank that reads
 one shard verifies the chunks of that shard only.
 
-Nothing here imports torch: the command line and the writer process do without.
+Nothing here imports torch: the command line and the writer process do not need it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ def open_storage(url: str) -> Storage:
     """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
 
     Raises:
-        ModuleNotFoundError: naming what to install: fsspec, or its implementation for this URL.
+        ModuleNotFoundError: if fsspec, or its implementation for this URL, is missing; names it.
         ValueError: if the kind of URL is unknown.
     """
     path = url.removeprefix("file://")

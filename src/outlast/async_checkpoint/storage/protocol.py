@@ -3,7 +3,7 @@
 `LocalStorage` is a file system, local or shared; `RemoteStorage` is anything that fsspec supports.
 They differ in how a checkpoint becomes visible. A file system has an atomic rename: a save writes
 everything under a temporary name, which is then renamed. An object store has none: a save puts the
-files in their final place and the manifest last; a directory without a manifest is no checkpoint.
+files in their final place and the manifest last; a directory without one is not a checkpoint.
 
 Nothing here imports torch.
 """
@@ -75,7 +75,7 @@ class Storage(Protocol):
         """
 
     def folders(self) -> list[str]:
-        """The names of all directories, also of those without a complete checkpoint. If several
+        """The names of all directories, including those without a complete checkpoint. If several
         belong to one step, the one committed last comes last.
         """
 
@@ -132,7 +132,7 @@ class Storage(Protocol):
 
     def lock(self, owner: str, *, careful: bool = False) -> None:
         """Locks the storage against other jobs, whose errors name `owner`, until `unlock`.
-        `careful` also refuses if the lock holder cannot be checked for being alive.
+        `careful` also refuses if it cannot be known whether the lock holder is alive.
 
         Raises:
             CheckpointError: if another job holds the lock; names it.

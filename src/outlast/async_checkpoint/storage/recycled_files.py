@@ -4,10 +4,10 @@ To remove a file, the file system frees its blocks and often tells the disk so (
 one, it allocates blocks again. Where every save removes an old checkpoint, that took a third of the
 disk's time for saves (ext4 with `discard`, on a virtual disk). Writing over a file costs neither.
 
-A checkpoint must not change while somebody still uses its files. So a file is written over only if
+A checkpoint must not change while its files are still in use. So a file is written over only if
 
-- its checkpoint was hidden before, durably (`LocalStorage.hide`): it cannot be found any more, not
-  even after a loss of power;
+- its checkpoint was hidden before, durably (`LocalStorage.hide`): it can no longer be found, even
+  after a power failure;
 - it has no other name: no backup has a hard link to it;
 - no process has it open or mapped: the kernel grants a lease, which it grants only to the only
   user of a file;
@@ -46,7 +46,7 @@ class RecycledFiles:
         whether it did; if not, the directory is still there.
         """
         try:
-            # A symbolic link leads to files of somebody else.
+            # A symbolic link may lead to files outside the storage.
             if not self._supported or not stat.S_ISDIR(os.lstat(folder).st_mode):
                 return False
             self.drop()
@@ -64,7 +64,7 @@ class RecycledFiles:
         """
         try:
             os.rename(self._folder / path.name, path)
-        except OSError:  # usually there is none; a save does without, whatever the reason
+        except OSError:  # usually there is none; the save does not need one
             return False
         if _is_ours_alone(path, size_bytes):
             return True
@@ -105,8 +105,8 @@ def _is_ours_alone(path: Path, size_bytes: int) -> bool:
         ):
             return False
         # A process that opens the file while the lease is held waits until the lease is released,
-        # and the kernel sends this process a signal: SIGIO, which would kill it, unless another
-        # one is set; SIGWINCH is ignored.
+        # and the kernel sends this process a signal: by default SIGIO, which would kill it;
+        # SIGWINCH is ignored.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGWINCH)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

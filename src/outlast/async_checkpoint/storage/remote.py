@@ -2,15 +2,15 @@
 
 An object store has no rename. So a save is written in place, into a directory of its own
 (`step-00000042-<save id>`), and its manifest is uploaded last: that one upload is the commit, and a
-directory without a manifest is no checkpoint. A save of a step that exists does not touch the older
-checkpoint. That one is removed by the commit after, when it is certain that the newer one
-counts: if the writer is killed between its commit and its answer, the save counts as failed and is
-removed, and the older checkpoint must still be there.
+directory without a manifest is not a checkpoint. A save of a step that exists does not touch the
+older checkpoint. The next commit removes that one, when it is certain that the newer one counts: if
+the writer is killed between its commit and its answer, the save counts as failed and is removed,
+and the older checkpoint must still be there.
 
 Two things differ from a file system:
 
-- *The lock is advisory.* `remote_lock.py` says what it is worth. Two jobs never write into the same
-  directory, but a job that opens the storage removes what looks like an abandoned save.
+- *The lock is advisory.* See `remote_lock.py`. Two jobs never write into the same directory, but a
+  job that opens the storage removes what looks like an abandoned save.
 - *Incomplete multipart uploads* of a killed writer are invisible, but cost money. Removing a save
   ends them. Not every store lists them (MinIO does not), so a bucket should have a rule that ends
   incomplete uploads after a few days.
@@ -151,7 +151,7 @@ class RemoteStorage:
 
     def remove(self, folder: str) -> None:
         path = self._inside(folder)
-        self.hide(folder)  # no checkpoint any more, even if the rest fails
+        self.hide(folder)  # no longer a checkpoint, even if the rest fails
         with as_os_errors(f"{self.where}/{folder}"):
             with suppress(FileNotFoundError):
                 self._fs.rm(path, recursive=True)
@@ -211,7 +211,7 @@ class RemoteStorage:
         ages = {
             folder: self._committed_at(folder)
             for several in _by_step(folders).values()
-            if len(several) > 1  # rare; for others the store need not be asked
+            if len(several) > 1  # rare; otherwise the store is not asked
             for folder in several
         }
         return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))

@@ -3,7 +3,7 @@
 `PartsUpload` is for S3, which takes the parts of an upload in any order: each piece is a part, sent
 by the thread that has it. `OrderedUpload` is for every other file system of fsspec: one thread at a
 time writes the next piece, and early pieces wait where they are, in the snapshot. So neither keeps
-more in memory than what is being sent: about two pieces a thread.
+more in memory than what is being sent: about two pieces per thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from outlast.system.error_text import describe
 
-_MOST_PARTS = 10_000  # S3's own limit
+_MOST_PARTS = 10_000  # the limit of S3
 
 
 @contextlib.contextmanager
@@ -106,8 +106,8 @@ class PartsUpload(_Upload):
         self._upload = ""
 
     def abandon(self) -> None:
-        """See `FileWriter`. Nothing stays, unless the store cannot be reached; then the removal
-        of the directory removes it.
+        """See `FileWriter`. Nothing stays, unless the store cannot be reached; then removing the
+        directory removes it.
         """
         upload, self._upload = self._upload, ""
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class PartsUpload(_Upload):
 
     def _put(self, content: bytes) -> None:
         with as_os_errors(self._where):
-            self._whole = True  # also if the request fails: the object may exist
+            self._whole = True  # even if the request fails: the object may exist
             self._fs.pipe_file(self._path, content)
 
     def _send(self, offset: int, data: memoryview) -> None:

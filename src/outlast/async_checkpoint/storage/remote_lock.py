@@ -1,8 +1,8 @@
 """The lock of a remote directory: an object, `.owner`, that names the process that holds it.
 
-An object store has no lock that ends with its holder. A holder that is alive on this very machine
-keeps other jobs out. Whether one on another machine is alive cannot be known here: then a warning
-names it, and the lock is taken over.
+An object store has no lock that ends with its holder. A holder that is alive on this machine keeps
+other jobs out. Whether one on another machine is alive cannot be known here: a warning names it,
+and the lock is taken over.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class RemoteLock:
     def release(self) -> None:
         """Removes the object if it still names this process."""
         token, self._token = self._token, ""
-        # An object that cannot be removed names a process that will be dead.
+        # An object that cannot be removed names a process that will soon be dead.
         with suppress(OSError):
             if token and (self._holder() or {}).get("token") == token:
                 with as_os_errors(f"{self._where}/{OWNER}"):
                     self._fs.rm_file(self._path)
 
     def _holder(self) -> dict[str, Any] | None:
-        """The content of the object: `None` without one, empty if it is not readable."""
+        """The content of the object: `None` if there is none, empty if it is unreadable."""
         with as_os_errors(f"{self._where}/{OWNER}"):
             try:
                 content = self._fs.cat_file(self._path)
@@ -111,4 +111,4 @@ def _alive(holder: dict[str, Any]) -> bool | None:
         began = psutil.Process(int(holder["pid"])).create_time()
     except (psutil.Error, KeyError, TypeError, ValueError):
         return False
-    return bool(abs(began - float(holder.get("began", -1))) < 1.0)  # PIDs are used again
+    return bool(abs(began - float(holder.get("began", -1))) < 1.0)  # PIDs are reused

@@ -98,7 +98,7 @@ class WriterClient:
                 self._process = process
 
     def share(self, number: int, memory: SharedMemory, index: bytes) -> None:
-        """Shares a buffer with the writer, in place of the one of that number. `index` says what a
+        """Shares a buffer with the writer, replacing the one with that number. `index` says what a
         snapshot in it holds, and where (`Structure.index`).
         """
         with self._starting:
@@ -110,13 +110,13 @@ class WriterClient:
                     _share(self._process, number, memory, index)
 
     def forget(self, number: int) -> None:
-        """A replacement of the writer does not get this buffer."""
+        """Stops sharing this buffer with replacements of the writer."""
         with self._starting:
             self._buffers.pop(number, None)
 
     def tell(self, message: Message) -> None:
         """Sends a notification. A lost writer does not need it."""
-        with self._telling:  # either this process gets it, or its replacement
+        with self._telling:  # either this writer gets it, or its replacement
             match message:
                 case SnapshotSealed() | SnapshotTorn():
                     self._ends[message.buffer] = message
@@ -129,8 +129,8 @@ class WriterClient:
 
     def await_idle(self, timeout: float) -> None:
         """Waits for the request in progress, for `timeout` seconds. A writer that does not answer
-        in time, because its disk does not, is killed and will be replaced: the buffers are mapped
-        here too.
+        in time, because its disk does not respond, is killed and will be replaced: the buffers are
+        mapped here too.
         """
         if self._requesting.acquire(timeout=timeout):
             self._requesting.release()
@@ -141,14 +141,14 @@ class WriterClient:
 
     @property
     def exclusive(self) -> AbstractContextManager[Any]:
-        """Holds requests of other threads back during several of this thread."""
+        """Holds back requests of other threads during several of this thread."""
         return self._requesting
 
     def request(self, request: Request[A]) -> A:
         """Sends a request, and waits for the answer.
 
         Raises:
-            WriterFailed: naming the cause.
+            WriterFailed: names the cause.
             Dropped: if the request was dropped.
         """
         with self._requesting:

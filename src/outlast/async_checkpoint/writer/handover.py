@@ -38,7 +38,7 @@ class HandedOver:
 
 
 def private_folder(folder: Path) -> Path:
-    """Makes `folder` for this user alone; raises `PermissionError` if it belongs to another user,
+    """Creates `folder` for this user only; raises `PermissionError` if it belongs to another user,
     is a link, or is open to others.
     """
     with contextlib.suppress(FileExistsError):

@@ -15,7 +15,7 @@ from outlast.system.shared_memory import SharedMemory
 class CopyProgress:
     """The progress of the copy of one snapshot: the writer writes during the copy.
 
-    When a writer dies, what it knew of copies is lost. The main process sends `SnapshotSealed` and
+    When a writer dies, its knowledge of copies is lost. The main process sends `SnapshotSealed` and
     `SnapshotTorn` again to its replacement, so no wait for a copy lasts forever.
     """
 
@@ -37,7 +37,7 @@ class CopyProgress:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Has every `wait_for` check its conditions again."""
+        """Makes every `wait_for` check its conditions again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -53,7 +53,7 @@ class HeldBuffer:
     """One buffer and the snapshot in it.
 
     Attributes:
-        memory: none before it was handed over.
+        memory: `None` before it is handed over.
         index: describes what a snapshot in it holds, and where.
         snapshot, values: the sealed snapshot, and its pickled values.
         written: the save that was last written from it, and the checksums that were taken then.
@@ -73,7 +73,7 @@ class HeldBuffer:
             self.progress.pop(save_id).tear()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self.invalidate()
         memory, self.memory = self.memory, None
         if memory is not None:
@@ -94,7 +94,7 @@ class HeldBuffer:
 
 
 class HeldBuffers:
-    """All of them, by number."""
+    """All held buffers, by number."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, HeldBuffer] = {}
@@ -103,12 +103,12 @@ class HeldBuffers:
         return self._buffers.setdefault(number, HeldBuffer())
 
     def release(self, number: int) -> None:
-        """Gives a buffer back."""
+        """Releases a buffer."""
         self[number].close()
         del self._buffers[number]
 
     def wake_all(self, dropped: threading.Event) -> None:
-        """Sets `dropped`, and has every wait for a copy look at it."""
+        """Sets `dropped`, and makes every wait for a copy check it."""
         dropped.set()
         for buffer in list(self._buffers.values()):
             for progress in list(buffer.progress.values()):

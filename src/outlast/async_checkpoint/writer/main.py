@@ -1,6 +1,6 @@
 """The writer process: writes snapshots to storage, checksums them, and keeps the last ones.
 
-It is a program of its own, without torch and of low priority; `writer/client.py` starts it and
+It is a separate program, without torch and with low priority; `writer/client.py` starts it and
 talks to it (`writer/messages.py`). It maps the snapshot buffers of the main process, so snapshots
 outlive that process. When the main process ends without a goodbye, the writer waits for a while at
 a socket in a private folder, hands the buffers to the replacement that connects, and ends. It ends
@@ -81,8 +81,8 @@ class Writer:
                 self._note(message, descriptors)
 
     def _await_message(self) -> None:
-        """Waits for a message, or for the end of the main process: a fork of that may hold the
-        channel open. What it had sent before it ended is still read.
+        """Waits for a message, or for the end of the main process, a fork of which may hold the
+        channel open. Messages sent before that end are still read.
         """
         main_process = () if self.main_process is None else (self.main_process,)
         if self.channel.fileno() not in readable(self.channel.fileno(), *main_process):
@@ -222,8 +222,8 @@ class Writer:
 
 def main() -> None:
     """Runs the writer process."""
-    # Lower than the training, but not so low that a save takes very long on a busy machine: then
-    # the training would wait for it in the end.
+    # Lower than training, but not so low that a save takes very long on a busy machine: training
+    # would have to wait for it in the end.
     channel = settle(nice=5, ends_with_parent=False)
     config = unpack(sys.argv[1].encode())[0]
     launcher = open_process(config["launcher"])

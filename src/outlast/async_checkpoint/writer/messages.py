@@ -78,8 +78,8 @@ class Request(Message, Generic[A]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShareBuffer(Message):
-    """Hands over a buffer, whose descriptor comes along, in place of the one of that number.
-    `blob` is the index of what it will hold (`Structure.index`).
+    """Shares a buffer, whose descriptor is attached, replacing the one with that number. `blob` is
+    the index of what it will hold (`Structure.index`).
     """
 
     buffer: int
@@ -95,7 +95,7 @@ class BufferReused(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReleaseBuffer(Message):
-    """The buffer is not needed any more."""
+    """The buffer is no longer needed."""
 
     buffer: int
 
@@ -140,7 +140,7 @@ class DropSaves(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goodbye(Message):
-    """The main process ends in order; the writer ends too, and keeps nothing."""
+    """The main process ends normally; the writer ends too, and keeps nothing."""
 
 
 # ------------------------------------------------------------------------ answers and requests

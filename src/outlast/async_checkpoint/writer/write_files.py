@@ -17,8 +17,8 @@ from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pie
 from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
 from outlast.system.parallel import in_threads
 
-# The size of one write call. Measured on a virtual disk, past the page cache: 4 MiB pieces take
-# 1.2 times as long, 64 MiB ones 1.07 times.
+# The size of one write call. Measured on a virtual disk, bypassing the page cache: 4 MiB pieces
+# take 1.2 times as long, 64 MiB ones 1.07 times.
 PIECE_BYTES = 4 * CHUNK_BYTES
 
 Files = Sequence[tuple[str, int, int]]  # name, offset in the buffer, size

@@ -32,11 +32,10 @@ _FILE_TIMEOUT = "Wait timeout"
 
 
 class TorchStore:
-    """Performs the operations of `Store` on one torch store, that is on one connection.
+    """Performs the operations of `Store` on one torch store, i.e. on one connection.
 
     A connection serves one operation at a time: a thread that waits on it blocks all others, so
-    each waiting thread needs a connection of its own. `where` is its name in errors, e.g.
-    `node1:29500`.
+    each waiting thread needs its own connection. `where` is its name in errors, e.g. `node1:29500`.
     """
 
     def __init__(self, store: Any, where: str) -> None:
