@@ -272,7 +272,7 @@ class Checkpointer:
         `with` block, and at the end of the program, where it waits for at most ten minutes.
 
         Args:
-            timeout: saves that are not committed by then are dropped, on all ranks.
+            timeout: how long to wait; saves not committed by then are dropped, on all ranks.
 
         Raises:
             CheckpointError: if a save failed or was dropped, and its handle was not read.

@@ -25,5 +25,5 @@ def ranks() -> int:
 
 
 def runtime_folder() -> Path:
-    """A folder for this user's sockets. It need not exist."""
+    """A folder for this user's sockets, which may not exist yet."""
     return Path(tempfile.gettempdir()) / f"outlast-{os.getuid()}"

@@ -115,7 +115,7 @@ class FileCheckpoint:
 
 
 def newest_valid(storage: LocalStorage) -> str | None:
-    """The directory of the newest checkpoint of which every byte is valid; `None` if there is no
+    """The directory of the newest checkpoint whose bytes are all valid; `None` if there is no
     checkpoint.
 
     Raises:

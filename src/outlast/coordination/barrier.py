@@ -16,7 +16,7 @@ that account for the last missing member, the last one is followed by a check th
 `count` only saves the checks that cannot succeed: each member adds to it after its append, so the
 last one to add gets a number that, plus the number of lost members, is not below the size. A
 process that dies between its append and its check is recorded by its monitor, which checks again;
-if a recorder dies as well, the waiting members check when their backstop expires.
+if a recorder dies too, the waiting members check when their backstop expires.
 
 Operations: four for a member that is not the last (append, add, read, wait), so a constant number
 per member, whatever the size.

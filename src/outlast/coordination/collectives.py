@@ -29,7 +29,7 @@ def raise_together(error: Exception | None, what: str, rank: int, group: Any = N
 
     Raises:
         Exception: `error`, if this rank has one.
-        AsyncCallError: naming another rank on which `what` happened.
+        AsyncCallError: on the other ranks; names one on which `what` happened.
     """
     no_rank = 1 << 62
     first = least(no_rank if error is None else rank, group)

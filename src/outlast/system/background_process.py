@@ -127,8 +127,8 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
 
     Args:
         nice: its niceness, 0 to 19; a higher one that it already has stays.
-        idle_io: whether its disk access waits for that of all other processes, possibly forever;
-            otherwise it has the lowest best-effort priority.
+        idle_io: whether its disk access yields to all other processes, possibly forever; otherwise
+            it has the lowest best-effort priority.
         ends_with_parent: whether it ends at once when the process that started it is gone.
             Otherwise it gets an `EOFError` from the channel, and takes the time it needs; a forked
             child of the parent may keep the channel open longer.

@@ -7,8 +7,8 @@ all threads at once, and a thread that does not happen to be the last holder of 
 within a millisecond. So threads of the process are watched, each by a pidfd of its own
 (PIDFD_THREAD, Linux 6.9; on older systems only the process itself is watched).
 
-A thread may also return normally, and the process goes on. The kernel says which of the two it is:
-the main thread of a dying process is exiting, or has SIGKILL pending, and never runs its own code
+A thread may also return normally while the process continues. The kernel distinguishes the two: the
+main thread of a dying process is exiting, or has SIGKILL pending, and never runs its own code
 again. That is all that its peers need to know to continue without it.
 """
 
@@ -129,7 +129,7 @@ def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> No
 
     Args:
         nice: its niceness, 0 to 19; a higher one that it already has stays.
-        idle_io: whether its disk access waits for that of all other processes.
+        idle_io: whether its disk access yields to all other processes.
         own_session: whether this process is alone in its session.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -54,8 +54,8 @@ class ThreadedWait(Generic[T]):
         self._thread.join(timeout)
 
     def abandon(self, error: Exception) -> None:
-        """Makes `result` raise `error`. The thread itself goes on until what it waits for has come,
-        or the store is gone.
+        """Makes `result` raise `error`. The thread itself continues until its wait ends, or the
+        store is gone.
         """
         self._abandoned = error
         self.over.set()

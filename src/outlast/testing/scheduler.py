@@ -1,10 +1,10 @@
 """The scheduler of the simulation: many tasks in one process, interleaved by a seed.
 
 A `Simulation` drives coroutines (see `coordination/ops.py`) against one table and a fake clock. At
-each step its seeded generator picks one task that can go on; the simulation performs the operation
-that the task has yielded, and runs the task to its next operation. Between any two operations a
-task may be stopped for good (`kill`). Time moves only when no task can go on: then the earliest
-deadline of a waiting task expires. The same seed gives the same run.
+each step its seeded generator picks one task that can continue; the simulation performs the
+operation that the task has yielded, and runs the task to its next operation. Between any two
+operations a task may be stopped for good (`kill`). Time moves only when no task can continue: then
+the earliest deadline of a waiting task expires. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 
 
 class Deadlock(AssertionError):
-    """No task can go on, and none waits for a deadline; or the steps are used up."""
+    """No task can continue, and none waits for a deadline; or the step limit is reached."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Simulation:
     """A seeded scheduler. `trace` lists the steps, `timeouts` the waits that expired.
 
     A coroutine may yield operations that are not the store's. `choose` returns a function that
-    performs such an operation now, or `None` while it cannot go on.
+    performs such an operation now, or `None` while it cannot continue.
     """
 
     def __init__(self, seed: int, choose: Callable[[Task, Op], Callable[[], Any] | None]) -> None:

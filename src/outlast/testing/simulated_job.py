@@ -71,7 +71,7 @@ class SimulatedJob:
         self.sim.add(task)
 
     async def _monitor(self, host: SimulatedMember) -> None:
-        """The monitor of a dead member tells the others."""
+        """The monitor of a dead member reports its death."""
         membership = MembershipProtocol(Link(), self.schedule.members)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
         await membership.report_killed(host.preferred_rank, host.token, host.member, fault)

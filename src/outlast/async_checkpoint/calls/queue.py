@@ -2,7 +2,7 @@
 
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(save, (state,), [commit]))
-    ...                                          # training goes on
+    ...                                          # training continues
     queue.maybe_finalize_async_calls()           # from time to time; never waits
     queue.close()                                # waits for the remaining calls
 

@@ -1,7 +1,7 @@
 """Compares a state dict with the content of a checkpoint: what fits, and what differs.
 
 An index describes what a checkpoint holds: values, and tensors as parts with offsets in the whole.
-The parts that this rank loads are those of torch.distributed.checkpoint (`sharding.describe`).
+The parts that this rank loads are as in torch.distributed.checkpoint (`sharding.describe`).
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def values_file(rank: int) -> str:
 
 
 class Structure:
-    """The parts of a state dict that this rank saves: `tensors` and `values`, those of `items` with
-    one of `keys`. `index` says what they are and where, as JSON, for a process that takes the
-    snapshot over.
+    """The parts of a state dict that this rank saves: `tensors` and `values`, from the `items`
+    whose key is in `keys`. `index` says what they are and where, as JSON, for a process that takes
+    the snapshot over.
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:

@@ -108,7 +108,7 @@ class Storage(Protocol):
 
     def hide(self, folder: str) -> str:
         """Makes a checkpoint invisible, durably; its files stay. Returns the directory to pass to
-        `remove` later, even if a new checkpoint has the old name by then; an empty string if there
+        `remove` later, even if a new checkpoint has taken the old name; an empty string if there
         was no checkpoint.
         """
 

@@ -1,6 +1,6 @@
 """Recycled files: the next save writes over the files of the checkpoint that was removed last.
 
-To remove a file, the file system frees its blocks and often tells the disk so (discard); to create
+To remove a file, the file system frees its blocks and often notifies the disk (discard); to create
 one, it allocates blocks again. Where every save removes an old checkpoint, that took a third of the
 disk's time for saves (ext4 with `discard`, on a virtual disk). Writing over a file costs neither.
 

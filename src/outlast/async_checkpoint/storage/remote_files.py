@@ -22,7 +22,7 @@ _MOST_PARTS = 10_000  # the limit of S3
 
 @contextlib.contextmanager
 def as_os_errors(where: str) -> Iterator[None]:
-    """Turns the errors of fsspec and the libraries below it into an `OSError` that says where."""
+    """Turns errors of fsspec and the libraries below it into an `OSError` that names `where`."""
     try:
         yield
     except NotImplementedError:

@@ -91,7 +91,7 @@ class WriterClient:
             )
             for number, (memory, index) in self._buffers.items():
                 _share(process, number, memory, index)
-            # A notification that is sent meanwhile comes after these, to the new process.
+            # A notification sent meanwhile follows these, to the new process.
             with self._telling:
                 for message in self._ends.values():
                     process.channel.send(encode(message))

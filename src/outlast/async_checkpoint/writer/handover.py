@@ -77,7 +77,7 @@ def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | 
 
 def _give(connection: socket.socket, snapshots: Sequence[HandedOver]) -> None:
     channel = Channel(connection)
-    with contextlib.suppress(OSError, EOFError):  # the replacement died as well
+    with contextlib.suppress(OSError, EOFError):  # the replacement died too
         for snapshot in snapshots:
             channel.send(pack(dict(snapshot.snapshot), snapshot.values), [snapshot.descriptor])
         channel.send(b"")
