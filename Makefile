@@ -1,18 +1,18 @@
-# Everything a contributor runs. Each target makes the environment that it needs, from nothing.
-#   make demo    a training run that goes through planned faults, and the report of it
+# Everything a contributor runs. Each target creates the environment it needs.
+#   make demo    a training run with planned faults, and its report
 #   make check   format, lint, types, import order, the documentation and its examples
-#   make test    the tests, without the longest
+#   make test    the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
-#   make test-ray  those that need Ray, in an environment of their own: it is large
-#   make bench   the benchmarks, beside another library that restarts in place
+#   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
+#   make bench   the benchmarks, compared with another library that restarts in place
 #   make docs    the documentation, into build/site; its Python examples are type-checked
 
 PYTHON ?= python3
-# Installed first and by exact version: a CPU build is enough for all that is here, and plain
-# `torch` may fetch gigabytes of CUDA packages. On a machine with GPUs: make TORCH=torch ...
+# Installed first, at an exact version: a CPU build is enough for everything here, and plain
+# `torch` may download gigabytes of CUDA packages. On a machine with GPUs: make TORCH=torch ...
 TORCH ?= torch==2.13.0
 
-# Processes that run tests.
+# The number of processes that run tests.
 WORKERS ?= 2
 
 VENV := .venv
@@ -42,16 +42,15 @@ endef
 $(STAMP): $(BUILT_FROM)
 	$(call environment,$(VENV),dev$(,)docs$(,)demo)
 
-# Apart from .venv, so that the library compared with never stands beside the tests. Its
-# requirements are torch, psutil, and small pure-Python packages: as torch is there already, it
-# brings no CUDA package along.
+# Separate from .venv, so that the tests never see the other library. Its requirements are torch,
+# psutil and small pure-Python packages: torch is already installed, so it installs no CUDA package.
 $(BENCH_STAMP): $(BUILT_FROM)
 	$(call environment,$(BENCH_VENV),bench$(,)demo)
 
 $(RAY_STAMP): $(BUILT_FROM)
 	$(call environment,$(RAY_VENV),dev$(,)demo$(,)ray)
 
-# A comma that `call` does not take for the end of an argument.
+# A comma that `call` does not take for an argument separator.
 , := ,
 
 venv: $(STAMP)
@@ -66,7 +65,7 @@ demo: $(STAMP)
 		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
 
-# Tests wait more than they compute, and a job of several ranks has the other cores.
+# Tests wait more than they compute; multi-rank jobs use the remaining cores.
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

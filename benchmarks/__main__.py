@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _store(path: Path, name: str, result: dict[str, Any]) -> None:
-    """Stores a result in the file, beside those of other benchmarks."""
+    """Stores a result in the file, next to those of other benchmarks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     results[name] = result

@@ -1,6 +1,4 @@
-"""What holds for every test: nothing is left behind, no example is failed for being slow; and where
-tests of several rooms get their rank processes from.
-"""
+"""For all tests: leak checks, hypothesis without deadlines, and fixtures that start processes."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from leaks import no_leaks
 from procs import Job
 from zygote import Zygote
 
-# torch asks the resolver for the name of every peer; a resolver that drops the question would cost
-# five seconds a connection.
+# torch resolves the name of every peer; a resolver that drops the query would cost five seconds per
+# connection.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # No deadline: the machine is shared, and a property is true or false at any speed.
@@ -30,23 +28,23 @@ hypothesis.settings.register_profile("all", max_examples=100, **_PROFILE)
 
 @pytest.fixture(autouse=True, scope="session")
 def _what_libraries_hold_for_life() -> None:
-    """Have libuv open the pipe that it opens once a process, at its first store, and never closes.
+    """Makes libuv open the pipe that it opens once, at the first store, and never closes.
 
-    Without this it would be the first test with a store that seems to leak it.
+    Otherwise the first test with a store would seem to leak it.
     """
     torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    # Set up before any fixture that a test asks for, and so torn down after them all.
+    # Set up before any fixture that a test requests, and therefore torn down last.
     with no_leaks():
         yield
 
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Where rank processes and launchers come from: torch is imported there already."""
+    """Starts rank processes and launchers by fork, with torch already imported."""
     with Zygote() as zygote:
         zygote.share()
         yield zygote
@@ -55,7 +53,7 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture
 def ranks(tmp_path: Path, zygote: Zygote, request: pytest.FixtureRequest) -> Callable[..., Job]:
     """`ranks("script", "scenario", nprocs=2)`: a job of a scenario of `script.py`, which is in
-    the folder `scripts` of the test's room.
+    the folder `scripts` of the test's package.
     """
 
     def job(script: str, *args: str, nprocs: int = 2, **kwargs: Any) -> Job:
@@ -67,7 +65,7 @@ def ranks(tmp_path: Path, zygote: Zygote, request: pytest.FixtureRequest) -> Cal
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make test-all` gives this option, `make test` does not."""
+    """`make test-all` passes this option, `make test` does not."""
     parser.addoption(
         "--all", action="store_true", help="also run tests marked slow, and more examples of each"
     )
@@ -78,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is slow, unless all is asked for; skip what needs a GPU without one."""
+    """Deselects slow tests unless `--all` is given; skips GPU tests without a GPU."""
     if not config.getoption("--all"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
@@ -91,8 +89,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take all that is imported out of the garbage collector's sight: a collection after a test is
-    then one of milliseconds.
-    """
+    """Freezes all imported objects, so that a collection after a test takes milliseconds."""
     gc.collect()
     gc.freeze()

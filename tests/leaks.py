@@ -1,10 +1,10 @@
 """What a test may not leave behind: threads, descriptors, children, signal and log handlers.
 
-`no_leaks()` photographs the process before a block and after it, and raises `LeakError` naming
-each thing that is there now and was not before. `conftest.py` puts it around every test.
+`no_leaks()` takes a snapshot of the process before and after a block, and raises `LeakError` naming
+each new resource. `conftest.py` wraps every test in it.
 
-What winds down by itself, a C++ thread or a child that was told to end, is given until a deadline:
-generous, because it is a net on a busy machine and no measure of anything.
+Resources that end by themselves (a C++ thread, a child that was told to end) have until a deadline,
+which is generous: it is a safety net on a busy machine, not a measurement.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 import psutil
 
 SETTLE_S = 15.0
-"""How long what is ending may take to end before it counts as left behind."""
+"""How long a resource may take to end before it counts as leaked."""
 
-# Each exemption is by name, and says whose it is.
-EXEMPT_THREADS = ("pytest_timeout ",)  # the net that pytest-timeout spans over the next test
-EXEMPT_DESCRIPTORS = ("/dev/nvidia",)  # CUDA's, held from its first use on, for life
-# C++ threads that torch makes for what it owns, and ends with it; other native threads (OpenMP's,
+# Each exemption is by name, and states the owner.
+EXEMPT_THREADS = ("pytest_timeout ",)  # pytest-timeout's timer for the next test
+EXEMPT_DESCRIPTORS = ("/dev/nvidia",)  # CUDA's, held from its first use until exit
+# C++ threads that torch ends with the objects that own them; other native threads (OpenMP's,
 # autograd's, CUDA's) belong to pools that live as long as the process.
 NATIVE_THREADS = ("gloo", "pt_gloo", "pt_tcpstore", "pt_nccl")
 
@@ -42,7 +42,7 @@ class LeakError(AssertionError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the process holds at one moment."""
+    """The resources of the process at one moment."""
 
     threads: frozenset[threading.Thread]
     native_threads: dict[int, str]
@@ -66,7 +66,7 @@ class Snapshot:
         )
 
     def leaks_in(self, after: Snapshot) -> list[str]:
-        """One line for each thing in `after` that this snapshot does not know."""
+        """One line for each resource in `after` that is not in this snapshot."""
         return [
             *(_describe_thread(thread) for thread in after.threads - self.threads),
             *(
@@ -110,7 +110,7 @@ class Snapshot:
 
 @contextmanager
 def no_leaks() -> Iterator[None]:
-    """Raise `LeakError` if the block leaves anything behind that does not end by itself."""
+    """Raises `LeakError` if the block leaves anything behind that does not end by itself."""
     before = Snapshot.take()
     yield
     found = settled_leaks(before)
@@ -119,18 +119,18 @@ def no_leaks() -> Iterator[None]:
 
 
 def settled_leaks(before: Snapshot) -> list[str]:
-    """What is left against `before` once what is ending has ended, or `SETTLE_S` is over."""
+    """The new resources since `before`, once those ending have ended or `SETTLE_S` is over."""
     found = before.leaks_in(Snapshot.take())
     if not found:
         return []
-    gc.collect()  # what only a reference cycle holds is not kept
+    gc.collect()  # objects held only by a reference cycle are not leaks
     deadline = time.monotonic() + SETTLE_S
     pause_s = 0.001
     while (after := Snapshot.take()) and (found := before.leaks_in(after)):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return found
-        # Nothing announces that a C++ thread has closed its descriptors, so this looks again;
+        # No event announces that a C++ thread has closed its descriptors, so this polls;
         # a Python thread is waited for by its end.
         pause_s = min(pause_s * 2, 0.1, left_s)
         ending = next(iter(after.threads - before.threads), None)
@@ -161,7 +161,7 @@ def _native_threads() -> dict[int, str]:
         try:
             name = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         if name.startswith(NATIVE_THREADS):
             names[int(tid)] = name
     return names
@@ -189,7 +189,7 @@ def _children() -> Iterator[psutil.Process]:
 
 
 def _descendants() -> Iterator[int]:
-    """The kernel's lists of children, where it has them, save a look at all processes there are."""
+    """The kernel's lists of children, where available, save a scan of all processes."""
     if not Path("/proc/thread-self/children").exists():
         yield from (child.pid for child in psutil.Process().children(recursive=True))
         return

@@ -1,4 +1,4 @@
-"""Rank processes for tests: real ones, each in a session of its own, none left over afterwards.
+"""Real rank processes for tests, each in its own session, none left over afterwards.
 
     with Job(tmp_path, script, nprocs=4) as job:
         job.start_all()
@@ -8,9 +8,9 @@
         assert set(job.wait_all().values()) == {0}
         assert job.lines(3)[-1]["step"] == 100
 
-A script prints JSON objects, one a line; other lines are left to people. Every process carries the
-job's id in its environment, children that went to a session of their own included, and so the end
-of the block finds them all. Every time limit here is a net: none is a measure of anything.
+A script prints JSON objects, one per line; other lines are ignored. Every process has the job's id
+in its environment, including children in other sessions, so the end of the block finds them all.
+Every time limit here is a safety net, not a measurement.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import psutil
 
 MARKER = "OUTLAST_TEST_ID"
 NET_S = 120.0
-"""How long a test waits for what must come; under pytest's own limit, so that the job cleans up."""
+"""How long a test waits for an event; below pytest's own limit, so that the job cleans up."""
 LINGER_S = 15.0
-"""How long helpers of a rank, its monitor say, may take to end after it."""
+"""How long helpers of a rank, such as its monitor, may take to end after it."""
 
 Line = dict[str, Any]
 
@@ -43,7 +43,7 @@ _given_ports: set[int] = set()
 
 
 class Process(Protocol):
-    """What a job needs of a process that it has started; `subprocess.Popen` is one."""
+    """The interface of a started process that a job needs; `subprocess.Popen` implements it."""
 
     @property
     def pid(self) -> int: ...
@@ -56,7 +56,7 @@ class Process(Protocol):
 
 
 def spawn(command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> Process:
-    """Starts a process in a session of its own, with its output in two files."""
+    """Starts a process in its own session, with its output in two files."""
     with out.open("wb") as out_file, err.open("wb") as err_file:
         return subprocess.Popen(
             command,
@@ -70,19 +70,18 @@ def spawn(command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) 
 
 
 def default_signals() -> None:
-    """For a new process: a runner in the background may hand down that Ctrl-C and the end of the
-    terminal are ignored, and a program then leaves it so.
+    """For a new process: a test runner in the background may pass on ignored SIGINT and SIGHUP,
+    which a program then leaves ignored.
     """
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free, and was not given before.
+    """A free port of 127.0.0.1 that was not returned before.
 
-    It lies below the range from which the kernel takes the ports of outgoing connections, so that
-    none of those takes it before the job's store does. Each worker of pytest-xdist has ports of its
-    own.
+    It is below the range of ephemeral ports, so that no outgoing connection takes it before the
+    job's store does. Each worker of pytest-xdist has a separate range.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ports = range(15_000 + worker % 16 * 1000, 16_000 + worker % 16 * 1000)
@@ -128,7 +127,7 @@ class Job:
         for attempts in self._started.values():
             for process in attempts:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # its session began with it
+                    os.killpg(process.pid, signal.SIGKILL)  # it leads its session
                 process.wait()
         left = self._reap_leftovers()
         if left and error is None:
@@ -137,7 +136,7 @@ class Job:
     # ------------------------------------------------------------------ starting and ending
 
     def start(self, rank: int, env: Mapping[str, str] | None = None) -> Process:
-        """Start `rank`, or start it anew after its process has ended."""
+        """Starts `rank`, or restarts it after its process has ended."""
         attempts = self._started.setdefault(rank, [])
         assert not attempts or attempts[-1].poll() is not None, f"rank {rank} is still running"
         process = self._spawn(
@@ -150,7 +149,7 @@ class Job:
         return process
 
     def start_all(self) -> None:
-        """Start every rank, 0 to `nprocs` - 1."""
+        """Starts every rank, 0 to `nprocs` - 1."""
         for rank in range(self.nprocs):
             self.start(rank)
 
@@ -163,11 +162,11 @@ class Job:
         return self._latest(rank).poll() is None
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to the rank's latest process."""
+        """Sends a signal to the rank's latest process."""
         self._latest(rank).send_signal(number)
 
     def kill(self, rank: int) -> None:
-        """Kill the rank's latest process, and see it end."""
+        """Kills the rank's latest process, and waits for its end."""
         self.send(rank, signal.SIGKILL)
         self.wait(rank)
 
@@ -193,7 +192,7 @@ class Job:
         deadline = time.monotonic() + timeout
         seen = 0
         while True:
-            ended = not self.running(rank)  # asked first: what it printed last is read below
+            ended = not self.running(rank)  # checked first, so that its last output is read below
             lines = self.lines(rank)
             for line in lines[seen:]:
                 if predicate(line):
@@ -208,15 +207,15 @@ class Job:
     # ------------------------------------------------------------------------------ reading
 
     def output(self, rank: int) -> str:
-        """What the rank has printed so far, all its processes after each other."""
+        """The rank's stdout so far, over all its processes in order."""
         return self._read(rank, "out")
 
     def errors(self, rank: int) -> str:
-        """What the rank has written to its stderr so far, all its processes after each other."""
+        """The rank's stderr so far, over all its processes in order."""
         return self._read(rank, "err")
 
     def lines(self, rank: int) -> list[Line]:
-        """The JSON objects that the rank has printed so far, one a line."""
+        """The JSON objects that the rank has printed so far, one per line."""
         whole = (line for line in self.output(rank).splitlines(keepends=True) if line[-1] == "\n")
         return [json.loads(line) for line in whole if line.startswith("{")]
 
@@ -254,7 +253,7 @@ class Job:
     def _wait(self, rank: int, deadline: float) -> int:
         process = self._latest(rank)
         if not _ended(process, deadline):
-            # The fault handler that every rank has prints all its stacks before it dies of this.
+            # Every rank's fault handler prints all stacks before the process dies of this signal.
             for other in self._started:
                 if self.running(other):
                     self.send(other, signal.SIGABRT)
@@ -270,7 +269,7 @@ class Job:
         raise AssertionError("\n".join(parts))
 
     def _reap_leftovers(self) -> list[str]:
-        """Wait for the helpers of ended ranks to end; kill, and describe, those that do not."""
+        """Waits for the helpers of ended ranks to end; kills and describes those that do not."""
         deadline = time.monotonic() + LINGER_S
         while (left := marked(self.id)) and time.monotonic() < deadline:
             psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
@@ -286,7 +285,7 @@ class Job:
 
 
 def marked(job_id: str) -> list[psutil.Process]:
-    """The processes that carry a job's id, and have not ended."""
+    """The live processes that have a job's id."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -299,7 +298,7 @@ def marked(job_id: str) -> list[psutil.Process]:
 
 
 def _ended(process: Process, deadline: float) -> bool:
-    """Wait for a process's end by its pidfd: at once when it comes, and not past `deadline`."""
+    """Waits on a pidfd for the end of a process, until `deadline`."""
     if process.poll() is not None:
         return True
     pidfd = os.pidfd_open(process.pid)

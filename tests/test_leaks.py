@@ -1,4 +1,4 @@
-"""The leak checker finds each kind of leak, names it, and lets what ends by itself end."""
+"""The leak checker detects and names each kind of leak, and waits for what ends by itself."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_leak_is_named(leak: Callable[[], AbstractContextManager[str]]) -> Non
 
 
 def relevant(lines: list[str], expected: str) -> list[str]:
-    """All lines but those of a pipe that belongs to the leak on purpose."""
+    """All lines except those of a pipe that belongs to the intended leak."""
     return [line for line in lines if "-> pipe:" not in line or expected.startswith("file")]
 
 
@@ -174,7 +174,7 @@ def test_an_error_in_the_block_is_not_hidden(no_settling: None) -> None:
 
 
 def test_every_test_is_checked(tmp_path: Path) -> None:
-    """The conftest of this folder fails a test that leaks, and no other."""
+    """This folder's conftest fails a test that leaks, and no other."""
     (tmp_path / "no_settling.py").write_text("import leaks\nleaks.SETTLE_S = 0\n")
     (tmp_path / "test_leaky.py").write_text(
         "import threading\n"

@@ -1,4 +1,4 @@
-"""Jobs start, speak, are replaced, and leave no process behind, even one that ran away."""
+"""Jobs start, print, are replaced, and leave no process behind, even one that escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts Python processes without the seconds that `import torch` takes: by fork.
+"""Starts Python processes by fork, without the seconds that `import torch` takes.
 
     with Zygote() as zygote, Job(tmp_path, script, spawn=zygote.spawn) as job:
         ...
@@ -6,11 +6,11 @@
         ...
 
 The zygote is a process that has imported torch and outlast and done nothing with them. On request
-it forks; the child becomes what a fresh interpreter with the same command line would be: a session
-of its own, its own environment, working directory, output and `sys.argv`, and then the script or
-module as `__main__`. The zygote is its parent, so it reports the exit code of a child that has
-ended. What differs from a fresh interpreter: modules are imported already, and /proc shows the
-zygote's command line and environment, but for the job's id.
+it forks, and the child becomes what a fresh interpreter with the same command line would be: its
+own session, environment, working directory, output and `sys.argv`, and then the script or module as
+`__main__`. The zygote is the parent of its children, and reports their exit codes. Differences from
+a fresh interpreter: modules are already imported, and /proc shows the zygote's command line and
+environment, except for the job's id.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IMPORTS = (
     "outlast.elastic",
     "outlast.inprocess",
     "outlast.launch.cli",
-    # What torch imports only when it is used: an optimizer's first step, a DTensor, `dcp.load`.
+    # Modules that torch imports on use: by an optimizer's first step, a DTensor, `dcp.load`.
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -52,7 +52,7 @@ IMPORTS = (
 )
 
 _BLANK = "0" * 32
-"""What the zygote carries in place of a job's id, so that a child can put the id there."""
+"""A placeholder in the zygote's environment, which a child overwrites with the job's id."""
 
 
 _shared: list[Zygote] = []
@@ -75,7 +75,7 @@ class Zygote:
         environment = {
             **os.environ,
             MARKER: _BLANK,
-            "OMP_NUM_THREADS": "1",  # no pool of threads: they would not be there after a fork
+            "OMP_NUM_THREADS": "1",  # no thread pool: its threads would not exist after a fork
             "OPENBLAS_NUM_THREADS": "1",
         }
         with theirs:
@@ -91,7 +91,7 @@ class Zygote:
         self._lines = ours.makefile("r")
 
     def share(self) -> None:
-        """Makes this the one that `shared` gives, until its end."""
+        """Makes this the zygote that `shared` returns, until it ends."""
         _shared[:] = [self]
 
     def __enter__(self) -> Zygote:
@@ -108,7 +108,7 @@ class Zygote:
     def spawn(
         self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path
     ) -> Started:
-        """Starts a process with its output in two files, as `Job` asks for it."""
+        """Starts a process with its output in two files, as `Job` requires."""
         with out.open("wb") as out_file, err.open("wb") as err_file:
             return self.start(command, env, stdout=out_file.fileno(), stderr=err_file.fileno())
 
@@ -128,7 +128,7 @@ class Zygote:
         """
         streams: list[IO[bytes] | None] = []
         ends: list[int] = []  # the child's
-        mine: list[int] = []  # those of them that are to be closed here
+        mine: list[int] = []  # the ends to be closed here
         for stream in (stdout, stderr):
             if stream != subprocess.PIPE:
                 streams.append(None)
@@ -168,14 +168,14 @@ class Zygote:
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
         data = json.dumps(request).encode() + b"\n"
-        # The descriptors go with the first byte: the others may take several messages.
+        # The descriptors go with the first byte; the rest may take several messages.
         socket.send_fds(self._socket, [data[:1]], descriptors)
         self._socket.sendall(data[1:])
         return int(self._lines.readline())
 
 
 class Started:
-    """A child of the zygote, with what tests need of `subprocess.Popen`."""
+    """A child of the zygote, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Started:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it writes until both streams are closed, as text."""
+        """Its output as text, until both streams are closed."""
         texts = {"out": b"", "err": b""}
 
         def read(name: str, stream: IO[bytes] | None) -> None:
@@ -247,7 +247,7 @@ class Started:
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, timeout: float | None) -> int | None:
-        # Until it is reaped, at our request only, the number stays its own.
+        # The pid cannot be reused until it is reaped, which happens only on our request.
         pidfd = os.pidfd_open(self.pid)
         try:
             poll = select.poll()
@@ -261,14 +261,14 @@ class Started:
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The zygote's side, until the test closes the channel. In a child: what it is to become."""
+    """The zygote's side, until the test closes the channel. In a child, returns its request."""
     for name in sys.argv[2:]:
         module = importlib.import_module(name)
         if name.startswith("outlast"):
             for public in getattr(module, "__all__", ()):
-                getattr(module, public)  # some are imported when they are asked for
+                getattr(module, public)  # some are imported on access
     gc.collect()
-    gc.freeze()  # so that a child's collections do not go through, and copy, all of torch
+    gc.freeze()  # so that a child's collections do not visit, and copy, all of torch
 
     while True:
         first, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
@@ -281,7 +281,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         if "reap" in request:
             channel.sendall(f"{os.waitpid(request['reap'], 0)[1]}\n".encode())
         elif os.fork() == 0:
-            os.setsid()  # before the answer: the test may kill the session as soon as it knows it
+            os.setsid()  # before the reply: the test may kill the session as soon as it knows it
             channel.sendall(f"{os.getpid()}\n".encode())
             channel.close()
             return request, descriptors
@@ -291,7 +291,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Makes a child what a fresh interpreter would be."""
+    """Makes a child equivalent to a fresh interpreter."""
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -299,7 +299,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(request["cwd"])
-    # What these modules keep from the time of their import, or of their first use.
+    # State that these modules keep from their import or first use.
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = request["cwd"]
     if MARKER in env:
@@ -324,8 +324,8 @@ def _run(command: list[str]) -> None:
 
 
 def _show_in_proc(job_id: str) -> None:
-    """Puts the job's id where `/proc/PID/environ` shows it: that is the memory in which the
-    process was given its environment, which later changes of it do not touch.
+    """Writes the job's id to the memory that `/proc/PID/environ` shows: the initial environment of
+    the process, which changes to `os.environ` do not affect.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end: see proc_pid_stat(5)

@@ -1,4 +1,4 @@
-"""Whether two parts of a checkpointer pay: saves and restores with both, and without each of them.
+"""Whether two optimizations of the checkpointer pay off: saves and restores with and without each.
 
 - Recycled files: a save writes over the files of the checkpoint that was removed last. Without
   them, it creates files and the old ones are removed.

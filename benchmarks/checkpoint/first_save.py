@@ -74,7 +74,7 @@ def _copy(job: Training) -> dict[str, float]:
 
 
 def _after_restore(folder: Path, job: Training) -> dict[str, float]:
-    # Another process, the writer, writes the checkpoint, so nothing of it stays in this process.
+    # Another process, the writer, writes the checkpoint, so no part stays in this process.
     path = folder / "before"
     with Checkpointer(path) as checkpointer:
         checkpointer.save(1, job.state_dict())

@@ -1,4 +1,4 @@
-"""The cost of saves to a running training: its steps per second, at several save intervals.
+"""The cost of saves to running training: its steps per second, at several save intervals.
 
 Each segment with saves is paired with an adjacent one without; a ratio is that of a pair. A segment
 starts with a save, whose background work runs during the segment: the time that it takes from later

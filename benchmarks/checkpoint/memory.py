@@ -1,7 +1,7 @@
 """The memory of a save, over all processes that take part in it, and of 200 saves in a row.
 
-The measure is the proportional set size (PSS), which counts a shared page once: the training and
-the writer both map the snapshot. This process takes samples while the other one saves.
+The measure is the proportional set size (PSS), which counts a shared page once: the training
+process and the writer both map the snapshot. This process takes samples while the other one saves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WHAT = ("descriptors", "threads", "memory of its own, MiB")
 
 
 def peaks(size: Size, saves: int, *, quick: bool = False) -> dict[str, Any]:
-    """For each way: the bytes of the state, saves in flight, and the peak above the training."""
+    """For each way: the bytes of the state, saves in flight, and the peak above training alone."""
     print(f"checkpoint: peak of memory over {saves} saves", flush=True)
     found = {}
     for name in list(NAMES)[: 2 if quick else None]:
@@ -77,7 +77,7 @@ def _saves(name: str, size: Size, saves: int, phase: mmap.mmap, _: int) -> int:
 
 
 def _sample(processes: RankProcesses, phase: mmap.mmap) -> tuple[int, int]:
-    """The peak bytes of the training without saves, and with saves."""
+    """The peak bytes of training without saves, and with saves."""
     peaks = {_TRAINS: 0, _SAVES: 0}
     while not processes.ended(0.002):
         now = phase[0]
@@ -102,7 +102,7 @@ def _pss(pid: int) -> int:
 
 
 def flat(size: Size, saves: int, every: int) -> dict[str, list[list[float]]]:
-    """Samples of the training and of the writer, every few saves."""
+    """Samples of the training process and of the writer, every few saves."""
     print(f"checkpoint: {saves} saves in a row", flush=True)
     found: dict[str, list[list[float]]] = in_ranks(
         "checkpoint-flat", 1, lambda _: _flat(size, saves, every)

@@ -57,7 +57,7 @@ def restores(
         if keep:
             seconds.setdefault(name, {}).setdefault("seconds", []).append(value)
 
-    # From memory, as in a training that was restarted in place.
+    # From memory, as after a restart in place.
     checkpointer = Checkpointer(path, events=sources)
     checkpointer.save(1, job.state_dict()).wait()
     for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Checkpoints: the cost of a save to the training, its time until durable, and restores.
+"""Checkpoints: the cost of a save to training, its time until durable, and restores.
 
 Results are ratios to the limits of the machine, or to other ways, measured in the same run: see
 `saves`, `restores`, `first_save`, `memory` and `interference`.

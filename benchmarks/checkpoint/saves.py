@@ -1,7 +1,7 @@
-"""The cost of a save: seconds until the training continues, and until the checkpoint is durable.
+"""The cost of a save: seconds until training continues, and until the checkpoint is durable.
 
-All ways and the limits of the machine are measured alternately in the same processes, in another
-order each round: ratios compare adjacent measurements.
+All ways and the limits of the machine are measured alternately in the same processes, in a
+different order each round: ratios compare adjacent measurements.
 """
 
 from __future__ import annotations

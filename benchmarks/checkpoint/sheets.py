@@ -232,7 +232,7 @@ def _lost(pairs: list[list[float]], every: int) -> float:
 
 
 def _a_save(pairs: list[list[float]], every: int) -> float:
-    """Seconds by which a save lengthens the training."""
+    """Seconds by which a save lengthens training."""
     return every * (median([1 / saving - 1 / without for saving, without in pairs]) or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The training of the checkpoint benchmarks: a small transformer with Adam."""
+"""The training job of the checkpoint benchmarks: a small transformer with Adam."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Model(torch.nn.Module):
 
 
 class Training:
-    """A training that has made its first step, so that Adam has its moments.
+    """A training job that has made its first step, so that Adam has its moments.
 
     Args:
         size: the size of the model.
@@ -77,7 +77,7 @@ class Training:
         self.model(self._batch).backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as a training saves it."""
+        """The state, as a training job saves it."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return state if self._mesh is None else _sharded(state, self._mesh)
 

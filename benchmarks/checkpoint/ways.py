@@ -134,7 +134,7 @@ class _TorchSave(_TorchWay):
 
 
 class _Fork(_TorchWay):
-    """A copy-on-write snapshot; the training then pays for each page that it modifies."""
+    """A copy-on-write snapshot; training then pays for each page that it modifies."""
 
     def save(self, state: Mapping[str, Any], step: int) -> Callable[[], None]:
         pid = os.fork()

@@ -71,7 +71,7 @@ class _Data(Dataset[torch.Tensor]):
 
 
 class _Training:
-    """The training of one way, which continues from segment to segment."""
+    """The training job of one way, which continues from segment to segment."""
 
     def __init__(self, layers: int, virtual: int | None, parts: int | None) -> None:
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
         _position(data["position"]),
         _loader(data["loader"]),
         _state(data["state"]),
-        # Results that are kept from before it was measured have none of it.
+        # Older stored results lack this measurement.
         *([_registry(data["registry"])] if "registry" in data else []),
         _resharding(data["resharding"]),
         _consistent(data["consistent"]),

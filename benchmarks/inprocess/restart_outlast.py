@@ -36,7 +36,7 @@ class Latencies:
 
 
 def measure(kind: str, faults: int) -> Latencies:
-    """All timeouts have their defaults, also those of the collectives (30 minutes for gloo)."""
+    """All timeouts have their defaults, including those of collectives (30 minutes for gloo)."""
     board = TimestampBoard(RANKS, 4 * faults + 64)
     with RankProcesses(f"ours-{kind}", RANKS) as processes:
         processes.env["OUTLAST_EVENTS_DIR"] = str(processes.folder)

@@ -1,7 +1,7 @@
 """Restart latency of nvidia-resiliency-ext's `inprocess.Wrapper`, on the same function and faults.
 
 It waits for the timeout of gloo, 30 minutes by default, so it is measured with 20 s and with 1 s,
-the smallest practical value. It does not replace a killed rank, so each fault is a job of its own.
+the smallest practical value. It does not replace a killed rank, so each fault is a separate job.
 Rank 0 is never killed, because it serves the store.
 """
 

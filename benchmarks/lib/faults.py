@@ -53,7 +53,7 @@ def body(
     join_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.ones(1 << 18)
-    # Created for every kind, also where it is unused, so that all kinds cost the same.
+    # Created for every kind, even where it is unused, so that all kinds cost the same.
     victim = (first + trial) % size
     others = [r for r in range(size) if r != victim]
     subgroup = dist.new_group(others)

@@ -1,4 +1,4 @@
-"""Shared by the tests of the checkpointer: states of a training, and checks of a folder."""
+"""Shared by the checkpointer tests: training states, and checks of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NET = datetime.timedelta(seconds=60)
 
 
 def state_of(step: int, elements: int = 5000) -> dict[str, Any]:
-    """A state whose every part depends on the step."""
+    """A state of which every part depends on the step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model": {
@@ -39,7 +39,7 @@ def blank() -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, to the bit."""
+    """Whether two states are bit-identical."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)

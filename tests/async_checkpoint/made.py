@@ -1,4 +1,4 @@
-"""Makes checkpoints by hand, without a checkpointer, on any storage."""
+"""Writes checkpoints without a checkpointer, on any storage."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 class Plan:
-    """The side of the test. `folder` holds the plan, the gates and the notes of all writers."""
+    """The test's side. `folder` contains the plan, the gates and the notes of all writers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,17 +41,17 @@ class Plan:
 
     def set(self, *rules: dict[str, Any]) -> None:
         """Replaces the rules."""
-        draft = self.folder / f"draft.{os.getpid()}"  # every rank may make the plan
+        draft = self.folder / f"draft.{os.getpid()}"  # any rank may write the plan
         draft.write_text(json.dumps({**self._options, "rules": rules}))
         draft.replace(self.folder / "plan.json")
 
     def mutate(self, *mutations: tuple[str, str, str, str]) -> None:
-        """Breaks the code of writers that start later: module, name, old text, new text."""
+        """Mutates the code of writers that start later: module, name, old text, new text."""
         self._options["mutations"] = mutations
         self.set()
 
     def answer_early(self) -> None:
-        """Makes writers that start later answer before they have written."""
+        """Makes writers that start later reply before they have written."""
         self._options["early"] = True
         self.set()
 
@@ -171,7 +171,7 @@ class _File:
         self._real.abandon()
 
 
-_synced: dict[int, tuple[int, int]] = {}  # by inode: as it was when it was made durable
+_synced: dict[int, tuple[int, int]] = {}  # by inode: its state when it was made durable
 _real_fsync = os.fsync
 
 
@@ -182,7 +182,7 @@ def _fsync(descriptor: int) -> None:
 
 
 def _missing(folder: Path, *, deep: bool = True) -> list[str]:
-    """The files that a loss of power would lose."""
+    """The files that a power failure would lose."""
     paths = [folder, *(folder.iterdir() if deep else ())]
     return [p.name for p in paths if _synced.get(p.stat().st_ino) != _as_it_is(p)]
 

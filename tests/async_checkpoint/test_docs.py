@@ -1,4 +1,4 @@
-"""The examples of the guide run as they are."""
+"""The guide's examples run as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exported names are exactly the documented ones, and come with nothing else."""
+"""The exported names are exactly the documented ones, and importing them has no side effects."""
 
 from __future__ import annotations
 

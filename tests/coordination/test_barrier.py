@@ -27,7 +27,7 @@ async def lose(link: Link, member: int, expected: frozenset[int]) -> None:
 
 
 class Run:
-    """Some coroutines against one store, stepped by hand."""
+    """Coroutines on one store, stepped by the test."""
 
     def __init__(self, makers: list[Make]) -> None:
         self.store = MemoryStore()
@@ -63,9 +63,9 @@ class Run:
 def every_order(
     makers: list[Make], begin: Callable[[Run], None] = lambda run: None
 ) -> Iterator[tuple[list[int], Run]]:
-    """Every interleaving of the operations, run to the end; depth first, each replayed anew.
+    """Every interleaving of the operations, run to the end: depth first, each replayed in full.
 
-    What `begin` does comes before.
+    `begin` runs before.
     """
     pending: list[list[int]] = [[]]
     while pending:
@@ -133,7 +133,7 @@ def test_one_that_dies_at_any_point_of_its_arrival_and_is_recorded_then() -> Non
         run.kill(1)
 
     for lived in range(6):
-        # Of 0 and the recorder every order, after `lived` operations of 1; and those before.
+        # Every order of 0 and the recorder after `lived` operations of 1, and the orders before.
         for before in range(6):
             begin = functools.partial(one_dies, before=before, lived=lived)
             for path, run in every_order(makers, begin):
@@ -180,5 +180,5 @@ def test_the_operations_of_a_member_do_not_grow_with_the_size(size: int) -> None
         before = Counter(store.ops)
         drive(come(Link(), member, expected), perform_on(store))
         worst = max(worst, (store.ops - before).total())
-    assert worst == 5  # of the last: append, add, two reads, put; the wait comes to it
+    assert worst == 5  # of the last: append, add, two reads, put; then the wait
     assert store.ops.total() == 3 * size + 2

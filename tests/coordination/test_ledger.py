@@ -1,4 +1,4 @@
-"""The ledger of calls: every interleaving of what ranks say gives one verdict, and no key stays."""
+"""The call ledger: every interleaving of reports gives one verdict, and no key is left over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Died(Exception):
 
 
 class Mortal:
-    """A rank's connection that is gone after some operations."""
+    """A rank's connection that is lost after some operations."""
 
     def __init__(self, store: MemoryStore, steps: int) -> None:
         self._store = store
@@ -89,7 +89,7 @@ def test_whatever_is_said_in_whatever_order_there_is_one_verdict(
 
 @given(st.permutations(range(3)), st.integers(0, 3))
 def test_a_death_between_two_steps_never_makes_a_call_done(order: list[int], steps: int) -> None:
-    """A rank that dies while it says that it has finished leaves the call open, or done by all."""
+    """A rank that dies while reporting its finish leaves the call open, or done by all."""
 
     table, ranks = ledgers(3)
     mortal = Mortal(table, steps)

@@ -1,4 +1,4 @@
-"""`drive` and the links: coroutines that ask for operations, against a store."""
+"""`drive` and the links: coroutines whose operations are performed on a store."""
 
 from __future__ import annotations
 

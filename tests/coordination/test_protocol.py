@@ -1,4 +1,4 @@
-"""The protocol of one call, step by step, on a store in memory; `simulation.py` has the rest."""
+"""The protocol of one call, step by step, on an in-memory store; `tests/testing` has the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.coordination.records import FaultRecord, LostRecord
 
 
 class Call:
-    """A job of some size on a store of its own: `call(job.end(0, RESTART))`."""
+    """A job on a separate store: `call(job.end(0, RESTART))`."""
 
     def __init__(self, size: int = 2) -> None:
         self.store = MemoryStore()
@@ -23,7 +23,7 @@ class Call:
         return drive(step, perform_on(self.store))
 
     def start(self, iteration: int, *members: int) -> None:
-        """All of the view arrive at the function."""
+        """All members of the view arrive at the function."""
         view = self(self.membership.view(iteration))
         for rank, member in enumerate(members):
             said = {"rank": rank, "world_size": len(members)}
@@ -37,7 +37,7 @@ def killed(iteration: int = 0) -> FaultRecord:
 def test_a_first_place_is_given_once() -> None:
     call = Call()
     assert call(call.membership.register(1, "a")) == 1
-    assert call(call.membership.register(1, "a")) == 1  # its monitor asks in its name
+    assert call(call.membership.register(1, "a")) == 1  # its monitor asks on its behalf
     assert call(call.membership.register(1, "b")) is None
     assert call(call.membership.register(2, "c")) is None
     assert call(call.membership.view(0)).expected == {0, 1}

@@ -1,4 +1,4 @@
-"""One contract for every store."""
+"""The contract of every store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NET_S = 60.0
 
 @pytest.fixture(params=["memory", "tcp", "file"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
-    """Makes one connection after another to the same store; each is for one thread."""
+    """Opens connections to the same store, each for one thread."""
     if request.param == "memory":
         store = MemoryStore()
         yield lambda: store
@@ -30,7 +30,7 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     held: Any = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if request.param == "tcp"
-        else dist.FileStore(path, -1)  # the last one to go deletes the file
+        else dist.FileStore(path, -1)  # the last connection to close deletes the file
     )
     port = held.port if request.param == "tcp" else 0
 
@@ -63,7 +63,7 @@ def test_a_table_of_bytes(store: Store) -> None:
     assert store.read("other") is None
     store.delete("k")
     assert store.read("k") is None
-    store.delete("k")  # once more is nothing
+    store.delete("k")  # deleting again has no effect
     store.put("k", b"3")
     assert store.read("k") == b"3"
 
@@ -110,7 +110,7 @@ def test_what_is_there_is_not_waited_for(store: Store) -> None:
 def test_a_wait_ends_with_its_timeout(store: Store, timeout: float) -> None:
     with pytest.raises(KeyTimeout, match="never"):
         store.wait_for("never", timeout)
-    store.put("never", b"after all")  # and the connection is as good as before
+    store.put("never", b"after all")  # and the connection still works
     assert store.wait_for("never", NET_S) == b"after all"
 
 
@@ -141,7 +141,7 @@ def test_looking_and_other_keys_wake_nobody(connect: Connect) -> None:
 
 
 def run_all(connect: Connect, work: Callable[[Store, int], Any], count: int = 8) -> list[Any]:
-    """Runs `work` in threads that begin together, each with a connection of its own."""
+    """Runs `work` in threads that start together, each with its own connection."""
     together = threading.Barrier(count)
     stores = [connect() for _ in range(count)]
 
@@ -171,7 +171,7 @@ def test_nothing_that_many_append_or_add_is_lost(connect: Connect) -> None:
     assert sorted(sums) == list(range(1, 161))
     lines = (connect().read("log") or b"").decode().split()
     assert sorted(lines) == sorted(f"{i}.{n}" for i in range(8) for n in range(20))
-    for number in range(8):  # each one's in its order
+    for number in range(8):  # each thread's, in its order
         mine = [line for line in lines if line.startswith(f"{number}.")]
         assert mine == [f"{number}.{n}" for n in range(20)]
 
@@ -195,7 +195,7 @@ def test_an_error_names_the_place_of_a_store_that_is_gone(name: str) -> None:
     store.put("there", b"1")
     del server
     with pytest.raises(StoreError, match=where):
-        for _ in range(3):  # the first write may still find room in a buffer
+        for _ in range(3):  # the first write may still fit in a buffer
             OPERATIONS[name](store)
 
 

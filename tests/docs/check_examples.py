@@ -48,7 +48,7 @@ def defined(tree: ast.AST) -> set[str]:
 
 
 def module(source: str, known: set[str]) -> str:
-    """An example as a module of its own: its first line, the import, stands for the fence."""
+    """An example as a module: the import on the first line replaces the fence line."""
     tree = ast.parse(source)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     missing = sorted((used - defined(tree)) & known)

@@ -1,4 +1,4 @@
-"""Fixtures of the elastic tests: an environment without our variables, a folder of checkpoints."""
+"""Fixtures of the elastic tests: a clean environment, and a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of checkpoints, as the environment names it."""
+    """The checkpoint folder, set in the environment."""
     path = tmp_path / "checkpoints"
     monkeypatch.setenv("OUTLAST_CHECKPOINT_PATH", str(path))
     return path

@@ -1,4 +1,4 @@
-"""Where the values come from, and what is said of wrong ones."""
+"""The environment variables, and the errors for invalid values."""
 
 from __future__ import annotations
 

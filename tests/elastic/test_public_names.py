@@ -1,4 +1,4 @@
-"""The exported names are there, and an import does nothing."""
+"""The exported names exist, and an import has no side effects."""
 
 from __future__ import annotations
 

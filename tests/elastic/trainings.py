@@ -1,4 +1,4 @@
-"""Runs trainings in real processes, one after the other on one folder, and reads their events."""
+"""Runs training jobs in real processes, one after another on one folder, and reads their events."""
 
 from __future__ import annotations
 

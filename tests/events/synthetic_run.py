@@ -1,4 +1,4 @@
-"""Logs of runs made by hand: what N ranks write through iterations, faults and restarts."""
+"""Synthetic logs of runs: what N ranks write through iterations, faults and restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outlast.events import (
     Seen,
 )
 
-# What a restart takes in a run, in seconds; exact in binary, so that sums are exact too.
+# Durations of the phases of a restart in seconds; exact in binary, so that sums are exact too.
 ABORT = 1 / 64
 INTERRUPT = 1 / 128
 FINALIZE = 1 / 32
@@ -68,7 +68,7 @@ class SyntheticRun:
         )
 
     def begin(self, at: float) -> None:
-        """Every member of the view is given its place and enters."""
+        """Every member of the view is assigned its rank and enters."""
         self.now = at
         for member in self.view:
             size = len(self.view)
@@ -84,7 +84,7 @@ class SyntheticRun:
         self.write(member, Fault(**values), at)  # type: ignore[arg-type]
 
     def death(self, member: int, at: float) -> None:
-        """The monitor's word that its main process is gone."""
+        """The monitor's report that its main process has ended."""
         fault = Fault(interruption="TERMINATED", cause="main process ended")
         self.write(member, fault, at, monitor=True)
         self.write(member, Lost(reason="terminated"), at, monitor=True)
@@ -92,7 +92,7 @@ class SyntheticRun:
     def restart(
         self, at: float, lost: Sequence[int] = (), joiners: Sequence[str] = (), late: float = 0.0
     ) -> None:
-        """The survivors see the fault of the moment `at`, restart, and enter with the joiners.
+        """The survivors see the fault at time `at`, restart, and enter with the joiners.
 
         The last survivor sees it `late` seconds after the others.
         """

@@ -12,17 +12,17 @@ from outlast.events.hang_report import hung_ranks
 
 
 def monitor(member: int, **fields: Any) -> Fault:
-    """What the monitor process of a rank says."""
+    """The report of a rank's monitor process."""
     return Fault(member=member, rank=member, interruption="SOFT_TIMEOUT", **fields)
 
 
 def rank(member: int, waits: bool = False, pings: int = 5, collectives: int = 9) -> Fault:
-    """What a rank says itself."""
+    """A rank's own report."""
     return monitor(member, testimony=True, consequence=waits, pings=pings, collectives=collectives)
 
 
 def echo(member: int) -> Fault:
-    """The end of a connection, on a rank that waited."""
+    """A closed connection, on a rank that waited."""
     return Fault(member=member, rank=member, interruption="EXCEPTION", consequence=True)
 
 

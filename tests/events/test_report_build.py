@@ -1,4 +1,4 @@
-"""The report: the first cause, what each phase took, who was lost, and what no clock can tell."""
+"""The report: first cause, phases, lost ranks, and times that no clock can compare."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_with_an_exception() -> SyntheticRun:
 def run_with_a_death() -> SyntheticRun:
     run = SyntheticRun()
     run.begin(at=1.0)
-    for peer in (0, 3):  # the echo is written before the monitor's word
+    for peer in (0, 3):  # the echo is written before the monitor's report
         run.fault(peer, at=10.75, cause="connection closed by peer", consequence=True)
     run.death(1, at=11.0)
     run.restart(at=11.0, lost=[1], joiners=["a"])
@@ -159,7 +159,7 @@ def test_a_host_that_had_seen_the_end_did_not_begin_it() -> None:
     run.begin(at=0.0)
     run.fault(1, at=5.0, cause="the first")
     run.restart(at=5.0)
-    # Rank 0's own fault has the lower rank, and the clock of its host says nothing.
+    # Rank 0's own fault has the lower rank, and its host's clock is no evidence.
     run.iteration = 0
     run.fault(0, at=5.0 + 2 * SEEN, cause="after it had seen")
     (restart,) = build(run.events).restarts

@@ -1,4 +1,4 @@
-"""Logs are read strictly: a torn last line is forgiven, all else is an error with its place."""
+"""Logs are read strictly: a torn last line is skipped, any other is an error with its place."""
 
 from __future__ import annotations
 

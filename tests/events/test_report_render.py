@@ -1,4 +1,4 @@
-"""What `outlast report` prints: whole lines at 100 columns, every fact, nothing taken as markup."""
+"""The output of `outlast report`: whole lines at 100 columns, every fact, no markup parsed."""
 
 from __future__ import annotations
 

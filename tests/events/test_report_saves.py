@@ -1,4 +1,4 @@
-"""What a report says of checkpoints."""
+"""The part of a report about checkpoints."""
 
 from __future__ import annotations
 

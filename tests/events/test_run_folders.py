@@ -34,7 +34,7 @@ def test_each_run_has_its_own_folder_even_with_a_repeated_id(tmp_path: Path) -> 
     assert reasons(tmp_path / "events") == ["4"]
     assert reasons(tmp_path / "events", "nightly") == ["4"]
     assert reasons(tmp_path / "events", runs[1].name) == ["1"]
-    assert reasons(folders[2]) == ["2"]  # the folder of one run is a directory as any other
+    assert reasons(folders[2]) == ["2"]  # the folder of one run is an ordinary directory
 
 
 def test_a_run_id_may_contain_a_slash(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Evaluates the output of the ranks of a job: which rank was where, and in which order."""
+"""Evaluates the output of a job's ranks: which rank was where, and in which order."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SPEC = {
     },
     "store": {"StoreMixin", "TCPStore", "PrefixStore", "FileStore"},
 }  # fmt: skip
-# For the rest of the room, not documented.
+# For the rest of the package, not documented.
 INTERNAL = {
     "state": {"LazyStore"},
     "abort": {"release"},

@@ -1,4 +1,4 @@
-"""For all tests of the launcher."""
+"""Fixtures of the launcher tests."""
 
 from __future__ import annotations
 

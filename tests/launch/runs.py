@@ -7,8 +7,7 @@
         ...
         assert run.complete(first[0], second) == 0
 
-Every process of a run carries its id in the environment; the end of the block fails if any of
-them is left.
+Every process of a run has its id in the environment; the end of the block fails if one is left.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ while True:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """What a worker said when it was there; `more` holds what its script added."""
+    """A worker's message when it was ready; `more` contains what its script added."""
 
     pid: int
     rank: int
@@ -113,7 +112,7 @@ class Run:
     # ---------------------------------------------------------------------------- waiting
 
     def ready(self, rank: int) -> Ready:
-        """The next process of `rank` that is there, as soon as it is."""
+        """Waits for the next ready process of `rank`."""
         said = self.until(lambda: self._said(rank), f"rank {rank} to be ready")
         self._taken[rank] = self._taken.get(rank, 0) + 1
         known = {name: said.pop(name) for name in ("pid", "rank", "env")}
@@ -126,14 +125,14 @@ class Run:
         return workers
 
     def complete(self, *workers: Ready) -> int:
-        """The call has completed, and these workers, the last of their ranks, end: exit code."""
+        """Completes the call and ends these last workers of their ranks; returns the exit code."""
         self.set_job("completed")
         for worker in workers:
             worker.succeed()
         return self.wait()
 
     def until(self, found: Callable[[], Any], what: str) -> Any:
-        """What `found` returns once that is true; it is asked whenever there is new output."""
+        """The first true result of `found`, which is called whenever there is new output."""
         deadline = time.monotonic() + NET_S
         while not (value := found()):
             assert self._selector.get_map(), f"ended, waiting for {what}:\n{self.out}\n{self.err}"
@@ -141,7 +140,7 @@ class Run:
         return value
 
     def until_said(self, text: str) -> None:
-        """Wait until `text` stands in what the launcher wrote to its stderr."""
+        """Waits until `text` is in the launcher's stderr."""
         self.until(lambda: text in self.err, repr(text))
 
     def wait(self) -> int:
@@ -160,11 +159,11 @@ class Run:
         return [line[len(own) :] for line in self.err.splitlines() if line.startswith(own)]
 
     def alive(self) -> list[psutil.Process]:
-        """All processes of the run, but for the launcher itself."""
+        """All processes of the run, except the launcher itself."""
         return [process for process in marked(self.id) if process.pid != self.process.pid]
 
     def leftovers(self) -> list[str]:
-        """What is left when the launcher is gone, and has not ended a moment later; killed."""
+        """Kills and returns the processes still alive a moment after the end of the launcher."""
         left = []
         for process in self.alive():
             if not ends(process.pid):
@@ -173,7 +172,7 @@ class Run:
         return left
 
     def set_job(self, state: str, **fields: Any) -> None:
-        """Write the record that `Wrapper` keeps in the launcher's store."""
+        """Writes the record that `Wrapper` keeps in the launcher's store."""
         env = self._said_any()["env"]
         store = dist.TCPStore(
             env["MASTER_ADDR"],
@@ -209,7 +208,7 @@ class Run:
 
 
 def ends(pid: int) -> bool:
-    """Wait for a process's end; whether it came."""
+    """Waits for the end of a process; returns whether it ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Workers find what torchrun's workers find, and what outlast adds."""
+"""Workers get torchrun's environment variables, and those that outlast adds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from launch.runs import Run
 from zygote import Zygote
 
-# A line in one piece: the workers of torchrun write into one pipe.
+# One write per line: torchrun's workers share a pipe.
 PRINTS = """
 import json, os, sys
 print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": dict(os.environ),
     "argv": sys.argv[1:], "sid": os.getsid(0), "pgid": os.getpgid(0), "name": __name__,
     "stdin": sys.stdin.read(), "flags": sys.stdout.write_through}) + "\\n", end="", flush=True)
 """
-# torchrun's messages to its own parts, which inherit to the workers.
+# Variables for torchrun's own use, which the workers inherit.
 ITS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
 OURS = {"OUTLAST_AGENT", "OUTLAST_REPLACEMENT", "OUTLAST_JOB", "OUTLAST_TEST_ID", "TMPDIR"}
 # They differ between any two runs.

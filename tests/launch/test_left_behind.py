@@ -24,8 +24,8 @@ def start(**more):
     p.stdout.readline()
     return p.pid
 """
-# Each worker has a helper in its own process group; and one in a session of its own, started by
-# a process that is gone, so that no tie is left from it to the worker.
+# Each worker has a helper in its process group, and one in a separate session, started by a process
+# that has ended, so that the second helper is not a descendant of the worker.
 HELPERS = (
     HELPER
     + """
@@ -56,7 +56,7 @@ def test_a_dead_workers_group_ends_with_it(tmp_path: Path) -> None:
         first[1].kill()
         second = run.ready(1)
         assert ends(first[1].more["near"])
-        # A helper in a session of its own may have to do what the worker could not any more.
+        # A helper in a separate session may have to do what the worker no longer could.
         assert psutil.pid_exists(first[1].more["far"])
         assert run.complete(first[0], second) == 0
 
@@ -130,7 +130,7 @@ def orphan_killers(run: Run) -> list[psutil.Process]:
 
 
 def test_a_worker_whose_launcher_is_gone_does_not_start() -> None:
-    # This process is not the launcher that the shim was told of.
+    # This process is not the launcher that the shim was given.
     command = [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getppid()), "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("", exec_shim.NOT_RUNNABLE)

@@ -1,4 +1,4 @@
-"""Durations: seconds or a timedelta; everything else is refused by name."""
+"""Durations: seconds or a timedelta; for anything else the error names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background processes: quiet, on their own, and never left behind."""
+"""Background processes: silent, detached, and never left behind."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_one_that_somebody_else_reaps_has_no_known_code() -> None:
 def test_one_that_nobody_closed_ends_by_itself() -> None:
     process, _ = started("waits")
     child = psutil.Process(process.pid)
-    del process  # the leak check of every test sees to the descriptors
+    del process  # every test's leak check covers the descriptors
     child.wait(NET_S)
 
 

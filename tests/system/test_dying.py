@@ -1,4 +1,4 @@
-"""A process that is being killed is known to be dying; one whose thread ends is not."""
+"""A process that is being killed is detected as dying; one whose thread ends is not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The whole membership protocol under ten thousand schedules; and under small breakages of the
-protocol, each of which the simulation must find.
+"""The whole membership protocol under ten thousand schedules, and under mutations of the
+protocol, each of which the simulation must detect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 500
 def test_no_schedule_breaks_what_must_always_hold(first: int) -> None:
     # R1, R2 and R5 are checked in every step; a failure names the seed that replays it.
     results = [simulate(seed) for seed in range(first, first + _CHUNK)]
-    # The schedules are worth something: jobs that complete and jobs that do not, many restarts.
+    # The schedules are varied: jobs that complete and jobs that do not, many restarts.
     assert sum(bool(r.returned) for r in results) > _CHUNK / 2
     assert sum(bool(r.raised) for r in results) > _CHUNK / 4
     assert sum(r.iterations > 2 for r in results) > _CHUNK / 4
@@ -69,7 +69,7 @@ def test_a_newcomer_is_turned_away_where_the_job_does_not_grow() -> None:
         assert "takes in no new processes" in str(error)
 
 
-# Each: which function, which text in it, what stands there instead.
+# Each: the function, a text in its source, and the replacement.
 MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a loss does not check start": (
         MembershipProtocol.report_lost,

@@ -1,4 +1,4 @@
-"""All ledgers of a process share their connections, and waits do not hold up each other."""
+"""The ledgers of a process share connections, and their waits do not block each other."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_job_a_checkpointer_and_a_queue_share_one_all_reduce_and_few_connectio
             for line, busy in zip(
                 ended, [e for e in lines if e["event"] == "connections"], strict=True
             ):
-                # One for what is answered at once, one for each wait at the same time: the job's
-                # for a word to stop, its save's, and the checkpointer's or the queue's.
+                # One for operations that return at once, and one for each concurrent wait: the
+                # job's for a stop request, its save's, and the checkpointer's or the queue's.
                 assert 2 <= busy["count"] - line["before"] <= 5
                 assert line["after"] == line["before"], "they end with the last ledger"
 

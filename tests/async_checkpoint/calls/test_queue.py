@@ -1,4 +1,4 @@
-"""The contract of a queue, held over both kinds of background process, in one process."""
+"""`AsyncCallsQueue` in one process, with both kinds of background process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     queues: list[AsyncCallsQueue] = []
 
     def make(**options: Any) -> AsyncCallsQueue:
-        # Not nice: other work on this machine would hold up the test.
+        # Normal priority: other work on this machine would delay the test.
         queues.append(AsyncCallsQueue(KINDS[request.param], **{"nice": 0, **options}))
         return queues[-1]
 
@@ -84,7 +84,7 @@ def test_a_look_does_not_wait_and_the_arguments_are_as_they_were(
 
 
 def test_a_tensor_is_as_it_was(make: Make, tmp_path: Path) -> None:
-    # Large: what computes with it needs a pool of threads, which is not there after a fork.
+    # Large: computing with it needs a thread pool, which does not exist after a fork.
     torch.ones(1 << 21).sum()
     queue, tensor = make(), torch.ones(1 << 21)
     queue.schedule_async_request(request_of(work.total, tensor, tmp_path / "out"))
@@ -263,8 +263,8 @@ def test_a_blocking_wait_can_be_interrupted(make: Make, tmp_path: Path) -> None:
 
     def interrupt() -> None:
         gate.arrived()
-        # Python looks for signals, then waits in C: one that comes in between is seen with the
-        # next one only.
+        # Python checks for signals, then waits in C: a signal that arrives in between is handled
+        # only with the next one.
         while not interrupted.wait(0.5):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""C3 and C4 on real processes: what all ranks have finished is finalized, and nothing else."""
+"""C3 and C4 on real processes: a call is finalized only if all ranks have finished it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of background process has of its own."""
+"""Behavior specific to each kind of background process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NET_MS = 120_000
 
 
 def collected(runner: Runner, count: int) -> dict[int, Outcome]:
-    """Waits until so many calls have ended."""
+    """Waits until this many calls have ended."""
     found: dict[int, Outcome] = {}
     while len(found) < count:
         found.update(runner.collect())
@@ -149,7 +149,7 @@ def test_an_exception_without_end_is_cut(tmp_path: Path) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerRunner]:
-    runner = WorkerRunner(nice=0)  # not nice: other work on this machine would hold up the test
+    runner = WorkerRunner(nice=0)  # normal priority: other work would delay the test
     yield runner
     runner.close()
 

@@ -1,6 +1,6 @@
-"""What the calls of these tests do, on either kind of background process; and how tests see it.
+"""Functions for background calls, and gates that synchronize them with a test.
 
-A test and a background process meet at named pipes, so neither waits for a time to pass.
+A test and a background process meet at named pipes, so neither needs to sleep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Gate:
-    """Two named pipes: the call says that it is there, and waits to be told to go on."""
+    """Two named pipes: the call announces its arrival, and waits for permission to continue."""
 
     def __init__(self, folder: Path, name: str = "gate") -> None:
         self.here = folder / f"{name}.here"
@@ -33,7 +33,7 @@ class Gate:
         return int(self.here.read_text())
 
     def open(self) -> None:
-        """The test's side: the call goes on."""
+        """The test's side: lets the call continue."""
         self.go.write_bytes(b"")
 
 
@@ -48,7 +48,7 @@ def other_part() -> None:
 
 
 class Unreadable:
-    """What can be pickled, and not be read again."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         return cannot_be_made, ()
@@ -59,7 +59,7 @@ def cannot_be_made() -> None:
 
 
 def close_everything() -> None:
-    """As a daemon does that starts; and goes on for a while."""
+    """Closes descriptors as a starting daemon does, and keeps running."""
     os.closerange(3, 1000)
     signal.alarm(60)
     signal.pause()
@@ -84,7 +84,7 @@ def wait_then_write(gate: Gate, path: Path, values: list[str]) -> None:
 
 
 def end_by(how: str) -> None:
-    """Ends as the name says."""
+    """Ends in the named way."""
     if how == "exception":
         raise ValueError("the disk is full of ideas")
     if how == "exit":
@@ -109,11 +109,11 @@ CAUSES = {
     "kill": "its process was killed by SIGKILL",
     "interrupt": "KeyboardInterrupt",
 }
-"""What an error says of each end that is a failure."""
+"""The error message for each way to end that is a failure."""
 
 
 def facts(path: Path) -> None:
-    """Writes what the process is like."""
+    """Writes the properties of the process."""
     found: dict[str, Any] = {
         "pid": os.getpid(),
         "parent": os.getppid(),

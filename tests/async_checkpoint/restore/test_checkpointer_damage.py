@@ -1,4 +1,4 @@
-"""C4: what was damaged is named, passed over, and never loaded."""
+"""C4: a damaged checkpoint is named, skipped, and never loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def path(original: Path, tmp_path: Path) -> Path:
 
 
 def weight_at(folder: Path) -> tuple[str, int]:
-    """Where the bytes of a tensor lie."""
+    """The location of a tensor's bytes."""
     manifest = decode((folder / MANIFEST).read_bytes(), "here")
     shard = manifest.tensors["model.weight"].shards[0]
     return shard.file, shard.at
@@ -66,7 +66,7 @@ def manifest_of_another_save(folder: Path) -> None:
     shutil.copy(folder.with_name("step-00000001") / MANIFEST, folder / MANIFEST)
 
 
-# What is done to the newest checkpoint, and what is said of it.
+# The damage to the newest checkpoint, and the expected message.
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor": (flip_weight, r"__0_0\.distcp"),
     "values": (lambda f: flip_byte(f / "__0_values.distcp", 900), r"__0_values\.distcp"),
@@ -84,7 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def error_of(use: Callable[[], object]) -> str:
-    """What a call raises; for blocks that are left by an assertion too."""
+    """The message of the error that a call raises, or an empty string."""
     try:
         use()
     except CheckpointError as error:
@@ -166,7 +166,7 @@ def test_metadata_is_verified_and_never_unpickled(path: Path, tmp_path: Path) ->
 
 
 class _Malice:
-    """Unpickled, it does harm."""
+    """Has side effects when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,7 +203,7 @@ def test_nothing_unpickled_before_it_is_verified(tmp_path: Path) -> None:
 
 
 def test_bytes_that_nobody_reads_do_no_harm_to_another_part(path: Path) -> None:
-    """A chunk is verified whole, so it is the framing of a tensor in the same chunk that counts."""
+    """A chunk is verified as a whole, including the framing of the tensors in it."""
     flip_framing(folder_of(path, 2))
     with Checkpointer(path) as checkpointer, pytest.raises(CheckpointError, match="damaged"):
         checkpointer.verify(2)

@@ -1,4 +1,4 @@
-"""The format is torch.distributed.checkpoint's, for everything that it takes."""
+"""The format is torch.distributed.checkpoint's, for every type that it supports."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def everything() -> dict[str, Any]:
 
 
 def zeroed(state: Any) -> Any:
-    """A state of the same form with nothing in it."""
+    """A zeroed state of the same structure."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state.detach().contiguous())
     if isinstance(state, dict):
@@ -103,7 +103,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 
 def detached(state: Any) -> Any:
-    """The same, of plain tensors."""
+    """The same state with plain tensors."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone().resolve_conj()
     if isinstance(state, dict):

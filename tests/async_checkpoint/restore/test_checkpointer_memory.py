@@ -1,4 +1,4 @@
-"""Snapshots outlive the process that made them, and nothing outlives the job."""
+"""Snapshots outlive the process that made them, but nothing outlives the job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def have_ended(writers: list[int]) -> None:
 
 @pytest.mark.parametrize("forks", ["", "forks"])
 def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) -> None:
-    """With a fork that holds the channel to the writer open, too."""
+    """Even if a fork holds the channel to the writer open."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     plan.gate("never")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder), forks, nprocs=1) as job:
@@ -126,7 +126,7 @@ def test_it_is_noticed_when_memory_is_not_verified(
 
 
 def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
-    """Nobody is left who would start a successor: a snapshot is of no use."""
+    """Without a launcher no replacement can start, so a snapshot is of no use."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     plan.gate("never")
     scripts = Path(__file__).parents[1] / "scripts"

@@ -1,4 +1,4 @@
-"""What must never be believed: found by somebody who tried to have wrong bytes restored."""
+"""Regression tests: wrong bytes that a restore must never accept."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_thread_of_an_aborted_checkpointer_does_not_free_a_buffer(
 def test_a_checkpoint_is_described_by_its_own_structure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next save changes the structure before the thread of the saves has looked at this one."""
+    """The next save changes the structure before the save thread has read this one."""
     walk, go = SavePipeline._carry_out, threading.Event()
 
     def late(pipeline: SavePipeline, save: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_what_it_leads_to_sta
 
 
 def test_a_checkpoint_that_was_put_aside_is_put_back(tmp_path: Path) -> None:
-    """Where files cannot be exchanged: the job has died between the two renames."""
+    """On file systems without an atomic exchange: the job died between the two renames."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(4, {"w": full(4.0)}).wait(NET)
     os.rename(tmp_path / "step-00000004", tmp_path / ".tmp-step-00000004-abc123-old")
@@ -265,7 +265,7 @@ def test_what_is_committed_when_the_store_goes_has_not_failed(
         committed = [event.step for event in sink.events if isinstance(event, CheckpointCommitted)]
         assert committed == [1, 2]
         assert not any(isinstance(event, CheckpointFailed) for event in sink.events)
-        # Another checkpointer may have the folder by now: nothing is removed beside it.
+        # Another checkpointer may own the folder by now: nothing is removed from it.
         assert [info.step for info in checkpointer.list()] == [1, 2]
         checkpointer.save(3, {"w": full(3.0)}).wait(NET)
     with Checkpointer(tmp_path, keep=keep) as checkpointer:

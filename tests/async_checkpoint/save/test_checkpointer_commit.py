@@ -1,6 +1,6 @@
 """C1: a checkpoint is committed with all ranks' bytes durable, or it is not visible.
 
-Each check is also made against broken code, on which it must fail.
+Each check also runs against broken code, where it must fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_the_check_finds_what_is_not_durable(tmp_path: Path, plan: Plan, what: s
 
 
 def check_all_ranks(ranks: Ranks, path: Path, plan: Plan, after: str = "saving") -> None:
-    """Rank 1 is slow; nothing is visible until it has written all of its part."""
+    """Rank 1 is slow; nothing is visible until it has written its whole part."""
     plan.set({"op": "finish", "name": "__1_0.distcp", "do": "wait"})
     gate = plan.gate()
     with ranks("saves", "saves", str(path), str(plan.folder)) as job:
@@ -106,7 +106,7 @@ def test_the_check_finds_a_rank_that_reports_too_early(
 
 
 def check_one_fails(ranks: Ranks, path: Path, plan: Plan, *mutation: str) -> None:
-    """The error of one rank's writer is the error of all, and nothing is left."""
+    """An error of one rank's writer fails the save on all ranks, and leaves no files."""
     plan.set({"op": "write_at", "name": "__1_0.distcp", "do": "ENOSPC"})
     with ranks("saves", "one_fails", str(path), str(plan.folder), *mutation) as job:
         job.start_all()

@@ -1,4 +1,4 @@
-"""C4: a disk that is full, or may not be written to, or that two jobs want at once."""
+"""C4: a full disk, a read-only disk, and a folder that two jobs use at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     large = {"x": torch.zeros(400_000)}
     with Checkpointer(small_disk) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        for step in (2, 3):  # each leaves the room that it found
+        for step in (2, 3):  # each leaves the free space unchanged
             handle = checkpointer.save(step, large)
             with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device"):
                 handle.wait(NET)
@@ -73,7 +73,7 @@ def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
 def test_a_folder_without_write_permission(small_disk: Path) -> None:
     save_steps(small_disk, 1)
     with Checkpointer(small_disk) as checkpointer:
-        # On top of it, since files of it are open for writing.
+        # Mounted over it, since it has files open for writing.
         subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
         try:
             subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)

@@ -1,4 +1,4 @@
-"""C4: a save that is killed at any moment leaves every earlier checkpoint, and no partial one."""
+"""C4: a save killed at any moment leaves all earlier checkpoints intact, and no partial one."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 def running_writer(checkpointer: Checkpointer) -> int:
-    """Starts it, if the last kill has come after the save; so the next one hits the save."""
+    """The writer's pid; starts a writer if the last kill came after the save."""
     writer = checkpointer._session.writer
     while True:
         with contextlib.suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""C2: the state at the moment of `save` is saved, whatever the training does next."""
+"""C2: the state at the moment of `save` is saved, whatever training does next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outlast.errors import CheckpointError
 
 
 class HeldCopy:
-    """Holds the copy beside the training back, until it is released or waited for."""
+    """Holds back the overlapped copy until it is released or waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
@@ -67,7 +67,7 @@ def hooks() -> int:
 
 
 class Training:
-    """A model with statistics that change in its forward pass, and optimizers for parts of it."""
+    """A model whose statistics change in the forward pass, with optimizers for its parts."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ LARGE = 6_000_000  # elements: more than is written, and reported, at once
 
 
 class HalfCopied:
-    """Holds the copy beside the training back when half of it is done."""
+    """Holds back the overlapped copy when it is half done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -224,7 +224,7 @@ def test_copied_bytes_are_written_during_the_copy(
     plan.set({"op": "write_at", "do": "wait"})
     with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
         handle = checkpointer.save(1, state)
-        plan.gate().arrived()  # with half of it not yet copied
+        plan.gate().arrived()  # with one half not yet copied
         plan.set()
         plan.gate().open()
         half.go.set()
@@ -251,7 +251,7 @@ def test_the_check_finds_a_writer_that_does_not_wait_for_the_copy(
     plan.set({"op": "finish", "do": "wait"})
     with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
         handle = checkpointer.save(1, state)
-        plan.gate().arrived()  # everything is written, half of it was copied
+        plan.gate().arrived()  # everything is written, but only half was copied
         plan.set()
         plan.gate().open()
         half.go.set()
@@ -335,12 +335,12 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
             return ask(request)
 
         class Ends(dict[int, Any]):
-            """The messages that the new writer gets again: the seal comes after they are read."""
+            """Messages repeated to the new writer: the seal comes after they are read."""
 
             def values(self) -> Any:
                 found = list(super().values())
                 replaying.set()
-                sealed.wait(0.5)  # in vain, where the seal has to wait for this
+                sealed.wait(0.5)  # times out if the seal has to wait for this
                 return found
 
         monkeypatch.setattr(client, "request", killed_before)

@@ -1,4 +1,4 @@
-"""C5: memory in flight is bounded, with back-pressure rather than growth."""
+"""C5: memory in flight is bounded: saves wait instead of allocating more."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
                 held[-count] = tuple(memory)
     assert held[10] == held[59]
     for before, after in zip(held[-10], held[-59], strict=True):
-        assert after < before + (4 << 20), held  # a buffer has as much
+        assert after < before + (4 << 20), held  # the size of a buffer
 
 
 def test_a_smaller_state_gives_memory_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that do different things, and ranks that are lost."""
+"""Ranks that behave differently, and ranks that are lost."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_restarts_with_a_save_in_flight(ranks: Callable[..., Job], tmp_path: Pat
             began = [line for line in job.lines(rank) if line["event"] == "began"]
             assert [line["iteration"] for line in began] == list(range(RESTARTS + 1))
             stories.append([line["step"] for line in began])
-            # Taken over; an interrupt that comes while the writer is told something ends it.
+            # Taken over; an interrupt during a message to the writer ends the writer.
             assert len({line["writer"] for line in began[1:]}) < RESTARTS // 2
             used = [line["memories"] for line in began[10:]]
             assert all(memories == used[0] for memories in used)

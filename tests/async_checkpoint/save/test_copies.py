@@ -1,4 +1,4 @@
-"""The copy of a snapshot: past the caches, with checksums, by threads that can be stopped."""
+"""The snapshot copy: cache-bypassing, with checksums, in threads that can be stopped."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_tensors_at_other_addresses_next_time(memory: SharedMemory) -> None:
 @pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensors_without_elements(tmp_path: Path, order: str, overlap: bool) -> None:
-    """They have no address. An empty shard of a DTensor is one."""
+    """Empty tensors have no address; an empty shard of a DTensor is an example."""
     parameters = [
         torch.nn.Parameter(torch.zeros(0, 4) if letter == "e" else torch.randn(300_000))
         for letter in order
@@ -185,7 +185,7 @@ def test_an_error_of_a_helper_is_raised(
 def test_an_interrupted_copy_is_called_off_with_its_helpers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A helper that went on copying would write into the buffer of the next save."""
+    """A helper that kept copying would write into the buffer of the next save."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     helping, go = threading.Event(), threading.Event()
     ended: list[bool] = []
@@ -244,7 +244,7 @@ def test_a_write_by_another_thread_is_detected(
 
 
 class Told:
-    """Records for each save whether its copy took the checksums."""
+    """Records for each save whether its copy computed the checksums."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hashed: list[bool] = []

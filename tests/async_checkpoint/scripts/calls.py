@@ -1,4 +1,4 @@
-"""Background calls of several ranks. The first argument of each is the kind of the processes."""
+"""Background calls of several ranks. The first argument of each scenario is the process kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedA
 
 
 def queue_of(kind: str, **options: object) -> AsyncCallsQueue:
-    # Not nice: other work on this machine would hold up the test.
+    # Normal priority: other work on this machine would delay the test.
     return AsyncCallsQueue(kind == "persistent", nice=0, **options)  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def queue_in_group(kind: str, **options: object) -> Iterator[AsyncCallsQueue]:
 
 
 def ends(queue: AsyncCallsQueue, calls: int = 1) -> None:
-    """Waits for as many calls to end, and says what came of each."""
+    """Waits for this many calls to end, and prints their outcomes."""
     for _ in range(calls):
         raising(lambda: queue.maybe_finalize_async_calls(blocking=True))
 
@@ -148,7 +148,7 @@ def store_is_lost(kind: str, folder: str) -> None:
     ends(queue)
     raising(lambda: queue.maybe_finalize_async_calls())
     queue.abort()
-    os._exit(0)  # the group has lost a rank: it cannot be left in good order
+    os._exit(0)  # the group has lost a rank: no orderly shutdown is possible
 
 
 @scenario
@@ -178,7 +178,7 @@ def in_step(kind: str, folder: str) -> None:
 
 @scenario
 def uneven(kind: str) -> None:
-    """Ranks without anything to do, and ranks that look at different times."""
+    """Ranks with nothing to do, and ranks that check at different times."""
     with queue_in_group(kind, max_unfinalized=1) as queue:
         for index in range(4):
             fn = work.part if index % 2 == RANK else None
@@ -210,7 +210,7 @@ def leaves_no_keys(kind: str) -> None:
 
 @scenario
 def on_subgroups(kind: str) -> None:
-    """Each rank is in two groups; calls of one have nothing to do with those of the other."""
+    """Each rank is in two groups; their calls are independent."""
     join_group()
     pair = dist.new_group([0, 1])
     queues = [queue_of(kind), queue_of(kind)]
@@ -259,7 +259,7 @@ def foreground(how: str) -> None:
 
 @scenario
 def many_groups(kind: str) -> None:
-    """Groups that are made anew, and queues on them: numbers begin again, nothing is mixed up."""
+    """Recreated groups and their queues: numbers restart, and calls are not confused."""
     stores: Any = dist
     server = stores.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD_SIZE, is_master=RANK == 0

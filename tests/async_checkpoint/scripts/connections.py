@@ -1,4 +1,4 @@
-"""How many connections and all-reduces all parts of the library take together."""
+"""Counts the connections and all-reduces of all parts of the library together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outlast.elastic import ElasticLoader, Job
 
 
 def connections() -> int:
-    """How many connections of this process lead to the store."""
+    """The number of this process's connections to the store."""
     port = int(os.environ["MASTER_PORT"])
     return sum(
         bool(each.raddr) and each.raddr.port == port
@@ -58,7 +58,7 @@ def of_everything(path: str) -> None:
     process_group_store.least = counted
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: Any = dist.TCPStore(address, port, WORLD_SIZE, RANK == 0)  # type: ignore[attr-defined]
-    for number in range(2):  # the process group of a restart in place has connections of its own
+    for number in range(2):  # after a restart in place, the process group has new connections
         group: Any = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=group, rank=RANK, world_size=WORLD_SIZE)
         before, counts[0] = connections(), 0
@@ -71,7 +71,7 @@ def of_everything(path: str) -> None:
 
 @scenario
 def waits_do_not_hold_up_each_other(_: str) -> None:
-    """Two ledgers wait at the same time; what they wait for comes in the other order."""
+    """Two ledgers wait at the same time; the answers come in the opposite order."""
     join_group()
     first, second = connect_ledger("test"), connect_ledger("test")
     answers: list[bytes] = []

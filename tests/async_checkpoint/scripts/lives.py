@@ -1,4 +1,4 @@
-"""Processes that save until they are killed, and what comes after them."""
+"""Processes that save until they are killed, and their successors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINGER = datetime.timedelta(seconds=60)
 
 @scenario
 def trains(path: str) -> None:
-    """Restores from storage, and saves without an end."""
+    """Restores from storage, and saves forever."""
     if WORLD_SIZE > 1:
         join_group()
     checkpointer = Checkpointer(path, keep=Retention(last=3), linger=NO_LINGER)

@@ -1,4 +1,4 @@
-"""What all rank scripts of this room share: they speak in JSON lines, and run what they are told.
+"""Shared by the rank scripts of this package: they print JSON lines and run a named scenario.
 
 @scenario
 def one_fails(...) -> None: ...
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from outlast.errors import OutlastError
 
-# The helpers of the tests; a persistent worker is given the path too.
+# The test helpers; a persistent worker gets the path too.
 sys.path.append(str(Path(__file__).parents[2]))
 
 SCENARIOS: dict[str, Callable[..., None]] = {}
@@ -34,7 +34,7 @@ def say(event: str, **fields: Any) -> None:
 
 
 def raising(function: Callable[[], Any]) -> Any:
-    """Calls a function that may raise, and says what comes of it."""
+    """Calls a function that may raise, and prints the outcome."""
     try:
         value = function()
     except (OutlastError, ValueError, TypeError, MemoryError) as error:
@@ -45,7 +45,7 @@ def raising(function: Callable[[], Any]) -> Any:
 
 
 def join_group(store: str = "") -> None:
-    """Makes the process group: on its usual TCP store, or on one in a file."""
+    """Creates the process group, on its usual TCP store or on a file store."""
     if store:
         options: dict[str, Any] = {"rank": RANK, "world_size": WORLD_SIZE}
         file: Any = dist.FileStore(store, WORLD_SIZE)  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def join_group(store: str = "") -> None:
 
 
 def meet() -> int:
-    """Waits for all ranks; returns how many there are."""
+    """Waits for all ranks; returns their number."""
     count = torch.ones(1)
     dist.all_reduce(count)
     return int(count)
@@ -68,7 +68,7 @@ def leave_group() -> None:
 
 
 def scenario(function: Callable[..., None]) -> Callable[..., None]:
-    """Makes a function one that the command line can name."""
+    """Registers a function as a scenario for the command line."""
     SCENARIOS[function.__name__] = function
     return function
 

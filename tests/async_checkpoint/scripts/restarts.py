@@ -33,13 +33,13 @@ def empty() -> dict[str, Any]:
 
 
 def held(writing: WriterClient) -> dict[str, int]:
-    """What this process and its writer hold, when both have done what they were asked for."""
+    """The resources of this process and its writer, when both are idle."""
     for thread in threading.enumerate():
         if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
-    writing.request(BeginSave())  # done in its turn: what was dropped before is at an end
+    writing.request(BeginSave())  # done in order: everything dropped earlier has ended
     writer = psutil.Process(writing.pid)
     return {
         "threads": len(threading.enumerate()),

@@ -1,8 +1,8 @@
 """An S3 server on a free port of 127.0.0.1: `python s3_server.py FOLDER`; prints the port.
 
-A PUT of a name that ends with what the file FOLDER/hold says, once, waits at the gate in FOLDER.
-What is written into the gate decides: `drop` refuses the request, anything else lets it go on.
-With `after:` before the ending, it is done first, and only the answer waits.
+One PUT whose name ends with the content of the file FOLDER/hold waits at the gate in FOLDER. The
+text written to the gate decides: `drop` refuses the request, anything else lets it continue. With
+the prefix `after:`, the request is performed first, and only the response waits.
 """
 
 from __future__ import annotations

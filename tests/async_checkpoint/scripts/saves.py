@@ -17,12 +17,12 @@ patch = pytest.MonkeyPatch()
 
 
 def use(plan: str) -> None:
-    """Staged writers, on the plan of the test."""
+    """Staged writers that follow the test's plan."""
     Plan(Path(plan)).use(patch)
 
 
 def own_state(step: int) -> dict[str, Any]:
-    """A state of which each rank has a part of its own, and all have the rest."""
+    """A state with a separate part on each rank, and a shared rest."""
     return {**state_of(step), f"own{RANK}": torch.full((1000,), step * 10 + RANK)}
 
 

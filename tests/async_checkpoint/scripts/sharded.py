@@ -18,7 +18,7 @@ from outlast.errors import CheckpointError
 
 
 def whole(state: Any) -> Any:
-    """A state with every tensor as one."""
+    """The state with every DTensor gathered."""
     if isinstance(state, DTensor):
         return state.full_tensor().detach().clone()
     if isinstance(state, torch.Tensor):
@@ -130,7 +130,7 @@ def sharded_tensor(path: str) -> None:
         half = sharded_tensor.zeros(spec, 5, 4, dtype=torch.float16)
         with pytest.raises(CheckpointError, match="'x' is float16, float32 was saved"):
             checkpointer.restore({"x": half})
-        # What is saved is what it is, too, and not what it was the time before.
+        # The saved values are the current ones, not those of the previous save.
         half = sharded_tensor.full(spec, (5, 4), 2.5, dtype=torch.float16)
         checkpointer.save(2, {"x": half}).wait(NET)
         found = sharded_tensor.zeros(spec, 5, 4, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same. Every scenario's arguments: folder, plan."""
+"""Ranks that behave differently. Every scenario's arguments: folder, plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def another_order(path: str, plan: str) -> None:
 
 @scenario
 def one_changes(path: str, plan: str) -> None:
-    """What only rank 1 has, comes, grows and goes; the others go on as they were."""
+    """A part that only rank 1 has appears, grows and disappears; the other ranks do not change."""
     join_group()
     with Checkpointer(path) as checkpointer:
         for step in range(1, 5):
@@ -122,7 +122,7 @@ def one_is_lost(path: str, plan: str) -> None:
 
 @scenario
 def one_sees_damage(path: str, plan: str) -> None:
-    """Each rank reads a part of its own; that of rank 1 is damaged."""
+    """Each rank reads a separate part; that of rank 1 is damaged."""
     join_group()
     own = {f"own{RANK}": torch.zeros(2_000_000)}
     with Checkpointer(path) as checkpointer:
@@ -140,7 +140,7 @@ def one_sees_damage(path: str, plan: str) -> None:
 
 @scenario
 def one_has_no_room(path: str, plan: str) -> None:
-    """Each rank has a part of what all need; rank 1 has no memory for what the other one sends."""
+    """Each rank has a part that all need; rank 1 has no memory to receive the other's part."""
     join_group()
     with Checkpointer(path) as checkpointer:
         saves(checkpointer, 1, state_of(1))
@@ -156,7 +156,7 @@ def one_has_no_room(path: str, plan: str) -> None:
 
 @scenario
 def each_has_its_own(path: str, plan: str) -> None:
-    """Then a restore from memory asks nobody for what they have, until one lacks something."""
+    """Ranks share nothing: a restore from memory sends nothing until one rank lacks something."""
     join_group()
     state = {f"own{RANK}": torch.full((1000,), float(RANK)), f"word{RANK}": f"of {RANK}"}
     blank = {f"own{RANK}": torch.zeros(1000), f"word{RANK}": ""}
@@ -181,7 +181,7 @@ def _no_memory(*_: object) -> None:
 
 @scenario
 def one_writer_does_not_answer(path: str, plan: str) -> None:
-    """The writer of rank 1 is lost whenever it is asked for snapshots: storage has them too."""
+    """Rank 1's writer dies whenever it is asked for snapshots; storage has them too."""
     join_group()
     with Checkpointer(path) as checkpointer:
         saves(checkpointer, 1, state_of(1))

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: a process on a port of 127.0.0.1, and what can be asked of it."""
+"""A real S3 server for tests: a process on a port of 127.0.0.1, and queries of its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKET = "checkpoints"
 
 
 class Server:
-    """The server. `environment` is what makes any S3 client of this machine use it."""
+    """The server. `environment` makes any S3 client on this machine use it."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -33,11 +33,11 @@ class Server:
         }
 
     def new_url(self) -> str:
-        """A place that no other test uses."""
+        """A URL that no other test uses."""
         return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
     def hold(self, ending: str) -> None:
-        """The next PUT of a name that ends so waits; with `after:` before it, the answer to it."""
+        """Holds the next PUT of a name with this ending; with the prefix `after:`, its response."""
         (self.folder / "hold").write_text(ending)
 
     def held(self) -> str:
@@ -51,7 +51,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, setenv: Callable[[str, str], None]) -> Iterator[Server]:
-    """A server for a block, with one bucket in it, and the environment set for it."""
+    """Runs a server with one bucket for a block, and sets the environment for it."""
     for name in ("gate.here", "gate.go"):
         os.mkfifo(folder / name)
     command = [sys.executable, str(SERVER), str(folder)]
@@ -75,7 +75,7 @@ def serving(folder: Path, setenv: Callable[[str, str], None]) -> Iterator[Server
 
 @contextmanager
 def own_loop() -> Iterator[None]:
-    """fsspec's thread for asynchronous calls, which it would keep for life."""
+    """fsspec's thread for asynchronous calls, which it would never end."""
     loop = fsspec.asyn.get_loop()
     yield
     if client.cache_info().currsize:
@@ -107,7 +107,7 @@ def keys(url: str) -> list[str]:
 
 
 def uploads(url: str) -> list[str]:
-    """The uploads below a URL that have begun and not ended."""
+    """The unfinished uploads below a URL."""
     prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
     found = call("list_multipart_uploads", Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
     return [entry["Key"].removeprefix(prefix) for entry in found]

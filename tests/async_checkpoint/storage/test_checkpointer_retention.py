@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and the events of saves."""
+"""Which checkpoints are kept, and the events of saves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_removal_that_fails_does_no_harm(
 def test_a_save_does_not_wait_for_a_removal_nor_is_removed_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step that is saved again, while the checkpoint that it had is removed."""
+    """A step is saved again while its previous checkpoint is being removed."""
     plan = Plan(tmp_path / "plan").use(monkeypatch)
     plan.set({"op": "recycle", "do": "wait"})
     with Checkpointer(tmp_path / "c", keep=Retention(last=1, every=2)) as checkpointer:
@@ -101,7 +101,7 @@ def test_a_save_does_not_wait_for_a_removal_nor_is_removed_by_it(
 
 
 def test_the_newest_by_step_is_not_always_the_last_that_was_saved(tmp_path: Path) -> None:
-    """A training that went back keeps what it has just saved."""
+    """A training run that went back keeps its latest checkpoint."""
     with Checkpointer(tmp_path, keep=Retention(last=1)) as checkpointer:
         checkpointer.save(50, state_of(50)).wait(NET)
         checkpointer.save(7, state_of(7)).wait(NET)

@@ -58,7 +58,7 @@ def test_saved_restored_replaced_and_tidied(s3: Server) -> None:
         assert [info.step for info in checkpointer.list()] == [2, 3]
         assert checkpointer.verify(3).tensors == 2
     with Checkpointer(url) as checkpointer:
-        # What was replaced went with the opening, if not before.
+        # The replaced checkpoint was removed at the latest when the folder was opened.
         assert len({key.split("/")[0] for key in keys(url)} - {".owner", ".id"}) == 2
         loaded = state(0)
         assert checkpointer.restore(loaded) == 3
@@ -131,7 +131,7 @@ def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -
         # Of the same step: the older one must not suffer.
         handle = checkpointer.save(1, state(2, megabytes=20))
         s3.held()
-        # The commit is the manifest, although its writer does not know of it yet.
+        # The manifest is the commit, even if its writer has no reply yet.
         committed = 2 if at.startswith("after:") else 1
         assert len({key for key in keys(url) if key.endswith("manifest.json")}) == committed
         pid = checkpointer._session.writer.pid

@@ -1,4 +1,4 @@
-"""What is found in a folder, whatever lies in it."""
+"""Finding checkpoints in a folder, whatever else it contains."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> Non
     states.unlock()
     storage.unlock()
     assert folders.verify(states, 4).step == 4
-    with pytest.MonkeyPatch.context() as patch:  # root may read everything
+    with pytest.MonkeyPatch.context() as patch:  # root can read everything
 
         def refuse(self: LocalStorage, folder: str, name: str) -> int:
             raise PermissionError(13, "no")

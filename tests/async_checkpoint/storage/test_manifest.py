@@ -1,4 +1,4 @@
-"""A manifest is believed only if it is, byte for byte, what was written."""
+"""A manifest is accepted only if it is, byte for byte, as written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_flipped_byte_is_seen(manifest: Manifest, data: st.DataObject) -> No
         found = decode(bytes(content), "here")
     except CheckpointError:
         return
-    # Only in the first line, where it says what nobody relies on: the step is in the body too.
+    # Only in the first line, in a field that is not used: the step is in the body too.
     assert at < content.index(b"\n")
     assert found == manifest
 
@@ -90,7 +90,7 @@ def test_noise_is_no_manifest(noise: bytes) -> None:
 
 
 def rewritten(manifest: Manifest, head: dict[str, Any], body: bytes) -> bytes:
-    """With a head and a checksum that fit."""
+    """With a matching header and checksum."""
     known = json.loads(encode(manifest).partition(b"\n")[0])
     known.update({"bytes": len(body), "xxh3_128": checksum(body)}, **head)
     return json.dumps(known).encode() + b"\n" + body

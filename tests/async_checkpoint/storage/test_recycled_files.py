@@ -1,4 +1,4 @@
-"""Files of a removed checkpoint are written over, and nobody's checkpoint changes meanwhile."""
+"""Files of a removed checkpoint are overwritten; no checkpoint still in use changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _file_system_supports_it(tmp_path: Path) -> None:
 
 
 class Removals(MemorySink):
-    """Tells when a checkpoint is removed."""
+    """Reports removals of checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Removals(MemorySink):
 
 
 class Saving:
-    """Saves one after another, and keeps the last."""
+    """Saves one checkpoint after another, and keeps the last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Saving:
         self.checkpointer.close()
 
     def save(self, elements: int = ELEMENTS) -> Path:
-        """Returns when the one before is removed, or its files are ready to be written over."""
+        """Returns when the previous one is removed, or its files are ready to be overwritten."""
         self.count += 1
         step = self.count
         self.checkpointer.save(step, {"w": torch.full((elements,), float(step))}).wait(NET)
@@ -77,7 +77,7 @@ class Saving:
 def test_a_save_writes_over_the_files_of_the_checkpoint_removed_last(tmp_path: Path) -> None:
     with Saving(tmp_path) as saving:
         files = {saving.save().stat().st_ino for _ in range(6)}
-        assert len(files) == 2  # one that is there, one that is written
+        assert len(files) == 2  # one that exists, one that is being written
         survey = folders.survey(LocalStorage(str(tmp_path)))
         (found,) = [each for each in survey if each.step is None]
         assert "writes over" in found.wrong
@@ -157,7 +157,7 @@ def test_the_next_job_removes_recycled_files(tmp_path: Path) -> None:
     saving.save()
     saving.save()
     saving.checkpointer.abort()
-    saving.checkpointer._session.close(0.0)  # as if it had been killed: nothing is tidied
+    saving.checkpointer._session.close(0.0)  # as if it had been killed: nothing is cleaned up
     assert (tmp_path / RECYCLED).is_dir()
     with Checkpointer(tmp_path):
         assert not (tmp_path / RECYCLED).exists()
@@ -201,7 +201,7 @@ def test_recycled_files_are_removed_when_the_disk_is_full(
 
 
 def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
-    """A checkpoint that somebody has moved to an archive, and left a link to."""
+    """A checkpoint that the user has moved to an archive, leaving a link to it."""
     archive = tmp_path / "archive"
     archive.mkdir()
     with Saving(tmp_path / "c") as saving:

@@ -1,4 +1,4 @@
-"""What holds for object stores only: the order of a commit, uploads that were given up, owners."""
+"""Object stores only: the order of a commit, abandoned uploads, owners."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def commit(storage: RemoteStorage, step: int, save_id: str) -> str:
 
 
 def test_an_older_checkpoint_of_the_step_stays_until_the_next_commit(memory: RemoteStorage) -> None:
-    # The names are in the other order than the commits.
+    # The names are in the opposite order of the commits.
     old, new = commit(memory, 42, "ff"), commit(memory, 42, "aa")
     assert memory.folders() == [old, new]
     assert folders.candidates(memory) == [(42, new), (42, old)]
@@ -78,7 +78,7 @@ def test_an_older_checkpoint_of_the_step_stays_until_the_next_commit(memory: Rem
 
 def test_a_commit_that_is_taken_back_leaves_the_older_one(memory: RemoteStorage) -> None:
     old, new = commit(memory, 42, "ff"), commit(memory, 42, "aa")
-    memory.remove(new)  # the writer was killed before it could say that it had committed
+    memory.remove(new)  # the writer was killed before it could report the commit
     assert folders.candidates(memory) == [(42, old)]
     assert memory.get(old, "data") == b"ff"
 
@@ -196,7 +196,7 @@ def test_a_write_that_fails_ends_all_uploads_of_the_save(
 def test_what_a_killed_writer_has_begun_is_found_and_ended(storage: RemoteStorage) -> None:
     folder, _ = storage.names_for(5, "aa")
     storage.create(folder, "large", 3 * PART).write_at(0, memoryview(bytes(PART)))
-    # Nobody abandons it: its process is dead.
+    # It is not aborted, because its process is dead.
     assert folders.leftovers(storage) == [folder]
     assert folders.candidates(storage) == []
     storage.remove(folder)

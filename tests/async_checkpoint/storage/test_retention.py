@@ -1,4 +1,4 @@
-"""Which checkpoints stay, for any rules and any checkpoints."""
+"""Which checkpoints are kept, for any rules and any checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every storage must do, asked of each: a file system, S3, and what else fsspec has."""
+"""The contract of every storage: a file system, S3, and fsspec's memory file system."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, Dropped, wr
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
-PART = 5 << 20  # the least that S3 takes for a part which is not the last
+PART = 5 << 20  # S3's minimum size of a part that is not the last
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +156,13 @@ def test_a_save_that_is_dropped_keeps_no_memory(storage: Storage) -> None:
     dropped = threading.Event()
     dropped.set()
     gc.collect()
-    gc.disable()  # what is only in a circle stays
+    gc.disable()  # keeps reference cycles alive
     try:
         with contextlib.suppress(Dropped):
             write_files(
                 storage, "a", memory.view, [("x", 0, PIECE_BYTES)], {}, threads=2, dropped=dropped
             )
-        memory.view.release()  # an error if somebody still looks into it
+        memory.view.release()  # an error if the memory is still in use
     finally:
         gc.enable()
         memory.close()
@@ -246,7 +246,7 @@ def test_two_jobs_cannot_have_it(storage: Storage) -> None:
         with pytest.raises(CheckpointError, match=r"in use by another job \(the other\)"):
             storage.lock("this one")
         other.kill()
-    # It did not unlock; it is dead all the same.
+    # It did not unlock, but it is dead.
     storage.lock("this one", careful=True)
     storage.unlock()
 

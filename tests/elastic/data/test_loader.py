@@ -194,7 +194,7 @@ def test_an_iteration_ends_when_the_position_changes() -> None:
 
 
 def test_the_global_generators_are_not_used() -> None:
-    """A training that was stopped within an epoch creates one more torch loader."""
+    """A run that was stopped within an epoch creates one more torch loader."""
     before = torch.get_rng_state()
     for _ in loader():
         pass

@@ -18,7 +18,7 @@ from outlast.elastic.data.sampler import Share
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A training whose size changes: for each stage, the number of replicas and of steps."""
+    """A run whose size changes: the numbers of replicas and of steps of each stage."""
 
     length: int
     batch: int

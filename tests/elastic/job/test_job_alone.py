@@ -41,7 +41,7 @@ class InPlace(torch.optim.Adam):
 
 
 class Refusing:
-    """A state that refuses to load when it is told to."""
+    """A state that can be set to refuse loading."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Runs the programs of the page on migration from torchrun, from its text."""
+"""Runs the programs on the torchrun migration page, extracted from its text."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Turns:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """All threads continue from now on."""
+        """Lets all threads continue from now on."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -88,7 +88,7 @@ class Stepped:
 
 
 class Training:
-    """Ranks in threads; each step is a collective that needs all of them."""
+    """Ranks in threads; each step is a collective of all ranks."""
 
     def __init__(self, ranks: int, steps: int, requests: list[tuple[int, int]], seed: int) -> None:
         self.ranks, self.steps, self.requests = ranks, steps, requests
@@ -169,7 +169,7 @@ def test_a_long_training_is_stopped_in_time() -> None:
         assert 2 <= end[0] < 10_000
 
 
-# -- by hand ------------------------------------------------------------------------------------
+# -- chosen interleavings ------------------------------------------------------------------------
 
 
 class Fragile(MemoryStore):

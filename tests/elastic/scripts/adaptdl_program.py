@@ -32,7 +32,7 @@ class Progress(checkpoint.State):
 
 
 class Nothing(checkpoint.State):
-    """A state that is only kept in step."""
+    """A state that is only synchronized."""
 
     def sync(self):
         self.synced = True

@@ -1,7 +1,6 @@
-"""Saves, and is killed at a point: `python killed.py NUMBER [ASYNCHRONOUS]`.
+"""Saves, and is killed at a kill point: `python killed.py NUMBER [ASYNCHRONOUS]`.
 
-The points are the calls to the system that Python tells its auditors of, and those that make
-things durable.
+The kill points are the system calls that raise audit events in Python, and the fsync calls.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ fcntl.lockf = counted(fcntl.lockf)
 sys.addaudithook(audit)
 path = os.environ["OUTLAST_CHECKPOINT_PATH"]
 os.environ["OUTLAST_CHECKPOINT_PATH"] = sys.argv[3]
-save_all_states()  # modules are imported
+save_all_states()  # imports all modules
 os.environ["OUTLAST_CHECKPOINT_PATH"] = path
 counting = True
 handle: Any = save_all_states(bool(sys.argv[2]))

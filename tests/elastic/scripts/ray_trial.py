@@ -1,4 +1,4 @@
-"""Two trials of Ray Tune: `python ray_trial.py FOLDER`. One fails once, and goes on."""
+"""Two Ray Tune trials: `python ray_trial.py FOLDER`. One fails once, and continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trial(config: dict[str, Any]) -> None:
 def main(folder: Path) -> None:
     assert not from_ray()
     folder.mkdir()
-    # Trials find checkpoints in the environment at their peril: theirs is Ray's.
+    # A trial must ignore a checkpoint in the environment and use Ray's.
     os.environ["OUTLAST_CHECKPOINT_PATH"] = str(folder / "not here")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     storage = str(folder / "storage")

@@ -1,4 +1,4 @@
-"""A training with torchdata's loader and its workers: `python stateful_loader.py PLAN`.
+"""A training loop with torchdata's loader and its workers: `python stateful_loader.py PLAN`.
 
 It prints the samples of each step, and stops after a given step.
 """
@@ -130,7 +130,7 @@ def with_job(loader: Any, epochs: Epochs) -> None:
             if PLAN["stop"] is not None:
                 if job.steps + 1 == PLAN["stop"] and RANK == 0:
                     job.stop("enough")
-                time.sleep(0.02)  # the request must arrive before the training is over
+                time.sleep(0.02)  # the request must arrive before training ends
             job.step()
 
         train(loader, epochs, step)

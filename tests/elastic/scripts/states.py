@@ -1,4 +1,4 @@
-"""What the ranks of the tests of elastic state do: `python states.py SCENARIO ARGUMENT...`."""
+"""Scenarios of the ranks in the tests of states: `python states.py SCENARIO ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def say(event: str, **fields: Any) -> None:
 
 
 def said(function: Callable[[], Any]) -> Any:
-    """Calls a function that may raise, and says what comes of it."""
+    """Calls a function that may raise, and prints the outcome."""
     try:
         value = function()
     except OutlastError as error:
@@ -56,7 +56,7 @@ def said(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def group() -> Iterator[None]:
-    """A process group, left when all ranks are there."""
+    """A process group, destroyed after a barrier."""
     dist.init_process_group("gloo")
     yield
     dist.barrier()
@@ -64,7 +64,7 @@ def group() -> Iterator[None]:
 
 
 class Sum(State):
-    """A number of each rank, and the sum of them, made by a collective."""
+    """A number on each rank, and the sum, computed by a collective."""
 
     def __init__(self, name: str, fails_on: int = -1) -> None:
         super().__init__(name)
@@ -124,7 +124,7 @@ def disagrees() -> None:
 
 
 def sync_fails(kind: str) -> None:
-    """Rank 1 fails before a collective in which the others are; or with none about."""
+    """Rank 1 fails before a collective that the others have entered, or without any collective."""
     dist.init_process_group("gloo")
     first = Text("a first")
     second = Sum("b second", fails_on=1) if kind == "collective" else Failing("b second")
@@ -174,8 +174,8 @@ def one_does_not_come(when: str) -> None:
 
 
 def group_is_lost() -> None:
-    """Rank 1 is gone before it takes part in the background; rank 0 goes on alone. The store is one
-    that outlives the group.
+    """Rank 1 ends before it joins the background save; rank 0 continues alone. The store outlives
+    the group.
     """
     path = os.environ["MARKS"] + "/store"
     store: Any = dist.FileStore(path, WORLD_SIZE)  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def group_is_lost() -> None:
 
 
 def there(*ranks: int) -> None:
-    """Says that this rank is there, or waits for others."""
+    """Announces this rank, or waits for others."""
     for rank in ranks:
         path = Path(os.environ["MARKS"]) / str(rank)
         if rank == RANK:
@@ -232,7 +232,7 @@ def saves_random(alike: str = "") -> None:
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)
-        draws()  # one half of a pair of random.gauss is left over
+        draws()  # random.gauss keeps the second of a pair
         state = RandomState()
         save_all_states()
         del state
@@ -247,8 +247,8 @@ def loads_random() -> None:
 
 
 def sharded(what: str) -> None:
-    """Two steps of a sharded model, saved after the first; the second is what is compared."""
-    # Not for all scenarios: these imports take seconds.
+    """Two steps of a sharded model, saved after the first; the second is compared."""
+    # Imported only here: these imports take seconds.
     from torch.distributed.fsdp import fully_shard
 
     from outlast.elastic import ShardedState
@@ -286,7 +286,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def ddp(what: str) -> None:
-    """As `sharded`, under DDP, with the states apart."""
+    """As `sharded`, but under DDP with separate states."""
     with group() if WORLD_SIZE > 1 else contextlib.nullcontext():
         # The DDP module must end before its group. Otherwise its reducer destroys the group while
         # it holds the GIL, and joins gloo's threads; one of them may need the GIL to delete the

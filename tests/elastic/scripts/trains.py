@@ -1,4 +1,4 @@
-"""One rank of a training, configured by a JSON plan: `python trains.py PLAN`.
+"""One rank of a training run, configured by a JSON plan: `python trains.py PLAN`.
 
 It prints the samples of each step, and the exact loss.
 """
@@ -128,7 +128,7 @@ def wrap(module: nn.Module) -> nn.Module:
 def fire_faults(job: Job, when: str) -> None:
     """Fires the faults planned for this rank, `before` or `after` a call of `job.step`."""
     if PLAN["faults"]:
-        time.sleep(0.02)  # a request must arrive before the training is over
+        time.sleep(0.02)  # a request must arrive before training ends
     for fault in list(PLAN["faults"]):
         if (fault["rank"], fault["when"]) != (RANK, when) or job.steps < fault["step"]:
             continue

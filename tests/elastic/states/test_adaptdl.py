@@ -23,19 +23,19 @@ def test_a_program_for_adaptdl(
             "ADAPTDL_NUM_REPLICAS": str(size),
             "ADAPTDL_NUM_RESTARTS": str(restarts),
             "OWN_FOLDER": str(tmp_path / "own"),
-            # AdaptDL's scheduler does not set the torch launcher's.
+            # AdaptDL's scheduler does not set the torch launcher's variables.
             "RANK": "",
             "WORLD_SIZE": "",
         }
         with ranks("adaptdl_program", nprocs=size, env=env) as job:
             for rank in range(size):
-                # Without a process group nobody holds back rank 0, so it comes last here.
+                # Without a process group rank 0 does not wait for the others, so it runs last here.
                 job.start(size - 1 - rank, {"ADAPTDL_REPLICA_RANK": str(size - 1 - rank)})
                 job.wait(size - 1 - rank)
             codes = set(job.wait_all().values())
             assert codes == ({143} if restarts < 3 else {0}), job.errors(0)
             if restarts == 3:
-                # A state without `save` and `load` is there, and empty.
+                # A state without `save` and `load` is saved as an empty one.
                 assert job.output(0) == "done 10 [2, 1, 3, 2]\n"
     assert len(names_in(folder)) == 1
     assert os.listdir(tmp_path / "own") == ["progress.state"]

@@ -1,4 +1,4 @@
-"""Background saves: they save the states as they were at the call."""
+"""Background saves: the states are saved as they were at the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.errors import CheckpointError, TimeoutError
 
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Saves wait for it before they write."""
+    """A gate for which saves wait before they write."""
     may_write = threading.Event()
     write = saving_module._write
 
@@ -57,7 +57,7 @@ def test_a_second_one_waits_for_the_first(folder: Path, may_write: threading.Eve
     opener = threading.Timer(0.05, may_write.set)
     opener.start()
     state.text = "2"
-    second = save_all_states(asynchronous=True)  # at most one is held in memory
+    second = save_all_states(asynchronous=True)  # at most one copy is in memory
     assert first.done
     opener.join()
     assert second is not None

@@ -1,4 +1,4 @@
-"""A save that is killed at any point leaves the old checkpoint or the new one, complete."""
+"""A save killed at any point leaves either the old or the new checkpoint, complete."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Ranks = Callable[..., Job]
 def test_every_point_at_which_a_save_can_be_killed(
     ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str
 ) -> None:
-    """The save of a child process is killed before its first call to the system, before its second,
-    and so on, until one comes through.
+    """A child process saves and is killed at its first kill point, at its second, and so on, until
+    one completes.
     """
     states = [Text("a", "old"), Text("b", "old")]
     outcomes = []
     for point in range(1000):
         for state in states:
             state.text = "old"
-        save_all_states()  # also removes what the kill before has left
+        save_all_states()  # also removes leftovers of the previous kill
         assert len(names_in(folder)) == 1
         with ranks("killed", str(point), asynchronous, str(tmp_path / "other"), nprocs=1) as job:
             job.start_all()
@@ -42,7 +42,7 @@ def test_every_point_at_which_a_save_can_be_killed(
             break
         assert code == -9, job.errors(0)
     assert outcomes[-1] == "new"
-    # Once it is there, it stays: the commit is one of these points.
+    # Once the new one is visible, it stays: the commit is one of these points.
     assert outcomes == sorted(outcomes, reverse=True)
     assert outcomes.count("old") > 10
     assert outcomes.count("new") > 1

@@ -17,7 +17,7 @@ Ranks = Callable[..., Job]
 
 @pytest.fixture
 def run(ranks: Ranks, folder: Path) -> Callable[..., Job]:
-    """Runs a scenario to its end, which is a good one."""
+    """Runs a scenario that must succeed."""
 
     def run(*args: str, nprocs: int = 2, codes: tuple[int, ...] = (0,), **kwargs: Any) -> Job:
         with ranks("states", *args, nprocs=nprocs, **kwargs) as job:
@@ -30,7 +30,7 @@ def run(ranks: Ranks, folder: Path) -> Callable[..., Job]:
 
 
 def said(job: Job, event: str, field: str) -> list[list[Any]]:
-    """Of each rank, what it said."""
+    """The message of each rank."""
     return [
         [line[field] for line in job.lines(rank) if line["event"] == event]
         for rank in range(job.nprocs)
@@ -122,7 +122,7 @@ def test_a_sync_that_a_replica_does_not_reach(
         assert "rank 1 did not make the call within 0:00:01" in messages[rank][0]
         assert said(job, "raised", "type")[rank] == ["TimeoutError"]
     if when == "later":
-        assert "rank 1 did not make the call" in messages[1][0]  # told, when it came
+        assert "rank 1 did not make the call" in messages[1][0]  # reported when it arrived
         assert names_in(folder) == ["states-00000001"]
     else:
         assert "rank 1 cannot reach the other ranks" in messages[1][0]
@@ -163,7 +163,7 @@ def test_random_generators_come_back_by_rank(run: Callable[..., Job]) -> None:
     before = drawn(run("saves_random", nprocs=3))
     assert before[0] != before[1] != before[2]
     assert drawn(run("loads_random", nprocs=3)) == before
-    # Fewer: each goes on with its own. More: the new ones are like no other, and always the same.
+    # Fewer: each rank keeps its state. More: new ranks have distinct, deterministic states.
     assert drawn(run("loads_random", nprocs=1)) == before[:1]
     more = drawn(run("loads_random", nprocs=5))
     assert more[:3] == before

@@ -22,7 +22,7 @@ def test_outside_of_a_trial_ray_is_not_even_imported() -> None:
 @pytest.mark.slow
 def test_a_trial_that_fails_goes_on_from_its_states(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray")
-    # Ray is a cluster of processes, which lives as long as the program that starts it.
+    # Ray is a cluster of processes that lives as long as the program that starts it.
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path]),

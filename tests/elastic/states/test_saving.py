@@ -33,7 +33,7 @@ def damage(path: Path) -> None:
 
 
 def keep_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the process was killed between the commit and the removal of the previous one."""
+    """As if the process had been killed between the commit and the removal of the previous one."""
     replaced_by = "outlast.async_checkpoint.named_files._replaced_by"
     monkeypatch.setattr(replaced_by, lambda storage, number: [])
 
@@ -208,7 +208,7 @@ def test_all_is_durable_before_it_is_visible(folder: Path, monkeypatch: pytest.M
         ".tmp-states",
         ".tmp-states is now states-0000",
         "checkpoints",
-        "states-0000 is now .tmp-remove",  # only now is the one before taken away
+        "states-0000 is now .tmp-remove",  # only now is the previous one removed
         "checkpoints",
     ]
 
@@ -259,7 +259,7 @@ def test_every_kind_of_damage_is_seen(
         file.mkdir()
     assert load_state(state)
     assert state.text == "old"
-    # What is saved next is newer than both.
+    # The next save is newer than both.
     assert save_all_states() == str(folder / "states-00000003")
 
 

@@ -14,7 +14,7 @@ from outlast.elastic import State
 from outlast.elastic.states.state import name_of, registered
 from outlast.elastic.states.state_files import file_name
 
-# Any text, also what no encoding accepts: half of a surrogate pair.
+# Any text, even one that no encoding accepts: half of a surrogate pair.
 NAMES = st.text(st.characters(), max_size=300)
 ODD = ["", ".", "..", "/", "a/b", "../up", "manifest.json", "%", "a b", "\0", "ä" * 100, "x" * 5000]
 

@@ -1,4 +1,4 @@
-"""The ready-made states: they load what they saved, and a misfit changes nothing."""
+"""The ready-made states: they load what they saved, and a mismatch changes nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Training:
-    """All that a training has."""
+    """All objects of a training run."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -246,7 +246,7 @@ def draws() -> list[Any]:
 @pytest.mark.parametrize("drawn_before", [0, 1])
 def test_generators_go_on(folder: Path, drawn_before: int) -> None:
     state = RandomState()
-    for _ in range(drawn_before):  # of pairs of normal numbers, one half is kept for later
+    for _ in range(drawn_before):  # normal numbers come in pairs; the second is kept for later
         draws()
     save_all_states()
     first = [draws() for _ in range(3)]

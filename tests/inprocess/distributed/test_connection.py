@@ -1,4 +1,4 @@
-"""Connections to the store: patience, timeouts, errors, and break-off by another thread."""
+"""Connections to the store: retries, timeouts, errors, and break-off by another thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_who_listens_is_no_store_and_the_error_names_the_place() -> None:
 
 
 def test_a_client_that_connects_again_after_the_timeout_is_ended_too() -> None:
-    """torch's client has a timeout of its own, and tries again while that lasts."""
+    """torch's client has its own timeout, and retries until it expires."""
 
     class LateTCPStore(TCPStore):
         def __init__(self, *, timeout: datetime.timedelta, **kwargs: Any) -> None:

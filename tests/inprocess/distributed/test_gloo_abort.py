@@ -36,7 +36,7 @@ def groups(names: list[str]) -> Iterator[list[list[Any]]]:
 
         for name in names:
             made.append(list(pool.map(make, [name, name], [0, 1])))
-            # Some connections are made at the first use only.
+            # Some connections are made only on first use.
             works = [pg.allreduce([torch.ones(4)]) for pg in made[-1]]
             for work in works:
                 work.wait()
@@ -75,7 +75,7 @@ class Others:
         self.loop.add_reader(self.reader, lambda: None)
 
     def work(self) -> None:
-        """Checks that all of them still work."""
+        """Checks that all these still work."""
         self.far.send(b"x")
         assert self.near.recv(1) == b"x"
         self.writer.send(b"y")
@@ -131,11 +131,11 @@ def test_a_collective_in_flight_ends() -> None:
 def test_a_descriptor_that_is_another_file_by_now_is_not_touched() -> None:
     with connected() as (near, far), connected() as (other, peer):
         descriptor, inode = near.fileno(), sockets.socket_inodes()[near.fileno()]
-        os.dup2(other.fileno(), descriptor)  # the number stands for another connection now
+        os.dup2(other.fileno(), descriptor)  # the number now refers to another connection
         assert not sockets.shut_down(descriptor, inode)
         other.send(b"x")
         assert peer.recv(1) == b"x"
-        assert far.recv(1) == b""  # its end was closed by that, not by us
+        assert far.recv(1) == b""  # its end was closed by `dup2`, not by the abort
 
 
 def test_what_is_closed_or_not_connected_is_passed_over() -> None:

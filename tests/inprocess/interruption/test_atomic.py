@@ -1,4 +1,4 @@
-"""`atomic()` and the beginning of a restart: one of the two comes first."""
+"""`atomic()` against the start of a restart: one of the two comes first."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_outside_a_call_nothing_is_asked_for(interrupter: Interrupter) -> None:
     assert interrupter.request() == "none"
     interrupter.run(lambda: None)
     assert interrupter.request() == "none"
-    signal.raise_signal(INTERRUPT_SIGNAL)  # one that comes late does nothing
+    signal.raise_signal(INTERRUPT_SIGNAL)  # a late signal has no effect
     assert interrupter.landed == 0
 
 
@@ -226,7 +226,7 @@ def test_the_handler_is_there_between_install_and_restore() -> None:
     assert made.by_signal
     made.restore()
     assert signal.getsignal(INTERRUPT_SIGNAL) is before
-    made.restore()  # once more is nothing
+    made.restore()  # a second call has no effect
     assert signal.getsignal(INTERRUPT_SIGNAL) is before
 
 
@@ -323,7 +323,7 @@ LIBRARY = {
 
 
 class Told:
-    """What a function under interrupts saw of the library."""
+    """What an interrupted function observed of the library."""
 
     def __init__(self) -> None:
         self.inside = self.after = 0

@@ -60,7 +60,7 @@ def test_each_works_on_what_it_is_given(size: int, limit: int, divisor: int) -> 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_is_inactive_stays_so(rank: int) -> None:
-    # Whoever made rank 0 inactive was another filter than ours.
+    # Rank 0 was made inactive by another filter.
     state = state_of(rank, 8, active_world_size=2, status=Status.INACTIVE)
     for rank_filter in (MaxActiveWorldSize(), MaxActiveWorldSize(4), WorldSizeDivisibleBy(2)):
         after = rank_filter(state)

@@ -17,7 +17,7 @@ Ranks = Callable[..., Job]
 
 
 def test_a_handler_that_exits_in_order_under_the_hard_timeout_is_not_killed(ranks: Ranks) -> None:
-    # The grace is longer than the net of the test: nothing but the exit ends the rank.
+    # The grace time exceeds the test's timeout: only the exit can end the rank.
     with ranks("ends", "exits_on_sigterm", nprocs=2) as job:
         job.start_all()
         assert job.wait_all(45) == {0: 0, 1: 7}, errors(job)

@@ -42,7 +42,7 @@ def test_nobody_goes_on_before_everyone_has_left(ranks: Ranks) -> None:
         job.start_all()
         for rank in (0, 1):
             job.wait_for_line(rank, said("finalized", iteration=0))
-        time.sleep(0.3)  # there is no event for a rank that stays; a broken barrier needs less
+        time.sleep(0.3)  # no event reports a rank that stays; a broken barrier would pass sooner
         job.send(2, signal.SIGUSR1)
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
         assert views(job) == {0: full(3), 1: full(3)}

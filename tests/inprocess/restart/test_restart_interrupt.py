@@ -13,8 +13,8 @@ Ranks = Callable[..., Job]
 
 
 def test_every_way_to_block_is_interrupted(ranks: Ranks) -> None:
-    # That it ends is what is tested: nothing else than the interrupt ends any of these waits
-    # within the half hour that a group's timeout is.
+    # The job must end: only the interrupt ends any of these waits within the half hour of a
+    # group's timeout.
     with ranks("blocked", "one_after_another") as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: 0}, errors(job)
@@ -50,7 +50,7 @@ def test_atomic_is_never_interrupted_and_the_termination_waits(ranks: Ranks) -> 
         job.start_all()
         job.wait_for_line(1, said("left", iteration=0))
         for part in ("inner done", "outer done"):
-            time.sleep(0.2)  # there is no event for an interrupt that does not come
+            time.sleep(0.2)  # no event reports the absence of an interrupt
             job.send(0, signal.SIGUSR1)
             job.wait_for_line(0, said(part))
         assert job.wait_all() == {0: 0, 1: 0}, errors(job)

@@ -10,7 +10,7 @@ from inprocess.job_output import errors, events
 from procs import Job
 
 MEMORY_BYTES = 32 << 20
-"""What allocators may keep; a leak of a group an iteration takes more."""
+"""What allocators may keep; a leak of one group per iteration exceeds it."""
 
 
 @pytest.mark.parametrize("restarts", [30, pytest.param(200, marks=pytest.mark.slow)])

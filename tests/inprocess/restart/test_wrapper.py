@@ -138,7 +138,7 @@ def test_the_environment_is_given_back_after_an_error_too() -> None:
 
     with pytest.raises(RestartAbort):
         function()  # type: ignore[call-arg]
-    # Nobody waits for the monitor: it serves the store for as long as others need it.
+    # No one waits for the monitor: it serves the store as long as others need it.
     os.waitpid(monitors[0], 0)
     assert {name: os.environ.get(name) for name in PLACE} == dict.fromkeys(PLACE)
 

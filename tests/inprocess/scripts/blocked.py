@@ -84,7 +84,7 @@ def one_after_another(call: CallWrapper) -> list[str]:
     if call.iteration == len(ways):
         return ways
     way = ways[call.iteration]
-    # Connections of their own: that of call.state.store is what one of the ways blocks.
+    # Separate connections: one of the ways blocks that of call.state.store.
     store = call.state.store.clone()
     block = WAYS[way](call)
     if rank() == 1:
@@ -105,7 +105,7 @@ def _tell(store: dist.Store) -> None:
 @scenario
 @wrapped()
 def amid_a_transfer(call: CallWrapper) -> int:
-    """All send and receive as much as they can; the test kills one of them."""
+    """All ranks send and receive as much as they can; the test kills one."""
     size = join_group()
     data = torch.ones(1 << 22)
     step = 0

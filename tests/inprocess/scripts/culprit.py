@@ -14,7 +14,7 @@ from rank_actions import SHORT, collective, finish, join_group, seconds, wait_fo
 from outlast.inprocess import CallWrapper
 
 CULPRIT = 2
-# Those who wait for it are timed out first, as it may happen where limits follow each rank's pace.
+# The waiting ranks time out first, as can happen when limits follow each rank's pace.
 PATIENT = SHORT | {"soft_timeout": seconds(60), "hard_timeout": seconds(80)}
 
 

@@ -92,8 +92,8 @@ def long_atomic(call: CallWrapper) -> int:
 @scenario
 @wrapped(soft_timeout=seconds(15), hard_timeout=seconds(20))
 def connects_when_the_store_is_gone(call: CallWrapper) -> int:
-    """Rank 0 ends, in the way that the command line says; rank 1 begins to connect to its store
-    when it has, in C++, where no interrupt reaches it. Rank 2 waits.
+    """Rank 0 ends in the way that the command line names; then rank 1 begins to connect to its
+    store, in C++, where no interrupt reaches it. Rank 2 waits.
     """
     if call.iteration == 0:
         if FIRST_RANK == 0:

@@ -90,7 +90,7 @@ def adaptive(call: CallWrapper) -> int:
 @scenario
 @wrapped(rank_filter=MaxActiveWorldSize(2))
 def reserve(call: CallWrapper) -> str:
-    """Two of three ranks are active; when one of them dies, the reserve rank takes over."""
+    """Two of three ranks are active; when one dies, the reserve rank takes over."""
     size = join_group()
     if call.iteration == 0 and len(sys.argv) > 2:
         if rank() == 1:

@@ -101,7 +101,7 @@ def nested_and_repeated() -> None:
     for _ in range(3):
         train()
         assert dict(os.environ) == environment
-    # A group of one, on a store of its own: the port may still be the last call's.
+    # A group of one, on a separate store: the last call may still hold the port.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         train()

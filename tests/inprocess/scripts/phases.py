@@ -88,7 +88,7 @@ class Filter(RankFilter):
 
 
 def _rank_0_fails_once(call: CallWrapper) -> int:
-    """The cause of the restart, of which the ranks then go through all phases."""
+    """The cause of the restart; the ranks then run all its phases."""
     join_group()
     if call.iteration == 0:
         if rank() == 0:

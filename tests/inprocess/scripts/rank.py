@@ -1,4 +1,4 @@
-"""Common to all rank scripts: they print JSON lines, and run the scenario that they are given.
+"""Shared by the rank scripts: they print JSON lines and run a named scenario.
 
 @scenario
 @wrapped()

@@ -128,8 +128,8 @@ def test_last_lines_of_a_failure() -> None:
 
 
 def test_when_workers_failed_whose_ends_were_seen_together() -> None:
-    # An error file tells the moment; no file, no later than now.
+    # An error file gives the time; without one, the time is now at the latest.
     assert failure_times([(1, None), (1, 5.0), (1, 99.0)], now=10.0) == [10.0, 5.0, 10.0]
-    # A killed one did not die of its peers: it counts as the first.
+    # A killed worker did not fail because of its peers: it counts as the first.
     assert failure_times([(1, 5.0), (-9, None)], now=10.0) == [5.0, 5.0]
     assert failure_times([(1, 5.0), (-6, None)], now=10.0) == [5.0, 10.0]

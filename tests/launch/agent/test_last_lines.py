@@ -76,7 +76,7 @@ def test_a_script_that_cannot_start_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
-    with Run(tmp_path, "", "--no-python") as run:  # the file is there, and not executable
+    with Run(tmp_path, "", "--no-python") as run:  # the file exists but is not executable
         assert run.wait() == 126
     assert "cannot run" in run.err
 

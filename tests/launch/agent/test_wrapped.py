@@ -1,4 +1,4 @@
-"""What `outlast run` makes of workers that use the wrapper, and of those under a fault plan."""
+"""`outlast run` with workers that use the wrapper, and with a fault plan."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_a_step_that_is_not_there(storage: LocalStorage) -> None:
 def test_the_last_valid_one_stays(storage: LocalStorage) -> None:
     flip(storage, 20, MANIFEST, at=-3)
     assert outlast("rm", "--yes", storage.root, 10).exit_code == 0
-    # Step 20 is there, but of no use.
+    # Step 20 exists but is damaged.
     said = error(outlast("rm", "--yes", storage.root, 30))
     assert "step 30: no valid checkpoint would be left" in said
     assert outlast("rm", "--yes", storage.root, 20).exit_code == 0

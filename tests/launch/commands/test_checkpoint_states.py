@@ -35,7 +35,7 @@ def states(tmp_path: Path) -> Path:
 
 def test_a_folder_of_states_is_listed(states: Path) -> None:
     (states / ".tmp-states-00000004-abcdef").mkdir()
-    (states / "states-00000009").mkdir()  # somebody else's: there is no manifest
+    (states / "states-00000009").mkdir()  # another program's: there is no manifest
     result = outlast("ls", states)
     assert result.exit_code == 0
     title, row, left = result.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""How long a rank that dies again and again waits: the policy alone, with no clock at all."""
+"""The backoff of a rank that dies repeatedly: the policy alone, without a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers write: on the console by line with the rank before it, and in files."""
+"""The output of workers: on the console in lines with the rank as prefix, and in files."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) ->
 
 
 def test_a_slow_reader_blocks_workers_and_not_the_launcher(tmp_path: Path) -> None:
-    # Rank 0 writes much more than anybody reads here, until rank 1's death has been answered.
+    # Rank 0 writes much more than is read here, until rank 1's death has been handled.
     flood = """if env["RANK"] == "0":
     for _ in range(400): os.write(1, b"y" * 9_999 + b"\\n")
 """

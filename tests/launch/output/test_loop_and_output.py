@@ -1,4 +1,4 @@
-"""The loop, and the writing that never waits, without a job around them."""
+"""The event loop and the non-blocking output, without a job."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_outlet_never_waits_for_its_reader(loop: EventLoop, pipe: tuple[int, 
     read, write = pipe
     outlet = Outlet(loop, write)
     data = os.urandom(PENDING_LIMIT + 500_000)
-    outlet.write(data)  # returns, though nobody has read
+    outlet.write(data)  # returns although nothing has been read
     assert outlet.full
     room: list[bool] = []
     outlet.when_room(lambda: room.append(True))
