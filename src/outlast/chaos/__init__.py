@@ -1,4 +1,4 @@
-"""Fault injection by plan: which rank fails, how and when; for tests and demonstrations.
+"""Fault injection by plan (rank, kind and time of each fault), for tests and demonstrations.
 
 From the command line, `outlast run --chaos plan.json ...` (the format is in `plan.py`). From
 Python::

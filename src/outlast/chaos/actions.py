@@ -48,7 +48,7 @@ def fire(
         message: the message of the exception of `EXCEPTION`.
 
     Raises:
-        ChaosError: for `EXCEPTION`; or, with the reason, if the fault is impossible here.
+        ChaosError: for `EXCEPTION`; or, with the reason, if the fault is impossible.
         ValueError: if there is no such kind.
     """
     kind = Kind(kind)
@@ -103,7 +103,7 @@ def _oom_kill() -> None:
 def _hang_gil() -> None:
     # One thread locks a mutex twice: unlike sleep() or pause(), that wait does not return after a
     # signal handler has run, so only the death of the process ends it. PyDLL holds the GIL during
-    # the call. Zeros are a valid, normal mutex.
+    # the call. All zeros are a valid, normal mutex.
     lock = ctypes.PyDLL(None).pthread_mutex_lock
     mutex = ctypes.create_string_buffer(256)
     lock(mutex)

@@ -81,7 +81,7 @@ def _print_without_own_frames(
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in own:
         rest = rest.tb_next
-    # No frame is left if the module was not found: all frames are shown then.
+    # If the module was not found, no frame is left: then all frames are shown.
     sys.__excepthook__(kind, error.with_traceback(rest or trace), rest or trace)
 
 

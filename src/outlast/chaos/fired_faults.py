@@ -25,7 +25,7 @@ class FiredFaults(Protocol):
     """Stores claims on faults. Implementations are thread-safe."""
 
     def claim(self, key: str, record: dict[str, Any]) -> bool:
-        """Claims the fault `key`, with a record of where it fires; false if it was claimed."""
+        """Claims the fault `key`, with a record of where it fires; false if already claimed."""
         ...
 
     def release(self, key: str) -> None:
@@ -98,9 +98,9 @@ class MarkerDirectory:
 def job_directory(environment: Environment) -> Path:
     """The directory of this job's markers: `OUTLAST_CHAOS_STATE`, or a temporary one.
 
-    Its name contains the job's id and address and its parent process (the launcher, which
-    also starts replacements), so that a second run on the same port does not find the markers of
-    the first. Directories of launchers that have ended are removed.
+    Its name contains the job's ID, address and parent process (the launcher, which also starts
+    replacements), so that a second run on the same port does not find the markers of the first.
+    Directories of launchers that have ended are removed.
     """
     if environment.state is not None:
         return Path(environment.state)

@@ -165,7 +165,7 @@ class Injector:
                 return
 
     def _fire(self, key: str, kind: Kind, moment: Moment) -> bool:
-        """Claims and fires a fault; false if it was claimed before. Most faults do not return."""
+        """Claims and fires a fault; false if already claimed. Most faults do not return."""
         claimed = acting = False
         try:
             claimed = self.fired.claim(key, self._record(key, kind, moment))
@@ -177,7 +177,7 @@ class Injector:
             message = f"a planned {kind} at {place} ({key} of the plan)"
             self._action(kind, monitor_pid=self._monitor_pid, message=message)
         finally:
-            # A restart may interrupt this thread here: then the fault has not fired.
+            # If a restart interrupts this thread here, the fault has not fired.
             if claimed and not acting:
                 self.fired.release(key)
         return True

@@ -15,7 +15,7 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
     """Installs a plan for every wrapped function of the process, until `uninstall`.
 
     Raises:
-        RuntimeError: if an injector is installed already.
+        RuntimeError: if an injector is already installed.
     """
     global _installed
     # Imported here: a script that only calls `step` needs neither torch nor the wrapper.
@@ -55,7 +55,7 @@ def step(number: int) -> None:
     """Reports the script's own step number to the injector, if one is installed.
 
     Call it at the start of a step, before the ping. After the first call, pings no longer count as
-    steps: a script that resumes at step 50 gets the fault of step 60 at its own step 60.
+    steps: a script that resumes at step 50 gets the fault for step 60 at its own step 60.
 
     Raises:
         ChaosError: a planned exception; other kinds of fault raise other exceptions.

@@ -24,11 +24,11 @@ class Kind(str, enum.Enum):
     SEGFAULT = "segfault"
     """Reads from address 0."""
     ABORT = "abort"
-    """Calls abort(), as a failed assertion in native code does."""
+    """Calls abort(), like a failed assertion in native code."""
     OUT_OF_MEMORY = "out_of_memory"
     """Allocates up to a limit that the process sets itself, and raises the `MemoryError`."""
     OOM_KILL = "oom_kill"
-    """Allocates up to that limit, and then dies of SIGKILL, as from the kernel's OOM killer."""
+    """Allocates up to that limit, then dies of SIGKILL, as from the kernel's OOM killer."""
     HANG_GIL = "hang_gil"
     """Blocks forever in native code with the GIL held: no Python thread runs."""
     HANG = "hang"
@@ -41,7 +41,7 @@ class Kind(str, enum.Enum):
 
     @property
     def needs_main_thread(self) -> bool:
-        """Whether it only has its effect in the thread that runs the training function."""
+        """Whether it takes effect only in the thread that runs the training function."""
         raised = (Kind.EXCEPTION, Kind.SYSTEM_EXIT, Kind.OUT_OF_MEMORY)
         return self in (*raised, Kind.HANG, Kind.HANG_COLLECTIVE)
 

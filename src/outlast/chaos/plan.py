@@ -1,4 +1,4 @@
-"""Fault plans: which rank has which fault, and when; from Python or from a JSON file.
+"""Fault plans: rank, kind and time of each fault; from Python or from a JSON file.
 
     {
       "faults": [
@@ -75,7 +75,7 @@ class RandomFaults:
         rate_per_step: the probability of a fault at one step of one rank.
         kinds: the kinds, all equally likely.
         max_faults: the maximum number of faults per job.
-        ranks: the ranks that may have them; all by default.
+        ranks: the ranks that may have faults; all by default.
     """
 
     seed: int
@@ -88,7 +88,7 @@ class RandomFaults:
         """The fault of this rank at this step of this iteration, or none."""
         if self.ranks is not None and moment.rank not in self.ranks:
             return None
-        # One generator per moment: what a rank draws does not depend on other ranks.
+        # One generator per moment: a rank's draws do not depend on other ranks.
         place = f"{self.seed}/{moment.rank}/{moment.iteration}/{moment.step}"
         generator = random.Random(place)
         return generator.choice(self.kinds) if generator.random() < self.rate_per_step else None
@@ -106,8 +106,8 @@ class Plan:
         """Reads a plan from a JSON file.
 
         Raises:
-            ChaosError: if it cannot be read or is invalid; names the file, entry and field, and
-                what is allowed there.
+            ChaosError: if it cannot be read or is invalid; names the file, entry, field and
+                allowed values.
         """
         return cls._parse(load_json(Path(path)), f"{path}: ")
 

@@ -1,4 +1,4 @@
-"""Validates the fields of a JSON object; errors name the wrong field and what is allowed."""
+"""Validates the fields of a JSON object; errors name the invalid field and the allowed values."""
 
 from __future__ import annotations
 

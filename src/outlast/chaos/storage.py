@@ -56,7 +56,7 @@ class Slow:
 
 @dataclass(kw_only=True)
 class Full:
-    """Limits the storage to `capacity_bytes`: what fits is written, then ENOSPC is raised."""
+    """Limits the storage to `capacity_bytes`: writes as much as fits, then raises ENOSPC."""
 
     capacity_bytes: int
     used_bytes: int = field(default=0, init=False)
@@ -74,7 +74,7 @@ class Full:
 class Torn:
     """Cuts off a matching file after `at_byte` bytes.
 
-    The write that goes further fails with EIO; or, with `silently`, it and all later ones appear to
+    A write past that byte fails with EIO; or, with `silently`, it and all later ones appear to
     succeed, as when a machine dies before its page cache is on disk.
     """
 
@@ -150,7 +150,7 @@ class _FaultyFile(io.BufferedIOBase):
         self._file = path.open(mode, buffering=0)
         self._name = name
         self._faults = faults
-        self._offset = path.stat().st_size  # as the writer sees it, also after a silent fault
+        self._offset = path.stat().st_size  # as the writer sees it, even after a silent fault
 
     def writable(self) -> bool:
         return True

@@ -1,7 +1,7 @@
 """The only module of this package that reads `os.environ`.
 
-Each value comes from the first variable that is set and not empty: of outlast, of the torch
-launcher, of AdaptDL. Values are not cached, because a restart in place may change them.
+Each value comes from the first variable that is set and not empty: outlast's, the torch launcher's,
+or AdaptDL's. Values are not cached, because a restart in place may change them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESTARTS = ("OUTLAST_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "ADAPTDL_NUM_
 
 
 def checkpoint_path() -> str | None:
-    """The folder of the checkpoints; `None`, where nothing is saved or loaded, if it is not set."""
+    """The folder of the checkpoints; `None` if it is not set: nothing is saved or loaded then."""
     return _first(_PATH)[1] or None
 
 
@@ -46,7 +46,7 @@ def num_replicas() -> int:
 
 
 def num_restarts() -> int:
-    """How many times the job was restarted; 0 if no variable is set.
+    """How many times the job has been restarted; 0 if no variable is set.
 
     Raises:
         ValueError: names the variable that is not a number, or negative.
@@ -58,8 +58,8 @@ def num_restarts() -> int:
 
 
 def from_ray() -> bool:
-    """Whether this process runs a Ray Tune trial. States are then saved into and loaded from the
-    trial's own checkpoint, and `checkpoint_path()` is ignored.
+    """Whether this process runs a Ray Tune trial. States are then saved to and loaded from the
+    trial's checkpoint, and `checkpoint_path()` is ignored.
     """
     from outlast.elastic import ray_trial
 

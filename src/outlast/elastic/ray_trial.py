@@ -1,11 +1,11 @@
-"""Saves and loads inside a Ray Tune trial, which use the trial's own checkpoint.
+"""Saves and loads inside a Ray Tune trial, which use the trial's checkpoint.
 
-A trial reports a checkpoint together with metrics; Ray copies it to the storage of the experiment,
-and to the machine on which the trial continues. So in a trial `save_all_states` makes a report, and
-a trial that Ray's schedulers pause, clone or restart finds its states. A trial here is a function
-that was given to `ray.tune.Tuner`, in one process.
+A trial reports a checkpoint together with metrics; Ray copies it to the experiment's storage, and
+to the machine on which the trial continues. So in a trial, `save_all_states` makes a report, and a
+trial that Ray's schedulers pause, clone or restart finds its states. A trial here is a function
+passed to `ray.tune.Tuner`, in one process.
 
-This module does not import Ray unless the process has imported it already, as every trial has.
+This module does not import Ray unless the process has already imported it, as every trial has.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 
 def in_trial() -> bool:
-    """Whether this process runs a trial of Ray Tune."""
+    """Whether this process runs a Ray Tune trial."""
     functions = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
     session = getattr(functions, "get_session", None)
     if session is None:
         return False
     found = session()
-    # A worker of Ray Train has a rank; a trial of Ray Tune does not.
+    # A Ray Train worker has a rank; a Ray Tune trial does not.
     return found is not None and getattr(found, "world_rank", None) is None
 
 

@@ -1,4 +1,4 @@
-"""Stamps events with rank, host and time, and measures durations: spans are the only timers.
+"""Stamps events with rank, host and time, and measures durations with spans, the only timers.
 
 An `Emitter` belongs to one process. `place()` sets the iteration, member and rank that later
 events carry.
@@ -35,7 +35,7 @@ class Emitter:
 
     Args:
         sink: where events go; by default they are dropped.
-        clock: for time stamps and durations.
+        clock: for timestamps and durations.
         host: name of this host; by default the system's.
     """
 
@@ -53,7 +53,7 @@ class Emitter:
     def place(
         self, *, iteration: int | None = None, member: int | None = None, rank: int | None = None
     ) -> None:
-        """Sets what later events carry; `None` leaves a value unchanged."""
+        """Sets the values that later events carry; `None` leaves a value unchanged."""
         self.iteration = self.iteration if iteration is None else iteration
         self.member = self.member if member is None else member
         self.rank = self.rank if rank is None else rank

@@ -1,15 +1,15 @@
-"""The hang report: which of several hung ranks the others were waiting for.
+"""The hang report: identifies which of several hung ranks the others were waiting for.
 
-When one rank hangs, the others soon stop too, in a collective that waits for it. Since a soft
-timeout adapts to each rank's own pace, the timeout of a waiting rank may well expire first.
-Therefore every rank that stopped reports its own state (its testimony), and all of them together
+When one rank hangs, the others soon stop as well, in a collective that waits for that rank. Since a
+soft timeout adapts to each rank's pace, the timeout of a waiting rank may well expire first.
+Therefore every rank that stopped reports its own state (its testimony), and the reports together
 show the cause:
 
 * a rank found inside torch, where it waits for other ranks, waits for one of the rest; so does a
-  rank that the end of a connection woke up;
-* of the rest, a rank that has started more collectives than another one waits for that one (for a
-  result that its device is to produce, for example);
-* of those left, the rank with the fewest pings is the furthest behind.
+  rank woken up by the end of a connection;
+* among the rest, a rank that has started more collectives than another waits for that other rank
+  (for a result that its device is to produce, for example);
+* among those left, the rank with the fewest pings is the furthest behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HUNG = "SOFT_TIMEOUT"
 
 
 class HungFault(Protocol):
-    """What a fault says about a hung rank. `collectives` is -1 if it is unknown."""
+    """The fields of a fault that describe a hung rank. `collectives` is -1 if unknown."""
 
     @property
     def member(self) -> int: ...
@@ -45,8 +45,8 @@ T = TypeVar("T", bound=HungFault)
 def hung_ranks(faults: Sequence[T]) -> list[T]:
     """The hung ranks among `faults`, one fault each, the likely cause first.
 
-    A rank's own testimony replaces the report of its monitor, in whichever order they came. A rank
-    that waits for another one is marked as a consequence.
+    A rank's own testimony replaces its monitor's report, in whichever order they arrived. A rank
+    that waits for another is marked as a consequence.
     """
     reported: dict[int, T] = {}
     echoed: set[int] = set()

@@ -3,10 +3,10 @@
     events/20261121-212345.123-nightly/agent-17.jsonl
     events/20261121-212345.123-nightly/rank0-18.jsonl
 
-Without folders, the logs of a second run would be read as part of the first, since process ids and
-run ids repeat. The name determines the order, because a copied folder has other file times.
+Without folders, the logs of a second run would be read as part of the first, since process IDs and
+run IDs repeat. The name determines the order, because a copied folder has different file times.
 
-Logs directly in the directory are a run too: that of a job under another launcher than
+Logs directly in the directory are also a run: that of a job under a launcher other than
 `outlast run`, which makes no folders.
 """
 
@@ -33,9 +33,9 @@ class Run:
     """A run with logs.
 
     Attributes:
-        folder: of the logs.
-        name: of that folder; `OWN` if it is the directory itself.
-        run_id: of the launcher; empty if the logs are directly in the directory.
+        folder: the folder of the logs.
+        name: the name of that folder; `OWN` if it is the directory itself.
+        run_id: the launcher's run ID; empty if the logs are directly in the directory.
         at: start time in UTC; for `OWN`, the last modification of a log.
     """
 
@@ -95,7 +95,7 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
 
 
 def choose_run(runs: list[Run], wanted: str | None) -> Run:
-    """The newest run of the name or id `wanted`; the newest of all if that is `None`.
+    """The newest run with the name or ID `wanted`; the newest of all if `wanted` is `None`.
 
     Raises:
         EventLogError: if there is none; names the existing runs.

@@ -1,7 +1,7 @@
 """The types of events.
 
-Every event carries the iteration, the member (one process of the job, with an id for life), its
-rank at that moment, host, process id and monotonic time. Durations are measured by spans only (see
+Every event carries the iteration, the member (one process of the job, with a permanent ID), its
+rank at that moment, host, process ID and monotonic time. Durations are measured only by spans (see
 `emitter.py`) and are in `seconds`.
 """
 
@@ -52,11 +52,11 @@ class Event:
     """The fields of every event.
 
     Attributes:
-        iteration: of the restart wrapper; -1 before the first.
-        member: id of the process in the job, for life; -1 if it has none (a launcher).
-        rank: of the member in this iteration; -1 if it has none.
+        iteration: the restart wrapper's iteration; -1 before the first.
+        member: permanent ID of the process in the job; -1 if it has none (a launcher).
+        rank: the member's rank in this iteration; -1 if it has none.
         host: name of the host.
-        pid: id of the process that wrote the event.
+        pid: ID of the process that wrote the event.
         time: monotonic seconds, comparable only between processes of one host.
     """
 
@@ -76,7 +76,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault(Event, kind="fault"):
-    """A fault of `member`, as its own process or its monitor reports it.
+    """A fault of `member`, as reported by its own process or its monitor.
 
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
     if the fault looks like the consequence of another one (a peer's closed connection). For a hung

@@ -1,14 +1,14 @@
-"""Ends the distributed work in flight, from another thread, within milliseconds.
+"""Aborts in-flight distributed work, from another thread, within milliseconds.
 
-* NCCL groups are ended by their own abort, each in a thread of its own, so that one that hangs does
+* NCCL groups are aborted with NCCL's abort, each in a separate thread, so that a hanging abort does
   not delay the others.
-* gloo groups are ended by shutting down their sockets (`distributed/gloo_sockets.py`), including
-  sub-groups and the groups of DDP.
-* A rank may also be blocked in the creation of a group, where it waits on the group's store for a
-  peer that will never come. So the connections to that store which this iteration has opened are
-  shut down as well. Connections that were open before the wrapped call are not touched.
+* gloo groups are aborted by shutting down their sockets (`distributed/gloo_sockets.py`), including
+  subgroups and DDP's groups.
+* A rank may also be blocked while creating a group, waiting on the group's store for a peer that
+  will never arrive. Therefore the connections to that store that this iteration opened are shut
+  down as well. Connections that were open before the wrapped call are not touched.
 
-The resources of the groups are released afterwards, in the thread that used them
+The groups' resources are released afterwards, in the thread that used them
 (`distributed/release.py`).
 """
 
@@ -39,14 +39,14 @@ class Abort(abc.ABC):
     """Ends in-flight work. Called in the monitor thread, not in the function's thread."""
 
     def prepare(self) -> None:  # noqa: B027 - an optional hook
-        """Called once, before the first iteration: to note what must not be touched."""
+        """Called once, before the first iteration, to record what must not be touched."""
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
         """Ends in-flight work; the function's thread gets an exception or continues."""
 
     def again(self, state: State) -> None:  # noqa: B027 - an optional hook
-        """Called repeatedly until the function has been left: to end work that began later."""
+        """Called repeatedly until the function has been left, to end work that started later."""
 
 
 class AbortTorchDistributed(Abort):
@@ -75,7 +75,7 @@ class AbortTorchDistributed(Abort):
 
     def again(self, state: State) -> None:
         """Shuts down new connections, since a group may have been created after the abort, and
-        wakes threads that wait although there is no connection left.
+        wakes threads that still wait when no connection is left.
         """
         connected = self._gloo.shut_down()
         self._shut_down_store()
@@ -92,11 +92,11 @@ class AbortTorchDistributed(Abort):
 
 
 def interrupt_collectives(done: threading.Event) -> None:
-    """Makes every gloo collective that is in flight in this process raise, until `done` is set by
-    the threads that were in one: a thread may be about to open a connection, or to wait on one.
+    """Makes every in-flight gloo collective of this process raise. Repeats until the threads in the
+    collectives set `done`, since a thread may be about to open a connection or to wait on one.
 
-    It shuts down gloo's connections, so the process groups cannot be used afterwards. Collectives
-    of NCCL are not touched: they do not block the thread that calls them.
+    This shuts down gloo's connections, so the process groups cannot be used afterwards. NCCL
+    collectives are not touched: they do not block the calling thread.
     """
     gloo = GlooAbort()
     while True:

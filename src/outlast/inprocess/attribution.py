@@ -12,10 +12,10 @@ class Interruption(enum.Enum):
     """Kinds of interruption.
 
     * `EXCEPTION`: an `Exception` in the function or in `initialize`.
-    * `BASE_EXCEPTION`: the rank left with a `BaseException`, or with an error of its clean-up.
+    * `BASE_EXCEPTION`: the rank left with a `BaseException`, or with an error in its cleanup.
     * `SOFT_TIMEOUT`, `HARD_TIMEOUT`: no progress; the hard timeout terminated the process.
     * `TERMINATED`: the process ended without a report (killed or crashed).
-    * `UNRESPONSIVE`: no heartbeat of the rank.
+    * `UNRESPONSIVE`: no heartbeat from the rank.
     """
 
     EXCEPTION = "EXCEPTION"
@@ -28,7 +28,7 @@ class Interruption(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class InterruptionRecord:
-    """An interruption of `rank`. `from_str` parses the text that `str()` makes."""
+    """An interruption of `rank`. `from_str` parses the text that `str()` returns."""
 
     rank: int
     interruption: Interruption
@@ -38,7 +38,7 @@ class InterruptionRecord:
 
     @classmethod
     def from_str(cls, text: str) -> InterruptionRecord:
-        """Parses the text that `str()` makes.
+        """Parses the text that `str()` returns.
 
         Raises:
             ValueError: if `text` does not have that form; quotes it.

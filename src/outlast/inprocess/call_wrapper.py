@@ -18,9 +18,9 @@ class CallWrapper:
     """Passed to the function for an argument annotated `CallWrapper`.
 
     Attributes:
-        iteration: of the current restart, from 0.
+        iteration: number of the current iteration, from 0.
         state: the rank and sizes of this iteration.
-        monitor_pid: process id of this rank's monitor process.
+        monitor_pid: process ID of this rank's monitor process.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class CallWrapper:
 
     @property
     def iteration(self) -> int:
-        """Of the current restart, from 0."""
+        """Number of the current iteration, from 0."""
         return self.state.iteration
 
     def ping(self) -> None:
-        """Reports that the function makes progress.
+        """Reports that the function is making progress.
 
-        The first ping of an iteration arms the progress timeout: after it, a rank that does not
-        ping within `soft_timeout` is interrupted, and within `hard_timeout` terminated. A ping
-        costs about a microsecond; call it once a step.
+        The first ping of an iteration arms the progress timeouts: from then on, a rank that does
+        not ping within `soft_timeout` is interrupted, and within `hard_timeout` terminated. A ping
+        takes about a microsecond; call it once per step.
         """
         now = self._clock.now()
         page = self._page
@@ -62,7 +62,7 @@ class CallWrapper:
             observer.pinged(self, page.pings)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """A context in which the function is not interrupted. Re-entrant, for this thread only.
+        """A context in which the function is not interrupted. Reentrant, for this thread only.
 
         A restart waits until the thread has left the context; once a restart has begun, entering
         raises `RankShouldRestart`. The hard timeout still applies.
@@ -74,9 +74,9 @@ class CallWrapper:
         """Declares a phase without pings: an evaluation, a save, a first step.
 
         Args:
-            limit: how long the phase may take before the rank counts as hung; `None` stands for
-                the soft timeout of the settings (`Adaptive.initial`). The hard timeout follows
-                after the same interval as in the settings, or a longer one.
+            limit: how long the phase may take before the rank counts as hung; `None` means the
+                soft timeout of the settings (`Adaptive.initial`). The hard timeout follows after
+                the same interval as in the settings, or a longer one.
 
         Phases nest: the limit of the innermost one applies.
 

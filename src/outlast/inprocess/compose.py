@@ -1,6 +1,6 @@
 """`Compose`: combines several policies into one, since the wrapper takes one of each kind.
 
-`Compose(a, b, c)(x)` is `a(b(c(x)))`: the order of mathematical notation, run from right to left.
+`Compose(a, b, c)(x)` is `a(b(c(x)))`, as in mathematical notation: evaluated from right to left.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ class Compose:
 
     The rightmost part gets the arguments of the call. If a part returns a `tuple` (exactly that
     type: a named tuple is one value), its items are the arguments of the next part; any other
-    value is the only argument. So parts that take and return `(state, train_ex)` or `(state,
-    terminated_ranks)` compose without adapters.
+    value is the only argument. Therefore, parts that take and return `(state, train_ex)` or
+    `(state, terminated_ranks)` compose without adapters.
 
     The object is an instance of the closest common base of its parts, which is the first class in
-    the method resolution order of the first part that all other parts have too:
+    the method resolution order of the first part that all other parts share:
     `Compose(ShiftRanks(), FillGaps())` is a `RankAssignment`. A base that cannot be instantiated
     (the type of plain functions, a class with more abstract methods than `__call__`) is skipped
-    for the next one, and finally for `object`. A composition of compositions has the base of all
-    parts in them.
+    in favor of the next one, and finally of `object`. A composition of compositions has the common
+    base of all their parts.
 
     Args:
-        *parts: instances of parts, or any callables.
+        *parts: policy instances, or any callables.
 
     Raises:
         TypeError: if there is no part, if one is not callable, or if one is a class where an
@@ -36,7 +36,7 @@ class Compose:
 
     _parts: tuple[Callable[..., Any], ...]
 
-    # To a type checker the result has the common type of the parts, as it has to isinstance().
+    # To a type checker, as to isinstance(), the result has the common type of the parts.
     def __new__(cls, *parts: P) -> P:  # type: ignore[misc]
         """Creates an instance of `cls` and of the closest common base."""
         if not parts:
@@ -48,17 +48,17 @@ class Compose:
             composed = _instance(cls, base) if all(_isa(leaf, base) for leaf in leaves) else None
             if composed is not None:
                 break
-        else:  # unreachable: every type has `object` in its order
+        else:  # unreachable: every type has `object` in its MRO
             raise AssertionError(leaves)
-        # The base may forbid to set attributes, as a frozen dataclass does.
+        # The base may forbid setting attributes, as a frozen dataclass does.
         object.__setattr__(composed, "_parts", parts)
         return composed  # type: ignore[no-any-return]
 
-    # Hidden from type checkers, which would use its signature for that of the call.
+    # Hidden from type checkers, which would use its signature for the constructor.
     if not TYPE_CHECKING:
 
         def __init__(self, *parts: Callable[..., Any]) -> None:
-            """Replaces the `__init__` of the base: the parts are initialized already."""
+            """Replaces the base's `__init__`: the parts are already initialized."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the rightmost part with the arguments, and so on to the left."""
@@ -78,9 +78,9 @@ class Compose:
 
 
 def iter_parts(part: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The single parts of `part` in the order of their calls, from right to left.
+    """The elementary parts of `part` in call order, from right to left.
 
-    Expands compositions of compositions. A part that is not a `Compose` is its own single part.
+    Nested compositions are expanded. For a part that is not a `Compose`, yields the part itself.
     """
     if not isinstance(part, Compose):
         yield part
@@ -90,12 +90,12 @@ def iter_parts(part: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _isa(part: object, base: type) -> bool:
-    """Whether `base` is in the method resolution order of the part; no virtual subclasses."""
+    """Whether `base` is in the method resolution order of `part`; ignores virtual subclasses."""
     return base in type(part).__mro__
 
 
 def _instance(cls: type, base: type) -> Any:
-    """An uninitialized instance of both, or `None` if `base` does not allow that."""
+    """An uninitialized instance of both, or `None` if `base` does not allow it."""
     try:
         composed = cls if base is object else type(cls.__name__, (cls, base), {"__doc__": None})
         return object.__new__(composed)

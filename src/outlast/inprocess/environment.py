@@ -1,4 +1,4 @@
-"""The environment variables of this room: the only module of it that uses `os.environ`."""
+"""The environment variables of this package: its only module that uses `os.environ`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher has set."""
+    """The values that the launcher has set."""
 
     rank: int  # at the start of the job; 0 without a launcher
     world_size: int  # at the start of the job; 1 without a launcher
@@ -62,7 +62,7 @@ def read_launch() -> Launch:
 
 
 def store_endpoint() -> tuple[str, int] | None:
-    """Where `init_process_group` finds its store, by the present environment."""
+    """Where `init_process_group` finds its store, according to the current environment."""
     port = _number("MASTER_PORT", 0)
     return (os.environ.get("MASTER_ADDR", ""), port) if port else None
 
@@ -82,10 +82,9 @@ def exported() -> Iterator[None]:
 
 
 def publish_rank(rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]) -> None:
-    """Sets the rank of the function, and the store of the iteration for `init_process_group`.
+    """Sets the rank for the function, and the iteration's store for `init_process_group`.
 
-    torch is told that the store is hosted already, as under torchrun: it then starts no server
-    of its own.
+    torch is told that the store is already hosted, as under torchrun, so it starts no server.
     """
     os.environ.update(
         RANK=str(rank),

@@ -20,7 +20,7 @@ __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 class Finalize(abc.ABC):
     """Runs on every rank after the abort of an iteration, before its health check.
 
-    An exception that it raises is not changed: this rank leaves, the others continue without it.
+    If it raises, the exception is propagated unchanged: this rank leaves, and the others continue.
     """
 
     @abc.abstractmethod
@@ -30,7 +30,7 @@ class Finalize(abc.ABC):
         """Runs; returns both arguments, changed or not.
 
         Args:
-            state: of the iteration that has ended.
+            state: the state of the iteration that has ended.
             train_ex: the exception that the function itself raised on this rank; `None` if it was
                 interrupted because of another rank.
         """
@@ -38,11 +38,10 @@ class Finalize(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class ThreadedFinalize(Finalize):
-    """Runs `fn(*args, **kwargs)` in a thread, for `timeout` at most.
+    """Runs `fn(*args, **kwargs)` in a thread, for at most `timeout`.
 
-    The current CUDA device of the thread is that of its caller. After the timeout the thread is
-    abandoned, because Python cannot end it: it is a daemon, and does not delay the end of the
-    process.
+    The thread has the caller's current CUDA device. After the timeout the thread is abandoned,
+    because Python cannot end it: as a daemon, it does not delay the exit of the process.
 
     Args:
         timeout: how long `fn` may take.
@@ -52,7 +51,7 @@ class ThreadedFinalize(Finalize):
 
     Raises:
         TimeoutError: when called, if `fn` has not returned within `timeout`; names both.
-            Exceptions of `fn` are not changed.
+            Exceptions that `fn` raises are propagated unchanged.
     """
 
     timeout: Duration
@@ -81,11 +80,11 @@ class ThreadedFinalize(Finalize):
 
 
 def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
-    """Runs `call` in a daemon thread, and waits for `timeout` at most.
+    """Runs `call` in a daemon thread, and waits for at most `timeout`.
 
     Raises:
-        TimeoutError: if it has not returned by then; begins with `what`. Exceptions of `call` are
-            not changed.
+        TimeoutError: if `call` has not returned by then; the message begins with `what`.
+            Exceptions that `call` raises are propagated unchanged.
     """
     raised: list[BaseException] = []
     # A new thread starts on device 0, not on the device of this one.
@@ -108,4 +107,4 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
         try:
             raise raised[0]
         finally:
-            raised.clear()  # else the exception and this frame form a reference cycle
+            raised.clear()  # otherwise the exception and this frame form a reference cycle

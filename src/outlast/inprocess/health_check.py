@@ -31,7 +31,7 @@ class HealthCheck(abc.ABC):
         """Raises if the rank must not continue; otherwise returns both arguments.
 
         Args:
-            state: of the iteration that begins, or that has ended.
+            state: the state of the iteration that begins, or that has ended.
             train_ex: the exception that the function itself raised on this rank; `None` if it was
                 interrupted because of another rank, or has not run yet.
         """
@@ -42,18 +42,18 @@ class CudaHealthCheck(HealthCheck):
     """Synchronizes with the rank's GPU in a thread, twice.
 
     The first synchronization waits for work that the abort has left in the streams, and raises its
-    errors; the second checks that the device still answers after that.
+    errors; the second checks that the device still responds afterwards.
 
-    The rank's GPUs are those on which this process holds memory, or its current device if there
-    is none. Without CUDA, or if this process has not used it yet, the check does nothing: it
-    allocates no memory on a GPU.
+    The rank's GPUs are those on which this process has allocated memory, or its current device if
+    there are none. Without CUDA, or if this process has not used it yet, the check does nothing: it
+    allocates no GPU memory.
 
     Args:
-        timeout: of both together.
+        timeout: the limit for both together.
 
     Raises:
-        TimeoutError: when called, if the GPU does not answer; names it. Errors of CUDA are not
-            changed.
+        TimeoutError: when called, if a GPU does not respond; names it. CUDA errors are propagated
+            unchanged.
     """
 
     timeout: Duration = datetime.timedelta(seconds=30)
@@ -74,7 +74,7 @@ class CudaHealthCheck(HealthCheck):
 
 @dataclasses.dataclass(eq=False)
 class FaultCounter(HealthCheck):
-    """Counts the faults of this rank, and makes it leave if there are too many.
+    """Counts the faults of this rank, and makes the rank leave if there are too many.
 
     A fault is an `Exception`, or a `RankShouldRestart`, that the function itself raised on this
     rank. Restarts because of other ranks are not counted.

@@ -1,4 +1,4 @@
-"""Initialize policies: they run on a rank before the function, in every iteration."""
+"""Initialize policies, which run on each rank before the function, in every iteration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Initialize", "RetryController"]
 
 
 class Initialize(abc.ABC):
-    """Runs on every rank before the function, in every iteration, the first one included.
+    """Runs on every rank before the function, in every iteration, including the first.
 
-    An `Exception` that it raises restarts all ranks, like one of the function; `RestartAbort` ends
-    the job on all of them.
+    An `Exception` raised here restarts all ranks, as if the function had raised it; `RestartAbort`
+    ends the job on all ranks.
     """
 
     @abc.abstractmethod
@@ -26,7 +26,7 @@ class Initialize(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class RetryController(Initialize):
-    """Ends the job if it was restarted too many times, or has become too small.
+    """Ends the job if it has been restarted too many times, or has become too small.
 
     Args:
         max_iterations: the largest number of iterations, including the first run; `None` for no

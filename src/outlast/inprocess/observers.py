@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Called in the function's thread, as part of the function: an exception that it raises is
-    one of the function, and it may be interrupted.
+    """Called in the function's thread, as part of the function: it may be interrupted, and its
+    exceptions count as the function's.
     """
 
     def entered(self, call: CallWrapper) -> None:

@@ -1,9 +1,9 @@
 """Rank assignment policies: the ranks of the next iteration, when ranks of the last one are gone.
 
-Every rank calls the assignment with its own state: `state.rank` is its rank before, or the rank at
-which a new process was admitted, and `state.world_size` is the number of ranks, including those
+Every rank calls the assignment with its own state: `state.rank` is its previous rank, or the rank
+at which a new process was admitted, and `state.world_size` is the number of ranks, including those
 that are gone: the *terminated ranks*. An assignment gives the rank its new rank and world size, and
-returns the terminated ranks that it leaves to the next policy. All ranks come to the same
+returns the terminated ranks that it leaves to the next policy. All ranks arrive at the same
 arrangement without communication, because all start from the same sizes and terminated ranks.
 """
 
@@ -34,27 +34,27 @@ __all__ = [
 class RankAssignment(abc.ABC):
     """Arranges the ranks of the next iteration.
 
-    An exception that it raises is not changed: this rank leaves, the others continue without it.
+    If it raises, the exception is propagated unchanged: this rank leaves, and the others continue.
     """
 
     @abc.abstractmethod
     def __call__(
         self, state: State, terminated_ranks: frozenset[int]
     ) -> tuple[State, frozenset[int]]:
-        """Returns the state with its new `rank` and `world_size`, and the terminated ranks that
-        are not handled yet: none may be left after the last assignment.
+        """Returns the state with its new `rank` and `world_size`, and the terminated ranks not yet
+        handled: none may be left after the last assignment.
 
         Args:
-            state: of this rank; `rank` is below `world_size`.
+            state: the state of this rank; `rank` is less than `world_size`.
             terminated_ranks: ranks below `world_size` that are not in the next iteration.
 
         Raises:
-            RankDiscarded: if this rank is one of those.
+            RankDiscarded: if this rank is a terminated rank.
         """
 
 
 class MarkedRanks(frozenset[int]):
-    """Terminated ranks, some with the reason why a policy marked them.
+    """Terminated ranks, some with the reason for which a policy marked them.
 
     Attributes:
         why: the reasons, by rank.
@@ -73,7 +73,7 @@ class MarkedRanks(frozenset[int]):
 class ShiftRanks(RankAssignment):
     """Closes the gaps: every rank is lowered by the number of gaps below it.
 
-    The order is kept, and so is which ranks are neighbours.
+    The order is preserved.
     """
 
     def __call__(
@@ -86,9 +86,9 @@ class ShiftRanks(RankAssignment):
 
 @dataclasses.dataclass(eq=False)
 class FillGaps(RankAssignment):
-    """Fills the gaps from the end: the smallest possible number of ranks changes.
+    """Fills the gaps from the end: as few ranks as possible change.
 
-    With n ranks left, those below n are kept. The others, in their order, move into the gaps, in
+    With n ranks left, ranks below n are kept. The others, in order, move into the gaps, in
     ascending order.
     """
 
@@ -100,26 +100,26 @@ class FillGaps(RankAssignment):
         rank = state.rank
         if rank >= size:
             before = sum(other not in terminated_ranks for other in range(size, rank))
-            # The number of ranks to move equals the number of gaps below `size`, which come first.
+            # There are as many ranks to move as gaps below `size`, which come first.
             rank = sorted(terminated_ranks)[before]
         return _moved(state, rank, terminated_ranks), frozenset()
 
 
 @dataclasses.dataclass(eq=False)
 class FilterGroupedByKey(RankAssignment):
-    """Marks every rank of a group that is not healthy enough, e.g. of a node that lost a GPU.
+    """Marks every rank of a group that is not healthy enough, e.g., of a node that lost a GPU.
 
-    It changes no ranks: a policy to its left drops the marked ranks, as in
+    Changes no ranks: a policy to its left drops the marked ranks, as in
     `Compose(ShiftRanks(), FilterGroupedByKey(lambda rank, size: rank // 8, lambda n: n == 8))`.
 
     Args:
-        key_or_fn: the group: a string, the key of this process (e.g. its host name), or
+        key_or_fn: the group: a string, the key of this process (e.g., its host name), or
             `fn(rank, world_size)`, which returns the key of any rank, and is called for the
             healthy ranks, with their ranks before the assignment. Strings are exchanged through
             `state.store`; a function is called on each rank, and must return the same on all.
-        condition: is given the number of healthy ranks of a group, and returns whether they stay.
+        condition: takes the number of healthy ranks of a group, and returns whether they stay.
             Must return the same on each rank.
-        timeout: of the exchange.
+        timeout: the timeout of the exchange.
 
     Raises:
         TimeoutError: when called, if a healthy rank has not published its key within `timeout`;
@@ -165,13 +165,13 @@ class FilterGroupedByKey(RankAssignment):
 class AwaitReplacements(RankAssignment):
     """Holds a restart until lost ranks are replaced, so that the job keeps its size.
 
-    The wrapper looks for this policy in the rank assignment. Before it decides the members of the
-    next iteration, it waits until there are as many processes as at the start, for `timeout` at
-    most. As an assignment the policy changes nothing, so its position does not matter:
+    The wrapper looks for this policy in the rank assignment. Before deciding the members of the
+    next iteration, it waits until there are as many processes as at the start, for at most
+    `timeout`. As an assignment, the policy changes nothing, so its position does not matter:
     `Compose(ShiftRanks(), AwaitReplacements(timeout))`.
 
     Args:
-        timeout: the longest time that a restart is held.
+        timeout: the maximum time for which a restart is held.
     """
 
     timeout: Duration

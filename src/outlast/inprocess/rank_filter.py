@@ -1,7 +1,7 @@
-"""Rank filters: they select the ranks that call the function; the others are a warm reserve.
+"""Rank filters, which select the ranks that call the function; the others are a warm reserve.
 
-A filter starts from the `active_world_size` that it is given, which is the world size after the
-rank assignment, and can only lower it. So filters compose: `Compose(WorldSizeDivisibleBy(4),
+A filter starts from the given `active_world_size`, which is the world size after the rank
+assignment, and can only lower it. So filters compose: `Compose(WorldSizeDivisibleBy(4),
 MaxActiveWorldSize(10))` lets 8 ranks out of 12 run.
 """
 
@@ -21,7 +21,7 @@ class RankFilter(abc.ABC):
     """Selects the active ranks of an iteration, after the rank assignment.
 
     Every rank calls it with its own state, and all must get the same active world size. The active
-    ranks are the lowest ones. An exception that it raises is not changed.
+    ranks are the lowest ones. Its exceptions are propagated unchanged.
     """
 
     @abc.abstractmethod
@@ -54,15 +54,15 @@ class MaxActiveWorldSize(RankFilter):
 
 @dataclasses.dataclass(eq=False)
 class WorldSizeDivisibleBy(RankFilter):
-    """Lets the largest multiple of `divisor` call the function.
+    """Lets as many ranks call the function as the largest possible multiple of `divisor`.
 
     Args:
-        divisor: of the number of active ranks.
+        divisor: divisor of the number of active ranks.
 
     Raises:
         RestartAbort: when called with fewer ranks than `divisor`: no rank could call the function,
-            and the wait of the reserve would never end. It is raised on all ranks, and ends the
-            job. `AwaitReplacements` in the rank assignment holds a restart until lost ranks are
+            and the reserve would wait forever. It is raised on all ranks, and ends the job.
+            `AwaitReplacements` in the rank assignment holds a restart until lost ranks are
             replaced, before the filter is called.
     """
 

@@ -35,7 +35,7 @@ class LazyStore:
 
 
 class _StoreField:
-    """A field that may be set to a `LazyStore`, and reads as the store behind it."""
+    """A field that may be set to a `LazyStore`, and reads as the store it connects to."""
 
     def __get__(self, state: State | None, owner: type[State]) -> Any:
         if state is None:
@@ -53,10 +53,10 @@ class State:
     """The rank of a process in the job.
 
     Attributes:
-        rank: in this iteration, 0 <= rank < world_size.
+        rank: the rank in this iteration, 0 <= rank < world_size.
         world_size: the number of ranks, including the warm reserve.
         active_world_size: the number of ranks that call the function.
-        initial_rank, initial_world_size: when this process joined the job.
+        initial_rank, initial_world_size: the values when this process joined the job.
         iteration: the number of restarts so far.
         status: see `Status`. A rank is active if the filter lets it call the function.
         store: a `torch.distributed.Store`, shared by all ranks of this iteration.

@@ -1,7 +1,7 @@
 """Stores of the job; `store_factory=` takes one of these classes, or a subclass.
 
-The launcher serves `TCPStore` where it hosts a store (torchrun, `outlast run`); otherwise the
-monitor process of rank 0 does, so that the job survives the death of rank 0's main process.
+If the launcher hosts a store (torchrun, `outlast run`), it serves `TCPStore`; otherwise the monitor
+process of rank 0 does, so that the job survives the death of rank 0's main process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StoreMixin:
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
-        """Serves the store in this process, for as long as the returned object lives; the object
-        has an attribute `port`.
+        """Serves the store in this process as long as the returned object lives; the object has an
+        attribute `port`.
         """
         raise NotImplementedError(f"{cls.__name__} has no server")
 
@@ -77,7 +77,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
-        """Serves on the address of the host name, and on no other interface.
+        """Serves on the host name's address only, and on no other interface.
 
         Raises:
             StoreError: naming host and port, if that address cannot be bound.

@@ -1,4 +1,4 @@
-"""`Wrapper`: the decorator that gives a function restarts in place."""
+"""`Wrapper`: the decorator that restarts a function in place after a fault."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Wrapper:
-    """Restarts the decorated function in place on a fault of any rank, in the same processes.
+    """Restarts the decorated function in place, in the same processes, on a fault of any rank.
 
-    On a fault the function is restarted on all healthy ranks at once. Terminated, missing and
+    On a fault, the function is restarted on all healthy ranks at once. Terminated, missing and
     unhealthy ranks are left out; processes that ask to join are admitted. This is repeated until
-    every rank has completed, or a condition ends the job. The decorated function returns the value
-    of the function; on reserve ranks it returns `None`.
+    every rank has completed, or a condition ends the job. The decorated function returns the
+    function's value; on reserve ranks it returns `None`.
 
     An iteration consists of: barrier, `initialize`, `health_check`, the function (or the wait of a
     reserve rank), completion. After a fault: the fault is recorded, `abort`, the function is
@@ -47,26 +47,26 @@ class Wrapper:
 
     Args:
         store_factory: a subclass of `StoreMixin`; creates the store of the job.
-        store_kwargs: keyword arguments for it (`host_name=`, `port=`).
+        store_kwargs: keyword arguments for `store_factory` (`host_name=`, `port=`).
         initialize: rank-local; runs before the function in every iteration.
         abort: ends in-flight work, from another thread.
         finalize: rank-local; runs after the abort, to prepare the process for a restart.
         health_check: rank-local; raises if this rank must not continue.
         rank_assignment: gives the ranks and the world size of the next iteration.
         rank_filter: selects the ranks that call the function; the others are a warm reserve.
-        monitor_thread_interval: backstop of the monitor thread's waits.
-        monitor_process_interval: between two heartbeats of the monitor process.
-        progress_watchdog_interval: between two automatic progress timestamps.
+        monitor_thread_interval: backstop for the monitor thread's waits.
+        monitor_process_interval: time between two heartbeats of the monitor process.
+        progress_watchdog_interval: time between two automatic progress timestamps.
         soft_timeout: without progress for this long, the function is interrupted on all ranks; a
             duration, or `Adaptive` to follow the pace of the job.
         hard_timeout: without progress for this long, the rank's process is terminated.
         heartbeat_timeout: a rank without a heartbeat for this long counts as missing.
-        barrier_timeout: of the barriers, and of connecting to the store.
+        barrier_timeout: for the barriers, and for connecting to the store.
         completion_timeout: from the return of this rank's function to the return of all.
         last_call_wait: the longest wait for faults that other ranks report at the same time. It
             ends as soon as every member is accounted for, which is always the case here: the
             barrier after the function accounts for every member.
-        termination_grace_time: between SIGTERM and SIGKILL of the hard timeout.
+        termination_grace_time: time between SIGTERM and SIGKILL after the hard timeout.
         monitor_process_logfile: absolute path; `{rank}` is replaced by the initial rank.
         enabled: `False` returns the function unchanged.
         grow_policy: when a process that asks to join is admitted.

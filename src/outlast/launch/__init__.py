@@ -1,12 +1,12 @@
 """The launcher: `outlast run` starts a job's workers, keeps the survivors, replaces the dead.
 
-Where to find what::
+Contents::
 
     cli, commands/      the command line; nothing there imports torch before a job is started
     config/             the options of `outlast run`, and the checked job specification
     agent/              the process that watches the workers: `decisions` (what follows from a
                         death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
-                        end), `death_log` (and with it exit code and summary)
+                        end), `death_log` (including exit code and summary)
     workers/            a worker process, how it is started, the group of all workers
     output/             the output of the workers and the launcher's console
     processes/          reaping, ending helpers, killing orphans of a killed launcher

@@ -1,7 +1,7 @@
-"""The `outlast` command: its sub-commands are in `commands/`, one module each.
+"""The `outlast` command: its subcommands are in `commands/`, one module each.
 
-Neither this module nor those of the commands import anything slow: a command imports what it needs
-(torch above all) when it runs.
+Neither this module nor the command modules import anything slow: a command imports its dependencies
+(mainly torch) when it runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _outlast(
         ),
     ] = False,
 ) -> None:
-    pass  # typer needs a callback to attach the options of the program itself to
+    pass  # typer attaches the program's options to a callback
 
 
 def main() -> None:

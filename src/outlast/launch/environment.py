@@ -16,7 +16,7 @@ _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 
 
 def python() -> str:
-    """The interpreter of workers: `PYTHON_EXEC`, as with torchrun, or that of the launcher."""
+    """The workers' interpreter: `PYTHON_EXEC`, as with torchrun, or the launcher's interpreter."""
     return os.environ.get("PYTHON_EXEC") or sys.executable
 
 

@@ -1,7 +1,7 @@
 """The only place where the launcher waits: for descriptors, signals and timers, in one thread.
 
-It does not use asyncio: asyncio's child watchers reap by pid and ignore adopted orphans, it needs
-the wakeup descriptor for itself, and only the little below is needed.
+It does not use asyncio, whose child watchers reap by pid and ignore adopted orphans, and which
+claims the wakeup descriptor; besides, only the few functions below are needed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Timer:
         self._callback = None
 
     def fire(self) -> None:
-        """Make the call unless it was cancelled."""
+        """Make the call unless it was canceled."""
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
 
     @property
     def pending(self) -> bool:
-        """Whether the call has been neither made nor cancelled."""
+        """Whether the call has been neither made nor canceled."""
         return self._callback is not None
 
 
@@ -46,9 +46,9 @@ class EventLoop:
     A context manager: the exit restores signal handlers and the wakeup descriptor.
 
     Args:
-        signals: to handle. A signal that is ignored when the loop starts (`nohup`) stays ignored.
+        signals: the signals to handle. One that is ignored at the start (`nohup`) stays ignored.
         on_signal: called for each signal, from the loop, never from a signal handler.
-        clock: for the timers.
+        clock: the clock of the timers.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class EventLoop:
     def _on_wakeup(self, receive: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while numbers := receive.recv(4096):
-                # Each once, in the order of arrival: SIGCHLD means "at least one child", and two
-                # SIGINTs within one turn of the loop count as one.
+                # Each once, in order of arrival: SIGCHLD means "at least one child", and two
+                # SIGINTs within one iteration of the loop count as one.
                 for number in dict.fromkeys(numbers):
                     if number in self._wanted:
                         self._on_signal(signal.Signals(number))

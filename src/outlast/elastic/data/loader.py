@@ -8,8 +8,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-torch's own `DataLoader` fetches the samples. What its worker processes have prefetched does not
-count until it was trained on.
+torch's `DataLoader` fetches the samples. Samples that its worker processes have prefetched do not
+count until they have been trained on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outlast.elastic.data.sampler import ElasticSampler, Share
 
 
 def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
-    """This replica's rank and the number of replicas: as given, or those of the default process
-    group, or of the environment.
+    """This replica's rank and the number of replicas: as given, or from the default process group,
+    or from the environment.
 
     Raises:
         ValueError: if only one is given, or the rank is out of range.
@@ -46,17 +46,17 @@ def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]
 
 
 class ElasticLoader:
-    """This replica's share of every global batch of a map-style data set.
+    """This replica's share of every global batch of a map-style dataset.
 
     Iterating yields the rest of the current epoch; the next iteration starts the next epoch. With
-    `max_batch_size` or `virtual_replicas` a share is split into parts: step the optimizer when
+    `max_batch_size` or `virtual_replicas`, a share is split into parts: step the optimizer when
     `boundary` is true, after the last part of a global batch.
 
-    A global batch counts as trained on once its last part was yielded and the loop asks for the
-    next, or `done` is called (`Job.step` does so), or the state is saved: so save after the
+    Once its last part has been yielded, a global batch counts as trained on when the loop requests
+    the next, `done` is called (`Job.step` does so), or the state is saved: so save after the
     optimizer's step.
 
-    The arguments that are not described here are those of `ElasticSampler`.
+    For arguments not described here, see `ElasticSampler`.
 
     Args:
         dataset: with `__len__` and `__getitem__`.
@@ -95,7 +95,7 @@ class ElasticLoader:
                 "in_order=False is not supported: positions would be recorded for the wrong batches"
             )
         self.sampler = ElasticSampler(
-            dataset,  # type: ignore[arg-type]  # a torch data set with a length
+            dataset,  # type: ignore[arg-type]  # a torch dataset with a length
             global_batch_size=global_batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -142,7 +142,7 @@ class ElasticLoader:
                 self.done()
 
     def _parts(self, fetched: deque[tuple[Share, int]]) -> Iterator[list[int]]:
-        """The batch sampler of torch's loader: the indices of one part after another."""
+        """The batch sampler of torch's loader: yields the indices of each part in turn."""
         for share in self.sampler.shares(self.rank, self.replicas):
             for part, indices in enumerate(share.indices):
                 fetched.append((share, part))
@@ -150,8 +150,8 @@ class ElasticLoader:
 
     def _generator(self) -> torch.Generator:
         """Seeds the worker processes of torch's loader. By default each iteration draws a seed from
-        the global generator, so a training that was stopped within an epoch would draw one more
-        than one that was not.
+        the global generator, so a training run stopped within an epoch would draw one more than an
+        uninterrupted run.
         """
         sampler = self.sampler
         position = mix64(mix64(sampler.seed * 0x1_0000_0001 + sampler.epoch) + sampler.position)
@@ -159,7 +159,7 @@ class ElasticLoader:
 
     def done(self) -> int:
         """Records that the last complete global batch was trained on. Returns its number of samples
-        over all replicas, or 0 if it was recorded before.
+        over all replicas, or 0 if already recorded.
         """
         samples, self._handed_out = self._handed_out, 0
         if samples:

@@ -1,4 +1,4 @@
-"""A random permutation that needs no memory: each element is computed.
+"""A random permutation that needs no memory: each element is computed on demand.
 
 A Feistel network turns a key into a permutation of the numbers of k bits (Luby and Rackoff, "How
 to construct pseudorandom permutations from pseudorandom functions", 1988). Outputs of n or more are

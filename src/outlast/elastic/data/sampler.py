@@ -1,9 +1,9 @@
 """The order of samples, the same for any number of replicas, and the position in it.
 
-The global order of an epoch depends on the seed and the epoch alone. A global batch is the next
-`global_batch_size` samples of it; each replica takes a contiguous share of every global batch. So a
-job that resumes with another number of replicas continues at the next sample, and each sample of an
-epoch is trained on exactly once.
+The global order of an epoch depends only on the seed and the epoch. Each global batch consists of
+the next `global_batch_size` samples; each replica takes a contiguous share of it. So a job that
+resumes with another number of replicas continues at the next sample, and each sample of an epoch is
+trained on exactly once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Share:
     """One replica's share of one global batch.
 
     Attributes:
-        indices: of the samples, in parts; the samples of a part go through the model together.
+        indices: sample indices, in parts; the samples of a part go through the model together.
         weights: for each part, the factor of its *mean* loss. With it, the gradients that DDP
             averages over the replicas, summed over the parts, are those of the mean loss over the
             global batch.
@@ -44,15 +44,15 @@ class ElasticSampler:
     """Divides each epoch into global batches, and each global batch among the replicas.
 
     Args:
-        data: the data set (only its length is used), or its length.
+        data: the dataset (only its length is used), or its length.
         global_batch_size: the number of samples per optimizer step, over all replicas.
-        shuffle: whether the order is random; otherwise it is that of the data set.
-        seed: of the order.
+        shuffle: whether the order is random; otherwise it is the dataset's order.
+        seed: the seed of the order.
         drop_last: whether to drop the last batch of an epoch if it is not full.
         max_batch_size: the maximum number of samples that go through the model together on a
             replica. A larger share is split into parts, for gradient accumulation.
-        virtual_replicas: split every global batch into this many parts, whatever the number of
-            replicas (see `ConsistentDDP`).
+        virtual_replicas: split every global batch into this many parts, regardless of the number
+            of replicas (see `ConsistentDDP`).
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ElasticSampler:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and what the order depends on."""
+        """The position in the data, and the values that determine the order."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -153,8 +153,8 @@ class ElasticSampler:
         """Continues from a saved position. The global batch size may differ.
 
         Raises:
-            ValueError: if the length of the data set, the seed or `shuffle` differ, and with them
-                the order; names them. Nothing is changed then.
+            ValueError: if the length of the dataset, the seed or `shuffle` differs, and with it
+                the order; names the differences. The sampler is then unchanged.
         """
         own = self.state_dict()
         different = [

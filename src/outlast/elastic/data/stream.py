@@ -1,4 +1,4 @@
-"""Iterable data, exactly once: shards, each read from the offset that the training has reached.
+"""Iterable data, each item exactly once: shards, each read from the offset reached by training.
 
 Data that can only be read in order is split into shards, such as files. Each shard belongs to one
 replica at a time, which records how many of its items were trained on. When the number of replicas
@@ -133,7 +133,7 @@ class ShardedStream:
         return batch, offsets
 
     def _any_item(self) -> Any:
-        """An item for a replica that has none of its own, but must take part in the collectives."""
+        """An item for a replica that has none left, but must take part in the collectives."""
         for shard in self.shards:
             for item in self._read(shard, 0):
                 return item

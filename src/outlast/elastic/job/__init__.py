@@ -1,1 +1,1 @@
-"""`Job`: the state of a training, saved and restored as one."""
+"""`Job`: the state of a training run, saved and restored as a unit."""

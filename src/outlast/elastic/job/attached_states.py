@@ -1,9 +1,9 @@
-"""How a `Job` saves an object of `states=`: it is loaded exactly as saved, never merged.
+"""How a `Job` saves an object in `states=`: it is loaded exactly as saved, never merged.
 
 A checkpoint loads a nested state key by key. A state whose keys have changed since the save would
 then be a mixture of the saved and the current one: a history that has grown would keep its new
 entries. So each state is saved with its *skeleton*, as one value: its containers and small values,
-with a mark in place of everything else, tensors above all, which are saved under their own names.
+with a mark in place of everything else, mainly tensors, which are saved under separate names.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from outlast.errors import CheckpointError
 
 _KEY = "(skeleton)"
 _MARK = "\0saved by itself"  # part of the checkpoint's format
-# What `weights_only` loads: nothing here runs code when it is loaded.
+# The types that `weights_only` loads: loading them runs no code.
 _CONTAINERS = (dict, list, tuple, set, OrderedDict, Counter)
 _VALUES = (str, bytes, int, float, complex, bool, type(None))
 
 
 class AttachedState:
-    """Saves and loads one object of `states=`."""
+    """Saves and loads one object in `states=`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
 
     def save(self) -> Any:
-        """What a checkpoint stores of it."""
+        """The object's state as a checkpoint stores it."""
         return pack(self._source.state_dict())
 
     def load_target(self, packed: Any) -> Any:
-        """The nested state that a checkpoint is loaded into, made of what `save` returns now."""
+        """The nested state that a checkpoint is loaded into, made from the result of `save`."""
         return load_target(packed)
 
     def load(self, loaded: Any, *, started: bool) -> None:
-        """Loads what the target was filled with; does nothing if the checkpoint has none of it."""
+        """Loads the filled target; does nothing if the checkpoint has no state for this object."""
         if (state := unpack(loaded)) is not None:
             self._source.load_state_dict(state)
 
 
 def pack(state: Any) -> Any:
-    """A state with its skeleton."""
+    """Combines a state with its skeleton."""
     if not isinstance(state, Mapping):
         return state
     skeleton = (_skeleton(state),)  # checkpoints store a tuple as one value
@@ -52,7 +52,7 @@ def pack(state: Any) -> Any:
 
 
 def load_target(packed: Any) -> Any:
-    """What a checkpoint's state is loaded into, given the packed current state."""
+    """The target into which a checkpoint's state is loaded, given the packed current state."""
     if not isinstance(packed, Mapping):
         return packed
     if all(map(is_plain_tensor, _tensors(packed))):
@@ -62,7 +62,7 @@ def load_target(packed: Any) -> Any:
 
 
 def unpack(loaded: Any) -> Any:
-    """The state as it was saved; `None` if the checkpoint has none of it.
+    """The state as it was saved; `None` if the checkpoint does not contain it.
 
     Raises:
         CheckpointError: if a saved tensor has no counterpart in the target.
@@ -76,7 +76,7 @@ def unpack(loaded: Any) -> Any:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is a tensor in the CPU's memory, of no subclass."""
+    """Whether `value` is a tensor in CPU memory, and not of a subclass."""
     return type(value) is torch.Tensor and value.device.type == "cpu"
 
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 
 class Backup:
-    """Copies a nested state, the contents of its tensors into the CPU's memory; not `not_copied`, a
-    part of it that the load does not write to.
+    """Copies a nested state, including tensor contents, to CPU memory, except `not_copied`, a part
+    to which the load does not write.
     """
 
     def __init__(self, state: Any, not_copied: Any = None) -> None:

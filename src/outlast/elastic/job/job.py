@@ -1,4 +1,4 @@
-"""`Job`: saves the state of a training as one checkpoint, and restores it at any world size.
+"""`Job`: saves the state of a training run as one checkpoint, and restores it at any world size.
 
     with outlast.Job("checkpoints", model=model, optimizer=optimizer, loader=loader) as job:
         job.restore()
@@ -8,8 +8,8 @@
                 optimizer.step()
                 job.step()
 
-Every rank creates one. It saves on schedule, and on a signal: then all ranks save after the same
-step, and exit with a code that tells a scheduler to start the job again.
+Every rank creates a `Job`. It saves on schedule, and on a signal: then all ranks save after the
+same step, and exit with a code that tells a scheduler to restart the job.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from outlast.system.arguments import Duration, as_timedelta
 
 log = logging.getLogger("outlast.elastic")
 
-PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect of a job that they told to stop
+PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
 # Whether this process has decided to stop. It must outlive the `Job`: a restart in place may run
 # the training function again while the process exits.
 _stopping = False
 
 
 class Job:
-    """Saves and restores the state of a training as one.
+    """Saves and restores the state of a training run as a unit.
 
     A checkpoint contains the model's parameters and buffers (of the module inside DDP or
     `ConsistentDDP`), the optimizer, the position in the data, the objects of `states`, the random
@@ -56,17 +56,17 @@ class Job:
         model: the module.
         optimizer: its optimizer.
         loader: an `ElasticLoader`, or any object with `state_dict` and `load_state_dict`.
-        states: further objects with these two methods, by name: a scheduler, a scaler, an EMA.
+        states: more objects with these two methods, by name: a scheduler, a scaler, an EMA.
         every: steps between two saves, or time; `None` saves only at the end of the `with` block
             and when the job is told to stop.
         keep: which checkpoints to keep.
-        overlap: whether to copy beside the next forward and backward pass.
+        overlap: whether to copy during the next forward and backward pass.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
         signals: the signals on which to save and exit. The second of a kind has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a job that was told to stop.
-        options: for `Checkpointer`.
+        options: passed to `Checkpointer`.
     """
 
     def __init__(
@@ -139,23 +139,23 @@ class Job:
 
     @property
     def states(self) -> dict[str, Any]:
-        """The further objects that are saved, by name."""
+        """The additional objects that are saved, by name."""
         return self._training.states
 
     def restore(self, step: int | None = None) -> int:
         """Loads the newest valid checkpoint, or that of `step`. Call it on all ranks, before the
         first step.
 
-        Without a checkpoint, it saves the initial state, and waits for that save: after a fault
-        before the first scheduled save, surviving processes, which have trained on, go back to it.
+        Without a checkpoint, saves the initial state and waits for that save: after a fault before
+        the first scheduled save, survivors, which have continued training, return to it.
 
         Returns:
             The number of steps before the checkpoint; 0 without one.
 
         Raises:
-            CheckpointError: as `Checkpointer.restore`; or a state could not be loaded, here or on
-                another rank: names it. Everything is then as it was before.
-            ValueError: if the samples would come in another order; likewise.
+            CheckpointError: as `Checkpointer.restore`; or if a state could not be loaded, here or
+                on another rank: names it. Everything is then as it was before.
+            ValueError: if the samples would come in another order; everything is then as before.
         """
         backup, counters = self._training.backup(), self._counters()
         try:
@@ -184,8 +184,8 @@ class Job:
         if any rank was told to stop.
 
         Args:
-            samples: the number of samples of this step, over all ranks, for the counter. By
-                default the loader's `done()`, as of an `ElasticLoader`, says so.
+            samples: the number of samples of this step, over all ranks, for the counter; by
+                default, the value of the loader's `done()`, if it has one (`ElasticLoader`).
 
         Raises:
             SystemExit: after the last save, if the job was told to stop.
@@ -212,8 +212,8 @@ class Job:
         return handle
 
     def stop(self, why: str = "stop() was called") -> None:
-        """Makes all ranks save after the same step, and exit. Any thread of any rank may call it,
-        for example when the cloud provider announces that it reclaims the machine.
+        """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
+        for example when the cloud provider announces that it will reclaim the machine.
         """
         if self._stop is None:
             raise ValueError("call restore() or step() first")
@@ -264,8 +264,8 @@ class Job:
             self._stop = None
 
     def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
-        """Loads the restored state; raises on all ranks if one rank cannot load it: the others
-        would wait for it in their next collective.
+        """Loads the restored state; if one rank cannot, raises on all ranks: the others would wait
+        for that rank in their next collective.
         """
         no_rank = 1 << 62
         error: Exception | None = None

@@ -9,19 +9,19 @@ No rank polls for a request. A thread of each rank waits for one on the store; t
     1. The rank that received the request forwards it to all ranks.
     2. The thread of each rank reports how many steps its rank has *begun*. From then on every rank
        stops at a step boundary until the decision arrives.
-    3. Rank 0 decides: all ranks stop after the greatest number D that was reported. A rank that
-       has closed its agreement reports that instead of a number. Its training is over, and so is
-       that of the others soon: no rank is stopped.
+    3. Rank 0 decides: all ranks stop after D steps, the greatest number reported. A rank that has
+       closed its agreement reports this instead of a number. Its training loop is over, and the
+       others' soon will be: no rank is stopped.
 
 Why every rank reaches D: a rank that reported D has begun step D, and completes it only if all
 others take part in it. A rank that reported less waits at a boundary only until the decision
-arrives, and the decision is D: it goes on. Why no rank passes D: no rank begins a step between its
-report and the decision, and no report is greater than D.
+arrives, and since the decision is D, it continues. Why no rank passes D: no rank begins a step
+between its report and the decision, and no report is greater than D.
 
 A lock makes "begin a step" and "report" mutually exclusive: either the rank begins the step first,
 and the report counts it, or the rank sees that it must wait.
 
-Each thread waits on a key of its own rank, so that `close` can end that wait. Rank 0's decision is
+Each thread waits on its own rank's key, so that `close` can end that wait. Rank 0's decision is
 a claim, because rank 0 may close at the same time: all ranks must get the same answer.
 """
 
@@ -50,8 +50,8 @@ _NEVER = float("inf")
 
 
 class StopAgreement:
-    """One rank's part in the agreement, which has the ledger for itself; `begun` is how many steps
-    the rank has begun, the next one included.
+    """One rank's part in the agreement, which has exclusive use of the ledger; `begun` is the
+    number of steps that the rank has begun, including the next one.
     """
 
     def __init__(self, ledger: CallLedger, begun: int) -> None:
@@ -83,7 +83,7 @@ class StopAgreement:
         """Whether `step` was the last one. Call it after each step, before the next one begins.
 
         Args:
-            step: how many steps are complete.
+            step: the number of completed steps.
             timeout: how long to wait for the other ranks after a request, in seconds.
 
         Raises:
@@ -104,7 +104,7 @@ class StopAgreement:
             return False
 
     def close(self) -> None:
-        """Ends the threads. Call it when this rank begins no further step."""
+        """Ends the threads. Call it when this rank will begin no more steps."""
         self._requests.put(None)
         for thread in self._threads:
             thread.join()
@@ -117,11 +117,11 @@ class StopAgreement:
             try:
                 for rank in range(ledger.world_size):
                     ledger.conclude(_request_key(rank), json.dumps({"why": reason}).encode())
-            except StoreError as e:  # the others may not get it, but this rank must not ignore it
+            except StoreError as e:  # the others may miss it, but this rank must not ignore it
                 with self._changed:
                     self._reason = self._reason or reason
                 self._fail(e)
-        with contextlib.suppress(StoreError):  # the other thread has met it too
+        with contextlib.suppress(StoreError):  # the other thread has the same error
             self._leave()
 
     def _leave(self) -> None:

@@ -1,4 +1,4 @@
-"""When a save is due: every N steps or every T seconds, after the same step on all ranks."""
+"""Decides when a save is due: every N steps or T seconds, after the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SaveSchedule:
 
     def _agree_on_step(self, steps: int, every: datetime.timedelta) -> int:
         """The current step if the time has passed; otherwise a later one, to save or to estimate
-        again: the step at which the time will have passed, at the average duration so far, but at
-        most four times the steps so far, since a few slow steps predict little. The estimate of
-        the first rank that gets here holds for all.
+        again: the step at which the time will have passed, at the average step duration so far, but
+        at most four times the steps so far, since a few slow steps predict little. The first rank's
+        estimate holds for all.
         """
         done = steps - self._start_step
         elapsed = max(time.monotonic() - self._start_time, 1e-6)

@@ -1,10 +1,10 @@
 """How a `Job` saves a third-party data loader, such as torchdata's `StatefulDataLoader`.
 
-The structure of its state is its own: keys may differ between ranks, and between the middle of an
-epoch and its start. So each rank's state is saved as one value, and each rank gets its own back.
-At another world size only the loader itself can interpret the states (torchdata's count what their
-own rank has consumed), so they are refused: samples would be repeated and skipped. A loader whose
-state is a global position declares so with a true attribute `resizable`.
+The loader defines the structure of its state: keys may differ between ranks, and between the middle
+of an epoch and its start. So each rank's state is saved as one value, and restored to that rank.
+At another world size only the loader itself can interpret the states (torchdata's count what one
+rank has consumed), so they are refused: samples would be repeated and skipped. A loader whose
+state is a global position declares this with a true attribute `resizable`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from outlast.errors import CheckpointError
 
 
 def is_third_party(source: Any, *, is_loader: bool = False) -> bool:
-    """Whether the state of `source` is saved rank by rank; `is_loader`: it is known to be a data
-    loader, whatever its class.
+    """Whether the state of `source` is saved rank by rank. If `is_loader`, `source` is known to be
+    a data loader, regardless of its class.
     """
     own = isinstance(source, ElasticLoader | ShardedStream)
     return isinstance(source, DataLoader) or (is_loader and source is not None and not own)
 
 
 class ThirdPartyLoader:
-    """Saves and loads the state of one loader; if it is `required`, a checkpoint without its state
-    is an error.
+    """Saves and loads the state of one loader; if `required`, a checkpoint without this state is an
+    error.
     """
 
     def __init__(self, source: Any, rank: int, world_size: int, *, required: bool) -> None:
@@ -39,19 +39,19 @@ class ThirdPartyLoader:
         self._required = required
 
     def save(self) -> dict[str, Any]:
-        """What a checkpoint stores of it, for this rank; it stores a tuple as one value."""
+        """This rank's state as a checkpoint stores it: a tuple, which is stored as one value."""
         return {str(self._rank): (self._source.state_dict(),)}
 
     def load_target(self, saved: Any) -> dict[str, Any]:
-        """What a checkpoint is loaded into: filled with the states of all ranks."""
+        """The target of a load, which fills it with the states of all ranks."""
         return {}
 
     def load(self, states: Mapping[str, Any], *, started: bool) -> None:
-        """Loads this rank's state out of those of all ranks. No position in the data can be lost if
-        the training was not `started`: if the checkpoint was made before the first step.
+        """Loads this rank's state from those of all ranks. If training had not `started`, that is,
+        the checkpoint was made before the first step, no position in the data can be lost.
 
         Raises:
-            ValueError: if a required state is not there.
+            ValueError: if a required state is missing.
             CheckpointError: if it was saved at another world size, and the loader is not resizable.
         """
         if not states and not self._required:

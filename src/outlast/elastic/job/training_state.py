@@ -1,4 +1,4 @@
-"""The state of a training, as one nested state that is saved and loaded together."""
+"""The state of a training run, as one nested state that is saved and loaded together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainingState:
         self._random = random
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved: the tensors themselves, not copies."""
+        """The state to save: the tensors themselves, not copies."""
         state: dict[str, Any] = {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -111,7 +111,7 @@ class TrainingState:
         self._load_generators_and_parts(state)
 
     def backup(self) -> Backup:
-        """A copy of all that loading may change, for `roll_back`."""
+        """A copy of everything that loading may change, for `roll_back`."""
         state = self.state_dict()
         return Backup(state, state["optimizer"]["state"] if self._replaces_moments() else None)
 
@@ -155,8 +155,8 @@ class TrainingState:
             self.model.load_parts_state_dict(state["parts"])
 
     def _create_sharded_moments(self) -> None:
-        """A DTensor can only be loaded into an existing one. torch creates the moments by a step
-        with a learning rate of 0, which is counted as one.
+        """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
+        this with a step at a learning rate of 0, which counts as a step.
         """
         if not self.optimizer.state and any(
             isinstance(p, DTensor) for p in self.module.parameters()
@@ -164,8 +164,8 @@ class TrainingState:
             get_optimizer_state_dict(self.module, self.optimizer)
 
     def _replaces_moments(self) -> bool:
-        """Whether the optimizer adopts other tensors when it loads them, and may hold the old and
-        the new ones at once: not on a GPU, and a DTensor is resharded into the current one.
+        """Whether the optimizer adopts the loaded tensors, and may hold the old and the new ones at
+        once: not on a GPU, and not with a DTensor, which is resharded into the current one.
         """
         return type(self.optimizer).load_state_dict is Optimizer.load_state_dict and all(
             is_plain_tensor(value) or not isinstance(value, torch.Tensor | dict | list | tuple)
@@ -189,7 +189,7 @@ class TrainingState:
 
 
 class _Adapter(Protocol):
-    """How one object's state is saved and loaded."""
+    """Saves and loads one object's state."""
 
     def save(self) -> Any: ...
     def load_target(self, saved: Any) -> Any: ...

@@ -11,8 +11,8 @@
 
 Floating-point sums depend on their order. Here the global batch is always split into
 `virtual_replicas` parts, each with its own random numbers and batch-norm statistics, and the
-gradients of the parts are summed in the order of the parts, ((g0 + g1) + g2) + ..., whichever
-replicas computed them. Each replica has consecutive parts. The sum passes from replica to replica:
+gradients of the parts are summed in the order of the parts, ((g0 + g1) + g2) + ..., regardless of
+which replicas computed them. Each replica has consecutive parts. The sum passes along the replicas:
 each adds its parts to the sum that it receives, and the last one broadcasts the result. A parameter
 that only some parts use gets the sum of their gradients; the `grad` of one that no part of any
 replica uses is `None`. (The idea is known as accuracy-consistent elasticity: EasyScale, SC'23.)
@@ -85,13 +85,13 @@ class ConsistentDDP(nn.Module):
         self._sum = OrderedSum(self._rank, self._replicas, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Returns the output of the module."""
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def part(self, loader: CurrentPart) -> Iterator[None]:
-        """Context of the forward and backward pass of one part. After the last part of a global
-        batch, the parameters' `grad` is that of the global batch.
+        """Context for the forward and backward pass of one part. After the last part of a global
+        batch, the parameters' `grad` is the gradient of the global batch.
 
         Args:
             loader: the loader that has just yielded the part.
@@ -130,7 +130,7 @@ class ConsistentDDP(nn.Module):
         """Sets the module's buffers (batch-norm statistics) to the mean over the parts, for
         evaluation and saving; bit-identical on all replicas. A collective, if there are several.
         Values that are equal on all parts are unchanged; buffers that are not floating-point are
-        those of the first part.
+        taken from the first part.
         """
         own = list(self.module.buffers())
         kinds = {(b.dtype, b.device) for b in own}
@@ -150,8 +150,8 @@ class ConsistentDDP(nn.Module):
                     own[i].copy_(mean)
 
     def parts_state_dict(self) -> dict[str, Any]:
-        """The buffers and random state of this replica's parts, by the number of the part. A
-        `Checkpointer` saves keys that only one rank has; any replica can then load them.
+        """The buffers and random state of this replica's parts, by part number. A `Checkpointer`
+        saves keys that exist on only one rank; any replica can then load them.
         """
         return {
             str(part): {
@@ -162,7 +162,7 @@ class ConsistentDDP(nn.Module):
         }
 
     def load_parts_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `parts_state_dict` returned."""
+        """Loads the result of `parts_state_dict`."""
         for part in self.parts:
             saved = state[str(part)]
             self._random_of[part] = {k: v.cpu() for k, v in saved["random"].items()}
@@ -178,7 +178,7 @@ class ConsistentDDP(nn.Module):
                 buffer.copy_(value)
 
     def _flat_of(self, part: int, numbers: list[int]) -> torch.Tensor:
-        """Some buffers of a part, concatenated; a broadcast from the part's owner."""
+        """Some of a part's buffers, concatenated; broadcast from the part's owner."""
         buffers = self._buffers_of.get(part)
         if buffers is None:
             own = list(self.module.buffers())

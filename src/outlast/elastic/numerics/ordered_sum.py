@@ -1,8 +1,8 @@
 """Sums the gradients of all parts of a global batch, in the order of the parts.
 
 The sum passes from replica to replica, as `consistent_ddp` describes. It carries a flag for each
-parameter that some part has used: a parameter that no part of any replica has used gets no
-gradient, as with autograd, and no optimizer changes it.
+parameter that any part has used: a parameter that no part of any replica has used gets no gradient,
+as with autograd, and no optimizer changes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BUCKET_BYTES = 8 << 20
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """The global rank of a rank in a group."""
+    """The global rank of the given group rank."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
@@ -47,7 +47,7 @@ class OrderedSum:
             bucket.clear(first=self._rank == 0)
 
     def add(self, weight: float) -> None:
-        """Adds the parameters' `grad`, times `weight`, as that of this replica's next part."""
+        """Adds `weight` times the parameters' `grad` as this replica's next part."""
         for bucket in self._buckets:
             gradients = bucket.weighted_gradients(weight)
             if self._rank == 0:
@@ -63,7 +63,7 @@ class OrderedSum:
             received = [dist.irecv(bucket.flat, previous, group=group) for bucket in self._buckets]
         sent: list[Any] = []
         for i, bucket in enumerate(self._buckets):
-            # While a bucket is sent to the next replica, this replica sums the bucket after it.
+            # While a bucket is sent to the next replica, this replica sums the following bucket.
             if self._rank > 0:
                 received[i].wait()
             bucket.add_pending()
@@ -88,8 +88,8 @@ class OrderedSum:
 
 
 class _Bucket:
-    """The sum of the gradients of some parameters, followed by their flags in the same tensor, so
-    that the flags need no message of their own.
+    """The sum of some parameters' gradients, followed by their flags in the same tensor, so that
+    the flags need no separate message.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -108,7 +108,7 @@ class _Bucket:
         self.pending = []
         self._used = [False] * len(self.parameters)
         if first:
-            self.flat.zero_()  # 0 + -0 is 0, whichever replica adds the first gradient
+            self.flat.zero_()  # 0 + -0 is 0, no matter which replica adds the first gradient
 
     def weighted_gradients(self, weight: float) -> list[torch.Tensor | None]:
         """The parameters' gradients, multiplied by `weight`; `None` for those without one."""
@@ -133,7 +133,7 @@ class _Bucket:
             self._flags.fill_(1)
         else:
             used = torch.tensor(self._used, device=self._flags.device)
-            self._flags.masked_fill_(used, 1)  # set, not counted: half precision cannot count far
+            self._flags.masked_fill_(used, 1)  # set, not counted: half precision cannot count high
 
     def set_gradients(self) -> None:
         """Sets the parameters' `grad` to views of the sum. The flags are read only if this replica

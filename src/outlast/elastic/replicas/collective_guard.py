@@ -1,11 +1,11 @@
-"""Collectives that other replicas may never enter: how they are interrupted, and how the ranks of a
-process group connect.
+"""Interrupts collectives that other replicas may never enter, and connects the ranks of a process
+group.
 
-A `sync` that raises on one replica leaves the others in the collective that it did not enter, for
-the timeout of the group: 30 minutes by default. Once the call is known to have failed, and a thread
-does not leave it by itself, gloo's connections are shut down; so every collective in flight raises.
-Nothing more is lost by that: after a collective that not all ranks have entered, their groups are
-out of step. NCCL's collectives do not block the thread that calls them.
+If a `sync` raises on one replica, the others remain in the collective that it did not enter, for
+the group's timeout: 30 minutes by default. Once the call is known to have failed, and a thread does
+not leave it by itself, gloo's connections are shut down, so every in-flight collective raises.
+Nothing more is lost by this: after a collective that not all ranks have entered, their groups are
+out of step. NCCL collectives do not block the calling thread.
 
 The first call of a process group, in which its ranks connect, is such a collective. So each rank
 first sets a key in the group's store. When the time is up, the ranks that made the call end the
@@ -35,12 +35,12 @@ GRACE_S = 3.0
 
 @contextlib.contextmanager
 def collective_guard(over: threading.Event, grace_s: float = GRACE_S) -> Iterator[None]:
-    """A block in which a thread may be in a collective.
+    """Guards a block in which a thread may be in a collective.
 
     Args:
         over: set when the call has ended for all replicas. If a thread is still in the block then,
             a replica has failed, because this one has not finished.
-        grace_s: how long a thread may take to leave by itself then, in seconds.
+        grace_s: how long a thread may then take to leave by itself, in seconds.
     """
     left = threading.Event()
 
@@ -58,7 +58,7 @@ def collective_guard(over: threading.Event, grace_s: float = GRACE_S) -> Iterato
 
 
 def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
-    """As `connect_ledger`, but waits no longer than `timeout`.
+    """Same as `connect_ledger`, but waits no longer than `timeout`.
 
     Raises:
         TimeoutError: names the ranks that did not make the call. The process groups cannot be used

@@ -1,8 +1,8 @@
-"""The replicas of the job, and their calls: what fails on one replica fails on all.
+"""The replicas of the job, and their calls: a call that fails on one replica fails on all.
 
 With a process group of several ranks, the replicas communicate through the group's store, in calls
 that all of them make in the same order. Without one, each replica is alone, and the environment
-says which of them writes.
+determines which one writes.
 
 Waits on the store run in another thread, because torch's stores wait in C++, where neither Ctrl-C
 nor a restart in place can interrupt them.
@@ -34,11 +34,11 @@ _GROUP_GONE = "the process group of this call is gone"
 
 
 class Replicas:
-    """The replicas of the job, seen from this one. One thread at a time may use it.
+    """The replicas of the job, seen from this one. Only one thread at a time may use this object.
 
     Attributes:
         writes: whether this replica writes the checkpoints.
-        timeout: of each wait for other replicas.
+        timeout: the timeout of each wait for other replicas.
     """
 
     def __init__(self, ledger: CallLedger, rank: int, world_size: int) -> None:
@@ -61,9 +61,7 @@ class Replicas:
         return _current is not None and _current[1] is self and _current[0]() is _group()
 
     def give_up(self) -> None:
-        """Ends all waits with a `CheckpointError`, since no replica will answer. Any thread may do
-        so.
-        """
+        """Ends all waits with a `CheckpointError`, since no replica will answer. Thread-safe."""
         self._given_up = True
         if self._waiting is not None:
             self._waiting.abandon(CheckpointError(_GROUP_GONE))
@@ -77,8 +75,8 @@ class Replicas:
         """Calls `work`, and returns when all replicas have finished theirs.
 
         Args:
-            what: names the work in errors.
-            work: may raise anything.
+            what: the name of the work in errors.
+            work: the function to call; may raise any exception.
             collective: whether `work` may wait for the other replicas in collectives. If one of
                 them has failed, the collectives of this process are shut down, and its process
                 groups cannot be used afterwards.
@@ -86,7 +84,7 @@ class Replicas:
         Raises:
             CheckpointError: on every replica, if `work` raised on one: names that replica and the
                 cause.
-            TimeoutError: on every replica: names those that did not make this call in time.
+            TimeoutError: on every replica: names the replicas that did not make this call in time.
         """
         index = self._next()
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
@@ -120,12 +118,12 @@ class Replicas:
             cause = None  # breaks the cycle from the exception to this frame, which it refers to
 
     def gather(self, what: str, part: Any, decide: Callable[[list[Any]], T]) -> T:
-        """Collects a part from every replica, and returns on all what `decide` returns on rank 0.
+        """Collects a part from every replica, calls `decide` on rank 0, returns its result on all.
 
         Args:
-            what: names the call in errors.
-            part: of this replica, as JSON takes it.
-            decide: gets the parts in the order of the ranks; returns what JSON takes.
+            what: the name of the call in errors.
+            part: this replica's part, JSON-serializable.
+            decide: takes the parts in rank order; returns a JSON-serializable value.
 
         Raises:
             CheckpointError: on every replica, if `decide` raised.
@@ -211,8 +209,8 @@ class Replicas:
 
     def _forget(self, index: int, verdict: Verdict) -> None:
         """Deletes the keys of earlier calls when a later one has succeeded. Only then is it certain
-        that no replica, whose timeout ended at the last moment, still reads which replicas made
-        the call.
+        that no replica whose timeout expired at the last moment is still reading which replicas
+        made the call.
         """
         with contextlib.suppress(StoreError):  # the store ended with a rank that had its answer
             while verdict.done and self._finished:
@@ -234,14 +232,14 @@ _current: tuple[Any, Replicas] | None = None  # a weak reference to the group, a
 
 
 def current(timeout: Duration | None = None) -> Replicas:
-    """The replicas as they are now. With a process group, all of its ranks make this call in the
-    same order; the connections live as long as the group.
+    """The current replicas. With a process group, all of its ranks must make this call in the same
+    order; the connections live as long as the group.
 
     Args:
-        timeout: of each wait from now on; unchanged by default.
+        timeout: the timeout of each wait from now on; unchanged by default.
 
     Raises:
-        ValueError: if a variable of the environment is invalid.
+        ValueError: if an environment variable is invalid.
         TimeoutError: if not all ranks make the first call, in which they connect.
         CheckpointError: if they cannot connect.
     """

@@ -1,4 +1,4 @@
-"""Loads states that an earlier run of the job has saved, at any size.
+"""Loads states saved by an earlier run of the job, at any size.
 
 All states are loaded from one checkpoint: the newest valid one. Rank 0 chooses it by reading every
 byte of it; each replica also verifies the files that it loads.
@@ -44,7 +44,7 @@ def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
 
     Args:
         state: the state.
-        timeout: of each wait for the other replicas.
+        timeout: the timeout of each wait for the other replicas.
 
     Returns:
         Whether the state was found, and `load` was called. `False` if no checkpoint path is set,
@@ -53,7 +53,7 @@ def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
     Raises:
         CheckpointError: on every replica: if `load` raised on one, names the state, the rank and
             the cause; if there are checkpoints and none is valid; if one has a later format.
-        TimeoutError: on every replica: names those that did not make the call in time.
+        TimeoutError: on every replica: names the replicas that did not make the call in time.
     """
     return bool(_load({name_of(state): state}, timeout))
 
@@ -64,7 +64,7 @@ def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
     All states are read and checked, on all replicas, before any is changed (see `State.prepare`).
 
     Args:
-        timeout: of each wait for the other replicas.
+        timeout: the timeout of each wait for the other replicas.
 
     Returns:
         The names of the loaded states. Registered states that are not in the checkpoint do not
@@ -120,8 +120,8 @@ def _named(name: str, work: Callable[[], T]) -> T:
         raise CheckpointError(f"the state {name!r} could not be loaded: {describe(e)}") from e
 
 
-# On rank 0, by path: the checkpoints there, and the one that was chosen and verified. So states
-# that are loaded one by one come from one checkpoint, which is verified once.
+# On rank 0, by path: the checkpoints there, and the one chosen and verified. So states loaded one
+# by one come from the same checkpoint, which is verified once.
 _verified: dict[str, tuple[list[str], str]] = {}
 
 

@@ -1,6 +1,6 @@
 """Background saves of states: one at a time.
 
-The thread is not a daemon, so a program that ends waits for what is being written.
+The thread is not a daemon, so a program that ends waits for the save in progress.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def start(replicas: Replicas, work: Callable[[], str | None]) -> PendingSave:
 
 
 def completed(directory: str | None) -> PendingSave:
-    """The handle of a save that was done at once."""
+    """The handle of a save that was performed synchronously."""
     handle = PendingSave()
     handle._run(lambda: directory)
     return handle
@@ -94,10 +94,10 @@ def drain(*, quiet: bool = False) -> None:
     its outcome is only in the log.
 
     Args:
-        quiet: whether to ignore how it ended; the next save will not.
+        quiet: whether to ignore its outcome; the next save will not.
 
     Raises:
-        CheckpointError: if it failed, and its handle was not asked.
+        CheckpointError: if it failed, and `wait` was not called on its handle.
     """
     global _last
     if _last is None:

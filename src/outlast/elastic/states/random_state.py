@@ -31,7 +31,7 @@ _KIND = "random"
 
 class RandomState(PreparedState):
     """The global generators of Python, NumPy (if it is imported), and torch on the CPU and on the
-    GPUs that this process uses. For a generator of your own, use `StateDictState`.
+    GPUs that this process uses. For other generators, use `StateDictState`.
 
     Args:
         name: of the state.

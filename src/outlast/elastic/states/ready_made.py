@@ -71,8 +71,8 @@ class StateDictState(PreparedState):
 
 
 class ModuleState(StateDictState):
-    """A module: the parameters and buffers of rank 0. They are the same whether it is wrapped in
-    DDP or compiled.
+    """A module: rank 0's parameters and buffers, which are the same whether or not the module is
+    wrapped in DDP or compiled.
 
     Args:
         module: unsharded on every replica; for sharded parameters use `ShardedState`.
@@ -155,7 +155,7 @@ class EMAState(StateDictState):
 
 
 class CounterState(PreparedState):
-    """Counters of the training's progress.
+    """Counters of training progress.
 
     Args:
         name: of the state.
@@ -176,7 +176,7 @@ class CounterState(PreparedState):
 
     @property
     def seconds(self) -> float:
-        """Training time: of earlier runs up to their last save, and of this run."""
+        """Training time: earlier runs up to their last save, plus this run."""
         return self._before + time.monotonic() - self._since
 
     def save(self, fileobj: BinaryIO) -> None:

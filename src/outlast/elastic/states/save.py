@@ -60,10 +60,10 @@ def save_all_states(
     previous one removed.
 
     Args:
-        asynchronous: whether to return when all states are saved into memory, and to write them in
-            the background. A pending save is waited for first, so there is one at most.
-        timeout: of each wait for the other replicas, including the one for rank 0 to write.
-        metrics: to report with the checkpoint inside a Ray Tune trial.
+        asynchronous: whether to return when all states are saved to memory, and to write them in
+            the background. Waits for a pending save first, so there is at most one.
+        timeout: the timeout of each wait for other replicas, including for rank 0 to write.
+        metrics: reported with the checkpoint inside a Ray Tune trial.
 
     Returns:
         The directory of the checkpoint, or the handle of the background save. `None` if no
@@ -129,14 +129,14 @@ def save_state(
 ) -> None:
     """Saves one state into a file of a folder, durably and in one step. Called on all replicas.
 
-    The folder is the caller's: `load_state` only reads the checkpoints that `save_all_states`
+    The caller manages the folder: `load_state` only reads checkpoints that `save_all_states`
     commits.
 
     Args:
         state: the state.
         checkpoint_dir: the folder, which is created; `None` to synchronize the state only.
         sync: whether to call `sync` first, on all replicas; `save` is called on rank 0.
-        timeout: of each wait for the other replicas.
+        timeout: the timeout of each wait for the other replicas.
 
     Raises:
         CheckpointError: on every replica: names the state, the rank and the cause.

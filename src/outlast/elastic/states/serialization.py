@@ -1,7 +1,7 @@
-"""The file content of ready-made states: torch's serialization, without anything that runs code.
+"""The file contents of ready-made states: torch's serialization, without anything that runs code.
 
-It is loaded with `weights_only=True`. A save tries to load everything but the tensors at once: so a
-state that could not be loaded is refused when it is saved, and not after the job has failed.
+They are loaded with `weights_only=True`. A save immediately tries to load everything but the
+tensors, so a state that could not be loaded is refused when it is saved, not after a job failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN = 5
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
-    """Writes a value of tensors, numbers, text, and containers of these, for a `kind` of state.
+    """Writes a value made of tensors, numbers, text and containers, for a `kind` of state.
 
     Raises:
         ValueError: if it could not be loaded, or holds sharded tensors.
@@ -39,7 +39,7 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
 
 
 def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
-    """Reads a value that `dump` wrote, its tensors to `device`: `meta` reads their shapes only.
+    """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes.
 
     Raises:
         ValueError: if it is of another kind, or has a later format.
@@ -91,7 +91,7 @@ def _few(what: str, names: list[str]) -> list[str]:
 
 
 def _is_sharded(value: Any) -> bool:
-    # If the module is not imported, there are no DTensors; importing it takes long.
+    # If the module is not imported, there are no DTensors; importing it is slow.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

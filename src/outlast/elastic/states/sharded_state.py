@@ -1,9 +1,8 @@
 """A module and its optimizers whose tensors are sharded over the replicas (FSDP2, DTensor).
 
-`sync` gathers them on rank 0, one tensor after another, into the memory of its host. A load shards
-them in the way the module is sharded at that time, over any number of replicas. The full state must
-fit into the memory of one host; if it does not, use `outlast.Checkpointer`, where each rank writes
-its own part.
+`sync` gathers them on rank 0, one tensor at a time, into host memory. A load shards them the way
+the module is sharded at that time, over any number of replicas. The full state must fit into the
+memory of one host; if it does not, use `outlast.Checkpointer`, where each rank writes its part.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _KIND = "sharded"
 
 
 class ShardedState(PreparedState):
-    """A module with sharded parameters, and its optimizers. The module may also be unsharded: what
-    was saved with one layout can be loaded with any other.
+    """A module with sharded parameters, and its optimizers. The module may also be unsharded: a
+    state saved with one layout can be loaded with any other.
 
     Args:
         module: on all replicas.
@@ -55,7 +54,7 @@ class ShardedState(PreparedState):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         self._gathered = {
             "module": get_model_state_dict(self.module, options=options),
-            # An optimizer without a step has no state, but torch would make some up for it.
+            # An optimizer without a step has no state, but torch would fabricate one.
             "optimizers": [
                 get_optimizer_state_dict(self.module, each, options=options) if each.state else {}
                 for each in self.optimizers

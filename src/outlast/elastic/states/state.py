@@ -1,4 +1,4 @@
-"""`State`: a piece of state that is saved and loaded, and has the same value on all replicas.
+"""`State`: a piece of state that is saved and loaded, with the same value on all replicas.
 
     class Best(State):
         def __init__(self):

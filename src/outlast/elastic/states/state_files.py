@@ -36,7 +36,7 @@ def file_name(name: str) -> str:
 
 
 def checked(name: str, write: Write) -> Write:
-    """As `write`, but an exception becomes a `CheckpointError` with the name of the state."""
+    """Same as `write`, but an exception becomes a `CheckpointError` that names the state."""
 
     def checked_write(file: BinaryIO) -> None:
         try:
@@ -48,8 +48,8 @@ def checked(name: str, write: Write) -> Write:
 
 
 class StateCopy:
-    """What a state has saved, in a file in memory, until a background save writes it to disk. To
-    fill such a file costs less than to fill a buffer that grows.
+    """A saved state in an in-memory file, until a background save writes it to disk. Filling such a
+    file costs less than filling a growing buffer.
     """
 
     def __init__(self) -> None:

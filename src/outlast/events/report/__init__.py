@@ -1,5 +1,4 @@
-"""The report of a run, computed from its event logs: what failed, what each restart took, what
-was lost.
+"""The report of a run, computed from its event logs: faults, durations of the restarts, losses.
 
     events = load("build/demo")          # the newest run there; one JSONL file per process
     report = build(events)               # dataclasses, see `report/model.py`
@@ -9,8 +8,8 @@ was lost.
 `build` is pure: the same events make the same report, in any order of files. It follows two rules.
 Times of different hosts are never compared: detection and the total of a restart are measured on
 the host of the fault. And a fault that looks like the consequence of another is never the first
-cause while there is another: a killed rank leaves broken connections, and its peers fail because
-of those before its monitor process reports the death.
+cause if there is any other: a killed rank leaves broken connections, which make its peers fail
+before its monitor process reports the death.
 """
 
 from outlast.events.report.builder import build

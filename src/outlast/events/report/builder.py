@@ -127,7 +127,7 @@ def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
 
 
 def _summarize_saves(events: Iterable[Event]) -> Saves | None:
-    """The checkpoints in an event log; `None` if there are no events of checkpoints."""
+    """The checkpoints in an event log; `None` if there are no checkpoint events."""
     own = [event for event in events if event.rank == 0]
     done = [event for event in own if isinstance(event, CheckpointCommitted)]
     failed = [event for event in own if isinstance(event, CheckpointFailed)]

@@ -43,7 +43,7 @@ class CallHistory:
     """One call of a wrapped function.
 
     Args:
-        number: of the call in the run, from 0.
+        number: the number of the call in the run, from 0.
         origins: the time of the first event of each host.
         exits: the result of `exits_of` for the whole run.
 
@@ -83,7 +83,7 @@ class CallHistory:
                 self._lasts[member] = iteration
 
     def iterations(self) -> list[int]:
-        """Every iteration with an event of its own."""
+        """Every iteration that has events."""
         ended = {event.iteration for event in self.events if isinstance(event, Fault | Seen)}
         return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
 
@@ -106,7 +106,7 @@ class CallHistory:
         return max(sizes, default=len(view))
 
     def survivors(self, iteration: int) -> list[int]:
-        """The members of the iteration that are in the next one too."""
+        """The members of the iteration that are also in the next one."""
         here, following = self.views.get(iteration, {}), self.views.get(iteration + 1, {})
         return sorted(here.keys() & following.keys())
 
@@ -202,7 +202,7 @@ def _merge_hung(faults: Sequence[Fault], firsts: Mapping[str, float]) -> list[Fa
     """The faults, with those of hung ranks reduced to one for each rank, the likely cause first.
 
     A rank reports its own hang after the iteration has ended. The fault therefore gets the time at
-    which a monitor of the same host reported a hang, or else at which the host knew of the end.
+    which a monitor on the same host reported a hang, or else at which the host learned of the end.
     """
     reported = dict(firsts)
     for fault in faults:

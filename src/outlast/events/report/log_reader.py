@@ -44,7 +44,7 @@ def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Even
 
 
 def load_run(run: Run) -> list[Event]:
-    """As `load`, for a run that was already found."""
+    """Same as `load`, for a run that was already found."""
     return [event for path in logs_in(run.folder) for event in _load_file(path)]
 
 

@@ -14,9 +14,9 @@ class Cause:
     """One fault: on which rank, of which kind, and when.
 
     Attributes:
-        rank: of the member in the iteration that the fault ended.
+        rank: the member's rank in the iteration that the fault ended.
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
-        message: of the fault.
+        message: the fault's message.
         exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
         consequence: whether it looks like the consequence of another fault (a peer's closed
             connection).
@@ -47,8 +47,8 @@ class Party:
 class Phases:
     """Durations of the phases of one restart, in seconds.
 
-    Each is that of the slowest survivor, except for the barriers: those are of the last to
-    arrive, since the others wait for it rather than for the barrier.
+    Each is the slowest survivor's, except that the barriers are those of the last to arrive, since
+    the others wait for that survivor rather than for the barrier.
 
     Attributes:
         detection: from the fault until the last survivor on the same host has seen it.
@@ -74,7 +74,7 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The end of one iteration, and what followed.
+    """The end of one iteration, and the recovery that followed.
 
     Attributes:
         call: number of the call of a wrapped function, from 0.
@@ -124,7 +124,7 @@ class Saves:
 
     Attributes:
         committed: number of committed saves.
-        size_bytes: of the last one.
+        size_bytes: the size of the last one.
         blocked_median, blocked_worst: seconds for which `save` blocked training.
         durable_median: seconds until the commit.
         failed: step and cause of each that was not committed.
@@ -144,7 +144,7 @@ class Saves:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What happened in a run.
+    """The report of a run.
 
     Attributes:
         restarts: every iteration that ended in a restart, or should have.
@@ -154,8 +154,8 @@ class Report:
         waiting: members that asked to join and were in no iteration.
         completed: number of members that completed the last call.
         notes: number of notes of each name.
-        torn_logs: files whose last line a dying process did not finish.
-        saves: the checkpoints; `None` if there are no events of checkpoints.
+        torn_logs: files whose last line was left incomplete by a dying process.
+        saves: the checkpoints; `None` if there are no checkpoint events.
     """
 
     events: int

@@ -67,7 +67,7 @@ def productive_time(call: CallHistory) -> dict[str, tuple[float, float]]:
 
 
 def _productive(events: Iterable[Event], host: str, end: float) -> float:
-    """Seconds from the entry of the last active rank until the host knows of the end of the
+    """Seconds from the entry of the last active rank until the host learns of the end of the
     iteration or an active rank leaves the function.
     """
     here = [event for event in events if event.member >= 0 and event.host == host]

@@ -93,7 +93,7 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
     table = _table("What happened")
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("at", justify="right", no_wrap=True)
-    # The only column without a limit: it gets the width that the others, at their widest, leave.
+    # The only column without a limit: it gets the width left by the others at their widest.
     table.add_column("first cause", no_wrap=True, overflow="ellipsis", max_width=width - 54)
     table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=10)
     table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=10)

@@ -1,4 +1,4 @@
-"""The sentences of a report: what failed in a restart, what followed, the checkpoints."""
+"""The sentences of a report: the faults, the recovery that followed, the checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONG = 240
 _SHORT = 100
 _LISTED = 8
 _SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
-"""The path of a source file in a message of torch or gloo; it is long and of no use here."""
+"""The path of a source file in a torch or gloo message; it is long and of no use here."""
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 
 
@@ -70,7 +70,7 @@ def restart_title(number: int, restart: Restart, calls: int) -> str:
 
 
 def describe_restart(restart: Restart) -> list[str]:
-    """Sentences about what happened."""
+    """Sentences about one restart."""
     sentences = [*_describe_failure(restart)]
     detection, total = restart.phases.detection, restart.phases.total
     if detection is not None:

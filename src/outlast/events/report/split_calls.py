@@ -1,5 +1,4 @@
-"""Splits the events of a run into calls of a wrapped function; each call counts its iterations
-from 0.
+"""Splits a run's events into calls of a wrapped function; each call counts its iterations from 0.
 
 A process that calls a wrapped function twice writes both calls to one log. A new call of a process
 begins where the process is assigned a rank after it has completed, or in an earlier iteration than

@@ -1,4 +1,4 @@
-"""Connections to the store: made with patience, and broken off when an answer never comes."""
+"""Connections to the store: retried until it is up, and broken off if it stops answering."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from outlast.system.sockets import shut_down, socket_inodes
 
 T = TypeVar("T")
 
-_RETRY_S = 0.01  # after the timeout: how often a connection is looked for that came up since
+_RETRY_S = 0.01  # after the timeout: how often to look for connections opened since
 
 
 class Connection(TorchStore):
-    """A `Store` over one connection of its own, which another thread can break off."""
+    """A `Store` with a separate connection, which another thread can break off."""
 
     def __init__(self, store: Any, where: str, sockets: dict[int, int]) -> None:
         super().__init__(store, where)
@@ -32,8 +32,8 @@ class Connection(TorchStore):
         self._busy_since = 0.0
 
     def break_off_overdue(self, limit: float) -> None:
-        """Breaks off an operation, other than a wait, that has taken longer than `limit` seconds:
-        the process that serves the store hangs, or its host is unreachable.
+        """Breaks off an operation, other than a wait, that has taken longer than `limit` seconds,
+        because the process serving the store hangs or its host is unreachable.
         """
         since = self._busy_since
         if since and time.monotonic() - since > limit:
@@ -52,12 +52,12 @@ class Connection(TorchStore):
         return bool(self._sockets)
 
     def close(self) -> None:
-        """Closes the descriptor, even if there are other references to this object."""
+        """Closes the descriptor, even if this object is still referenced elsewhere."""
         self._sockets = {}
         self.torch_store = None
 
     def break_off(self) -> None:
-        """Ends the connection: an operation that waits on it fails at once with a `StoreError`."""
+        """Ends the connection: an operation blocked on it fails at once with a `StoreError`."""
         for descriptor, inode in self._sockets.items():
             shut_down(descriptor, inode)
 
@@ -71,19 +71,19 @@ def connect(
 ) -> Connection:
     """Connects to the store, which may still be starting.
 
-    torch's own client waits as well, but twice as long as its timeout, and with a log line for each
-    attempt; so a plain connection is tried first, until the server answers.
+    torch's client also waits, but for twice its timeout, and logs a line for each attempt; so a
+    plain connection is tried first, until the server answers.
 
     Args:
-        factory, kwargs: of the wrapper.
+        factory, kwargs: the wrapper's store factory and its keyword arguments.
         endpoint: host and port; `None` for a store without a server.
         timeout: in seconds.
-        ready: a key that the server of this call sets. The server of the call before, which may
-            still run at the same port, does not have it. Empty if one store serves all calls.
+        ready: a key that the server of this call sets. The previous call's server, which may still
+            run on the same port, does not have it. Empty if one store serves all calls.
 
     Raises:
         TimeoutError: naming host and port, if there is no answer in time.
-        StoreError: if the answer is not that of such a store.
+        StoreError: if the server is not such a store.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -97,7 +97,7 @@ def connect(
             raise TimeoutError(
                 f"the store at {connection.where} did not serve this call within {timeout} s"
             ) from None
-        except StoreError:  # the server of the call before has ended
+        except StoreError:  # the previous call's server has ended
             if time.monotonic() > deadline:
                 raise
 
@@ -118,7 +118,7 @@ def _connect_once(
     limited = "timeout" in inspect.signature(factory).parameters and "timeout" not in options
     if limited:
         options["timeout"] = datetime.timedelta(seconds=timeout)
-    # A process may listen there and never answer; torch waits for the first answer without limit.
+    # The process listening there may never answer; torch waits for the first answer forever.
     done = threading.Event()
     limit = threading.Thread(
         target=_shut_down_overdue, args=(before, endpoint, timeout, done), daemon=True
@@ -139,8 +139,8 @@ def _connect_once(
 def _shut_down_overdue(
     before: set[int], endpoint: tuple[str, int] | None, timeout: float, done: threading.Event
 ) -> None:
-    """Shuts down the new connections once `timeout` seconds are over, until `done` is set. Once is
-    not enough: torch's client may connect again, if its own timeout starts later than this one.
+    """After `timeout` seconds, shuts down new connections repeatedly until `done` is set: torch's
+    client may connect again, if its timeout starts later than this one.
     """
     wait = timeout
     while not done.wait(wait):
@@ -151,7 +151,7 @@ def _shut_down_overdue(
 
 def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict[int, int]:
     """The connections to the port of `endpoint` that are not in `before`: inode by descriptor.
-    The port tells them from the sockets that other threads open meanwhile.
+    The port distinguishes them from sockets that other threads open in the meantime.
     """
     if endpoint is None:
         return {}
@@ -160,7 +160,7 @@ def _new_connections(before: set[int], endpoint: tuple[str, int] | None) -> dict
 
 
 def peer(descriptor: int) -> tuple[str, int] | None:
-    """Address and port of the other end; `None` if the socket is not connected, or to no port."""
+    """The peer's address and port; `None` if the socket has no peer, or the peer has no port."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             address = connection.getpeername()

@@ -1,25 +1,24 @@
-"""Ends the gloo collectives in flight, and wakes threads that stay blocked in gloo after that.
+"""Ends in-flight gloo collectives, and wakes threads that remain blocked in gloo afterwards.
 
-To shut down the connections (see `gloo_sockets.py`) ends nearly every wait. Two kinds remain, seen
-on torch 2.13, and would last for the timeout of the group, 30 minutes by default:
+Shutting down the connections (see `gloo_sockets.py`) ends nearly every wait. Two kinds remain, as
+observed with torch 2.13, and would last for the group's timeout, 30 minutes by default:
 
 * a send whose bytes were not all written. `Pair::signalException` notifies the buffers of receives
-  and of sends that have not begun, but not those of the sends in its transmission queue;
+  and of sends that have not started, but not those of the sends in its transmission queue;
 * the wait for a peer to connect while the group is created: there is no connection yet.
 
 Linux shows what a thread waits for in `/proc/self/task/<tid>/syscall`: the address of the futex,
 and the stack pointer. A return address into `UnboundBuffer::waitSend`, for example, near the stack
-pointer proves that the thread waits in gloo; idle threads wait as well, but on their group. The
-futex is part of a condition variable, which is part of the gloo object: so the object begins a few
-words below the futex, at the word that leads to its run-time type name. A function of that object
-then ends the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`,
-`Pair::signalExceptionExternal`.
+pointer proves that the thread waits in gloo; idle threads also wait, but on their group. The futex
+is part of a condition variable, which is part of the gloo object, so the object begins a few words
+below the futex, at the word that leads to its run-time type name. A method of that object then
+ends the wait: `UnboundBuffer::abortWaitSend` and `abortWaitRecv`, `Pair::signalExceptionExternal`.
 
-A thread is woken only when nothing else will wake it, so that the object is alive while the
-function is called. That is the case when gloo's event loop has closed every connection, which it
-does as it notifies the waiting buffers (the connections are then gone from its epoll instance), and
-the thread was in the same wait at two looks after that, without a context switch in between. Where
-connections remain, a longer patience replaces that event.
+A thread is woken only if nothing else will wake it, so that the object is alive during the call.
+This is the case once gloo's event loop has closed every connection, which it does when it notifies
+the waiting buffers (the connections are then gone from its epoll instance), and two later checks
+find the thread in the same wait, without a context switch in between. Where connections remain,
+waiting longer replaces the first condition.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ _Wait = tuple[int, int, bytes, int]
 
 
 class GlooAbort:
-    """Shuts down gloo's connections, and wakes threads that gloo leaves waiting without any; leaves
-    the sockets whose inodes are in `keep` alone.
+    """Shuts down gloo's connections, except sockets whose inodes are in `keep`, and wakes threads
+    that gloo leaves waiting without a connection.
     """
 
     def __init__(self, keep: Collection[int] = ()) -> None:
@@ -78,11 +77,11 @@ class GlooAbort:
         return bool(pairs)
 
     def wake_blocked(self, *, settled: bool) -> int:
-        """Looks once, and wakes every thread that nothing else will wake; returns how many. To be
-        called repeatedly.
+        """Checks once, and wakes every thread that nothing else will wake; returns their number.
+        Must be called repeatedly.
 
         Args:
-            settled: whether `shut_down()` has just found no connection.
+            settled: whether the latest `shut_down()` found no connection.
         """
         now, woken = time.monotonic(), 0
         self._since = {wait: self._since.get(wait, now) for wait in _waits()}
@@ -95,12 +94,12 @@ class GlooAbort:
 
 
 def any_blocked() -> bool:
-    """Whether any thread waits on an object of gloo now."""
+    """Whether any thread currently waits on a gloo object."""
     return bool(_waits())
 
 
 def _waits() -> set[_Wait]:
-    """The present waits: thread, its number of context switches, type and address of the object."""
+    """The current waits: thread, its number of context switches, type and address of the object."""
     found = set()
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -205,7 +204,7 @@ def _wake(name: bytes, address: int) -> bool:
 
 @functools.cache
 def _function(symbol: str) -> Any:
-    """A function of the gloo inside torch's library, which is loaded already."""
+    """A function of the gloo in torch's library, which is already loaded."""
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

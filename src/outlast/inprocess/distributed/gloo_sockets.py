@@ -1,19 +1,19 @@
-"""Finds and shuts down the sockets of gloo's pairs, which ends the collectives in flight.
+"""Finds and shuts down the sockets of gloo's pairs, which ends in-flight collectives.
 
 Gloo has no working abort: the backend's `abort()` and `shutdown()` return at once, and the
-collective continues until its timeout (seen on torch 2.13). What works is `shutdown(2)` on the
-connected sockets: every blocked operation raises within a millisecond. The difficulty is to find
-out which sockets of the process belong to gloo, and to touch no others.
+collective continues until its timeout (observed with torch 2.13). However, after `shutdown(2)` on
+the connected sockets, every blocked operation raises within a millisecond. The difficulty is to
+find the sockets of the process that belong to gloo, and to touch no others.
 
-Gloo's own event loop shows them. Each of its connections is registered in an epoll instance
-together with a pointer to the C++ object that handles it, and Linux shows both in
+Gloo's event loop reveals them. Each of its connections is registered in an epoll instance together
+with a pointer to the C++ object that handles it, and Linux shows both in
 `/proc/self/fdinfo/<epoll fd>` (`tfd` and `data`, see proc_pid_fdinfo(5)). From that pointer, the
-run-time type name of the object follows by the layout of the Itanium C++ ABI: the first word of the
-object points to its vtable, the word before the vtable to the type_info, whose second word points
-to the name: `N4gloo9transport3tcp4PairE`. Memory is read through `/proc/self/mem`, where a wrong
+Itanium C++ ABI's layout leads to the object's run-time type name: the first word of the object
+points to its vtable, the word before the vtable to the type_info, whose second word points to the
+name: `N4gloo9transport3tcp4PairE`. Memory is read through `/proc/self/mem`, where an invalid
 address is an error and not a crash, so event loops that keep something else in `data` (libuv and
 Python keep the descriptor itself) are skipped. Listening sockets have another type and are left
-alone: to shut one down ends the process (std::terminate).
+alone: shutting one down terminates the process (std::terminate).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pair_sockets() -> dict[int, int]:
             try:
                 registered = Path(f"/proc/self/fdinfo/{epoll}").read_bytes()
             except OSError:
-                continue  # closed by its owner meanwhile
+                continue  # closed by its owner in the meantime
             for descriptor, data in _EVENT.findall(registered):
                 address = int(data, 16)
                 if address < 1 << 16:
@@ -56,8 +56,8 @@ def pair_sockets() -> dict[int, int]:
 
 
 def type_name(memory: int, address: int) -> bytes:
-    """The run-time type name of the C++ object at `address`, any number; empty if there is none.
-    `memory` is `/proc/self/mem`, open.
+    """The run-time type name of the C++ object at `address`; empty if there is none.
+    `address` may be any number; `memory` is an open `/proc/self/mem`.
     """
     try:
         vtable = _word(memory, address)

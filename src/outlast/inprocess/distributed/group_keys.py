@@ -1,4 +1,4 @@
-"""Exchange of group keys between ranks, through the store."""
+"""Exchanges group keys between ranks, through the store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outlast.inprocess.state import State
 
 
 class KeyExchange:
-    """Gives each healthy rank the keys of all of them.
+    """Gives each healthy rank the keys of all healthy ranks.
 
     There may be several exchanges in one iteration (by node, then by rack). Each rank numbers its
-    exchanges in the store, so the n-th of one rank belongs to the n-th of another, whichever
-    objects make them. This works because all ranks run the same policies; a rank that an earlier
-    exchange has marked takes part in no later one, and no rank waits for it.
+    exchanges in the store, so one rank's nth exchange matches another's nth, regardless of the
+    objects that make them. This works because all ranks run the same policies; a rank marked by an
+    earlier exchange takes part in no later one, and no rank waits for it.
 
-    A rank deletes the keys that it wrote in earlier iterations: all ranks have left those.
+    A rank deletes the keys that it wrote in earlier iterations, which all ranks have left.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class KeyExchange:
     def exchange(
         self, state: State, key: str, healthy: Collection[int], timeout: float
     ) -> dict[int, str]:
-        """Publishes `key` as that of `state.rank`, and waits for those of all `healthy` ranks.
+        """Publishes `key` as the key of `state.rank`, and waits for those of all `healthy` ranks.
 
         Raises:
             TimeoutError: naming the ranks that did not publish within `timeout` seconds.

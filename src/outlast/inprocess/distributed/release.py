@@ -1,17 +1,17 @@
 """Releases the resources of process groups, in the function's thread after it left the function.
 
-A call of `destroy_process_group()` is not enough, for three reasons:
+Calling `destroy_process_group()` is not enough, for three reasons:
 
-* A worker thread of gloo may still be blocked (`gloo_abort.py`). The destructor of its
-  group would wait for that thread and, where a DDP module holds the last reference to the group,
-  hold the GIL meanwhile. So references to the groups are kept from the abort on, and their threads
-  are woken before anything is destroyed.
+* A gloo worker thread may still be blocked (`gloo_abort.py`). Its group's destructor would wait for
+  that thread and, if a DDP module holds the last reference to the group, would hold the GIL while
+  waiting. Therefore references to the groups are kept from the abort on, and their threads are
+  woken before anything is destroyed.
 * gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
   wait for the destructor: a separate thread drops the references. torch's destructor of a group
   runs without the GIL.
-* The records that torch keeps of groups whose creation or destruction was interrupted must be
-  cleared, above all the counter that names groups: where ranks count differently, each waits for
-  the others under a different name.
+* torch's records of groups whose creation or destruction was interrupted must be cleared, above all
+  the counter that names groups: if the ranks' counters differ, each waits for the others under a
+  different name.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Releaser:
         self._sockets: set[int] = set()
 
     def hold(self) -> None:
-        """Called before the abort, in the monitor thread: keeps groups alive until `release()`."""
+        """Keeps groups alive until `release()`. Called in the monitor thread, before the abort."""
         if dist.is_available():
             self._held.extend(list(dist.distributed_c10d._world.pg_map))
 
     def release(self) -> None:
-        """Destroys all groups. Their descriptors and threads end a moment later (`join`)."""
+        """Destroys all groups. Their descriptors and threads go away a moment later (`join`)."""
         self.join()
         if not dist.is_available():
             return
@@ -73,8 +73,8 @@ class Releaser:
             gc.collect()
 
     def join(self) -> None:
-        """Waits until the released resources are freed. A reference cycle in user code may still
-        hold a group: then the garbage is collected.
+        """Waits until the released resources are freed. Collects garbage if a reference cycle in
+        user code still holds a group.
         """
         if self._thread is None:
             return
@@ -85,12 +85,12 @@ class Releaser:
 
 
 def _drain() -> None:
-    """Waits until gloo's threads have left their waits; usually they have at the first look."""
+    """Waits until gloo's threads have left their waits; usually the first check finds none."""
     gloo = GlooAbort()
     deadline = time.monotonic() + _DRAIN_S
     while any_blocked() and time.monotonic() < deadline:
         gloo.wake_blocked(settled=not gloo.shut_down())
-        time.sleep(0.002)  # there is no event for a thread of gloo that leaves a wait
+        time.sleep(0.002)  # no event is signaled when a gloo thread leaves a wait
 
 
 def _forget_groups() -> None:

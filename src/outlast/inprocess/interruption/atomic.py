@@ -1,8 +1,8 @@
 """`atomic()`: a section of the function that no restart interrupts.
 
-A restart (abort and interrupt) begins only while the function's thread is outside of every atomic
-section. Once a restart is due, the thread cannot enter another one: it is interrupted at the entry.
-Both sides decide under one lock, so one of the two comes first. The function's thread takes that
+A restart (abort and interrupt) begins only while the function's thread is outside all atomic
+sections. Once a restart is due, the thread cannot enter another section: it is interrupted at the
+entry. Both sides decide under one lock, so one always comes first. The function's thread takes that
 lock under a shield (see `interrupter.py`), so an interrupt can never leave it locked.
 """
 
@@ -16,7 +16,7 @@ from outlast.inprocess.interruption.interrupter import Interrupter
 
 
 class AtomicSection:
-    """The context manager behind `CallWrapper.atomic()`; re-entrant, for one thread."""
+    """The context manager behind `CallWrapper.atomic()`; reentrant, for one thread."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self.interrupter = interrupter
@@ -46,23 +46,23 @@ class AtomicSection:
         self.interrupter.unshield()
 
     def begin_termination(self) -> None:
-        """Waits until the thread is outside. It cannot enter again from the beginning of this
-        wait: otherwise a loop of atomic sections could delay the restart forever.
+        """Waits until the thread is outside. From the start of this wait, the thread cannot enter
+        again: otherwise a loop of atomic sections could delay the restart forever.
         """
         with self._changed:
             self._terminating = True
             self._changed.wait_for(lambda: self._depth == 0)
 
     def function_left(self) -> None:
-        """The function has been left. A section that it still holds, in a generator that lives on,
-        does not delay the restart.
+        """Call when the function has been left. A section that it still holds, in a generator that
+        lives on, does not delay the restart.
         """
         with self._changed:
             self._depth = 0
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Begins a new iteration: `atomic()` may be entered again."""
+        """Starts a new iteration: `atomic()` may be entered again."""
         with self._changed:
             self._terminating = False
             self._depth = 0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from outlast.errors import RankShouldRestart
 from outlast.system.error_text import message
 
-# What gloo (pair.cc), NCCL (remote process exited) and torch's TCP store say on either side of a
+# Messages of gloo (pair.cc), NCCL (remote process exited) and torch's TCP store on either side of a
 # broken connection.
 _ECHOES = (
     "Connection closed by peer",
@@ -38,9 +38,9 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` is the interrupt, or an exception that was raised while the interrupt was
-    handled: user code may wrap it, or fail in its clean-up. Exceptions that end the process, such
-    as SystemExit, do not count.
+    """Whether `error` is the interrupt, or an exception raised while handling the interrupt: user
+    code may wrap it, or fail in its cleanup. Exceptions that end the process, such as SystemExit,
+    do not count.
     """
     if isinstance(error, Exception):
         return any(isinstance(seen, RankShouldRestart) for seen in _chain(error))
@@ -49,7 +49,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 def ending_in(error: BaseException) -> BaseException:
     """The exception that ends the process or the job (KeyboardInterrupt, SystemExit, RestartAbort)
-    if `error` is an interrupt that was raised while that exception left the function; else `error`.
+    if `error` is an interrupt raised while that exception was propagating; otherwise `error`.
     """
     if isinstance(error, RankShouldRestart):
         for seen in _chain(error):
@@ -60,14 +60,14 @@ def ending_in(error: BaseException) -> BaseException:
 
 def release_frames(error: BaseException) -> None:
     """Clears the local variables in the tracebacks of `error`: models, process groups and buffers,
-    which the next iteration creates again.
+    which the next iteration recreates.
     """
     for seen in _chain(error):
         traceback.clear_frames(seen.__traceback__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it was raised from; each once, since `raise e from e` is a cycle."""
+    """The error and its causes and contexts; each once, since `raise e from e` is a cycle."""
     met: set[int] = set()
     seen: BaseException | None = error
     while seen is not None and id(seen) not in met:

@@ -1,26 +1,26 @@
-"""Interrupts the main thread: makes it leave the function, wherever it is, and nothing else.
+"""Interrupts the main thread: makes it leave the function, from any point, and nothing else.
 
 There are two ways. *Signal*: SIGURG is sent to the thread, and its Python handler raises
 `RankShouldRestart`. A signal also wakes blocking calls (`time.sleep`, `queue.get`, a socket read).
-The signal is SIGURG because its default action is to be ignored: one that arrives after the handler
-was restored does no harm. *Asynchronous exception* (`PyThreadState_SetAsyncExc`), where the signal
-cannot be used: the function runs in a thread other than the main one, or the user has a handler for
-SIGURG. It is raised at the next bytecode, so it does not wake a call that blocks in C.
+SIGURG is ignored by default, so a signal that arrives after the handler was restored does no harm.
+*Asynchronous exception* (`PyThreadState_SetAsyncExc`), where the signal cannot be used because the
+function does not run in the main thread, or the user has a handler for SIGURG. The exception is
+raised at the next bytecode, so it does not wake a call that blocks in C.
 
 Where may the interrupt be raised? In user code only.
 
 * `run()` is the boundary. Python runs a signal handler in the main thread, between two bytecodes,
-  and passes it the interrupted frame. While that frame is the one of `run()`, the handler does not
+  and passes it the interrupted frame. While that frame is `run()` itself, the handler does not
   raise. So the lines of `run()` around the call need no protection, and there is no moment between
   "still inside the function" and "the exception is caught".
 * Library code that the user calls (`atomic`) raises a *shield*, a counter that only this thread
-  writes. Before the increment and after the decrement, no state of the library is half
-  updated, so an interrupt there is the same as one in user code.
+  writes. Before the increment and after the decrement, no library state is half updated, so an
+  interrupt there is equivalent to one in user code.
 * An asynchronous exception is requested in one thread and raised in the other a little later. So
   when the function's thread enters a shield or leaves the function, it waits until no request is
-  being made (`_busy`), and lets a request that was made be raised before it goes on.
+  being made (`_busy`), and lets any request already made be raised before it continues.
 
-User code may swallow the interrupt (`except BaseException`). The requester therefore repeats it
+User code may swallow the interrupt (`except BaseException`). Therefore the requester repeats it
 until the thread has left the function, and logs where it was swallowed.
 """
 
@@ -47,9 +47,9 @@ _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_async_exc.restype = ctypes.c_int
 
 
-# The packages of torch in which a rank waits for other ranks: in a collective, in a backward pass
-# that reduces gradients, for a device that runs collectives. Elsewhere in torch (`torch.load`, a
-# data loader) a rank does not depend on others.
+# The torch packages in which a rank waits for other ranks: in a collective, in a backward pass that
+# reduces gradients, or for a device that runs collectives. Elsewhere in torch (`torch.load`, a data
+# loader), a rank does not depend on others.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
 
 
@@ -57,7 +57,7 @@ class Interrupter:
     """Interrupts the thread that created this object, while it is in `run()`.
 
     Attributes:
-        landed: the number of interrupts that were raised.
+        landed: the number of interrupts that have been raised.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Interrupter:
             self._installed = True
 
     def restore(self) -> None:
-        """Restores the signal handler, unless the user has installed one meanwhile."""
+        """Restores the signal handler, unless the user has installed one since."""
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
         self._installed = False
@@ -98,9 +98,9 @@ class Interrupter:
             except BaseException as e:  # noqa: BLE001 - the caller handles every outcome
                 error = ending_in(e)
             self._inside = False
-            # No new request is made after this line. One that was made before is raised now, and is
-            # dropped. It cannot be cancelled instead: to set no exception leaves the "eval breaker"
-            # flag of CPython, up to 3.12, set forever, which slows down the whole program.
+            # No new request is made after this line. An earlier one is raised now, and dropped. It
+            # cannot be canceled instead: setting no exception leaves the "eval breaker" flag of
+            # CPython, up to 3.12, set forever, which slows down the whole program.
             self._let_requests_land()
         except RankShouldRestart as late:  # an asynchronous one, in the lines above
             if self._inside:
@@ -109,7 +109,7 @@ class Interrupter:
         return value, error
 
     def shield(self) -> None:
-        """Keeps interrupts from being raised in this thread, until `unshield()`."""
+        """Prevents interrupts in this thread until `unshield()`."""
         before = self._shields
         try:
             self._shields = before + 1
@@ -132,8 +132,8 @@ class Interrupter:
         return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
 
     def request(self) -> str:
-        """Interrupts the thread; returns how: `signal`, `async`, or `none` if the thread is not in
-        user code at this moment.
+        """Interrupts the thread; returns the method: `signal`, `async`, or `none` if the thread is
+        not in user code at the moment.
         """
         if not self._inside:
             return "none"
@@ -159,7 +159,7 @@ class Interrupter:
         return self._inside
 
     def where(self) -> str:
-        """The frames that the thread is in, innermost first, as `file:line function`."""
+        """The thread's stack frames, innermost first, as `file:line function`."""
         frame = sys._current_frames().get(self.ident)
         places: list[str] = []
         while frame is not None and frame.f_code is not _USER_REGION and len(places) < 4:
@@ -183,7 +183,7 @@ class Interrupter:
             raise RankShouldRestart("another rank failed, or the job changes its size")
 
     def _let_requests_land(self) -> None:
-        # In a forked child there is no other thread that would clear `_busy`.
+        # In a forked child, no other thread exists to clear `_busy`.
         while self._busy and os.getpid() == self._pid:
             time.sleep(0)
         for _ in range(2):  # a pending exception is raised at the jump of a loop
@@ -193,7 +193,7 @@ class Interrupter:
 def _importing(frame: FrameType | None) -> bool:
     """Whether the thread is importing a module. An interrupt there would leave half-initialized
     modules: Python removes the module, but not its submodules, and many packages, such as torch,
-    cannot be imported a second time. The request is repeated, so it is raised after the import.
+    cannot be imported twice. The request is repeated, so the interrupt follows after the import.
     """
     while frame is not None and frame.f_code is not _USER_REGION:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -203,8 +203,8 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _user_region(function: Callable[[], Any]) -> Any:
-    """A separate frame on the user's side of the boundary: `function` may be written in C, and
-    then the innermost Python frame while it runs is this one, not the one of `run()`.
+    """A separate frame on the user's side of the boundary: if `function` is written in C, this is
+    the innermost Python frame while it runs, not `run()`.
     """
     return function()
 

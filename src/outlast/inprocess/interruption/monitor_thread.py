@@ -1,13 +1,13 @@
 """The monitor thread: waits on the store, and interrupts the function when the iteration ends.
 
 The function's thread never waits in C, because no signal (Ctrl-C, or the interrupt) could be
-handled there. It hands every wait on the store to this thread, which has a connection of its own,
-and waits for the answer in Python. While the function runs, this thread waits for the key `over/k`
-of the iteration: an event, not a poll.
+handled there. It hands every wait on the store to this thread, which has a separate connection,
+and waits for the answer in Python. While the function runs, this thread waits for the iteration's
+key `over/k`: an event, not a poll.
 
-When that key says that the iteration ends in a restart, the order is: `atomic()` cannot be entered
-any more; the abort runs; the function's thread is interrupted, repeatedly, until it has left the
-function.
+When that key says that the iteration ends in a restart, then, in this order: `atomic()` can no
+longer be entered; the abort runs; the function's thread is interrupted, repeatedly, until it has
+left the function.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class IterationWatch:
     """The monitor thread's watch over one iteration.
 
     Attributes:
-        ending: set when it is known that the iteration ends in a restart.
+        ending: set once this rank knows that the iteration ends in a restart.
         left: set by the function's thread when it has left the function.
-        sample: of the function's thread at the end of the iteration, if it was in user code.
+        sample: the function's thread at the end of the iteration, if it was in user code.
         outcome: a future with the iteration's outcome; a `StoreError` if the store is lost.
     """
 
@@ -65,13 +65,13 @@ class IterationWatch:
 
 
 class MonitorThread:
-    """A thread with a connection of its own.
+    """A thread with a separate connection to the store.
 
     Args:
         connection: used by this thread alone.
         atomic_section, interrupter, page: of the function's thread.
         abort: ends in-flight work. The argument is `False` the first time, and `True` for each
-            repetition while the function has not been left, since work may have begun later.
+            repetition until the function has been left, since new work may have started.
         retry: pause before an interrupt is repeated, in seconds.
         reconnect: makes another connection after a wait had to be broken off.
     """
@@ -103,8 +103,8 @@ class MonitorThread:
         """Performs a wait for the function's thread.
 
         The timeout is kept here, not on the connection: a timeout in torch's client costs a log
-        line and two name look-ups, which take seconds where no resolver answers. The wait itself
-        goes on; a later call for the same key gets its answer.
+        line and two name lookups, which take seconds where no resolver answers. The wait itself
+        continues; a later call for the same key gets its answer.
 
         Raises:
             KeyTimeout: after `op.timeout` seconds.
@@ -122,14 +122,14 @@ class MonitorThread:
         return future.result()
 
     def watch_iteration(self, key: str) -> IterationWatch:
-        """Starts to watch the iteration whose end is announced under `key`."""
+        """Starts watching the iteration whose end is announced under `key`."""
         watch = IterationWatch()
         self._drop_pending()
         self._tasks.put(lambda: self._watch(key, watch))
         return watch
 
     def close(self, timeout: float) -> None:
-        """Ends the thread, and breaks off a wait that it is in."""
+        """Ends the thread, breaking off any wait in progress."""
         if self._pending[1] is not None:
             self._connection.break_off()
         self._tasks.put(None)
@@ -140,13 +140,11 @@ class MonitorThread:
         self._connection.close()
 
     def break_off(self) -> None:
-        """Ends the present wait: no thread needs its answer any more."""
+        """Ends the current wait, whose answer is no longer needed."""
         self._connection.break_off()
 
     def _drop_pending(self) -> None:
-        """Breaks off a wait whose answer is not needed any more, and continues with a new
-        connection.
-        """
+        """Breaks off a wait whose answer is no longer needed, and opens a new connection."""
         future, self._pending = self._pending[1], ("", None)
         reconnect = self._reconnect
         if future is None or reconnect is None or future.done():
@@ -202,7 +200,7 @@ class MonitorThread:
             watch.sample = sample_stack(self._interrupter, self._page, now)
         watch.ending.set()
         self._emitter.emit(Seen(reason=reason))
-        # The hard timeout runs from here on, also for an `atomic()` in a long phase: the others
+        # The hard timeout runs from here on, even in an `atomic()` in a long phase: the other ranks
         # wait at a barrier, and all of them would time out before this rank arrives.
         self._mark_leaving()
         self._atomic_section.begin_termination()
@@ -235,7 +233,7 @@ class MonitorThread:
                 self._abort(True)
             except Exception:
                 log.exception("abort raised an exception; the restart continues")
-            if watch.left.is_set():  # left meanwhile: the thread is not in user code now
+            if watch.left.is_set():  # left in the meantime: the thread is not in user code
                 return
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed

@@ -1,7 +1,7 @@
-"""A sample of the function's thread, taken when the iteration ends: where it was, how far it was.
+"""A sample of the function's thread at the end of the iteration: its position and progress.
 
-If a soft timeout ended the iteration, the samples of all ranks tell the rank that hangs from the
-ranks that wait for it.
+If a soft timeout ended the iteration, the samples of all ranks distinguish the rank that hangs from
+the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outlast.inprocess.progress.shared_page import Activity, SharedPage
 class StackSample:
     """The function's thread at one moment.
 
-    `pings` and `collectives` tell how far the function was; the collectives are those of the
-    default group, -1 if the backend does not count them.
+    `pings` and `collectives` tell how far the function had come; `collectives` counts those of the
+    default group, and is -1 if the backend does not count them.
     """
 
     where: str  # the innermost frames
-    waits_for_others: bool  # it was in code of torch where a rank waits for others
+    waits_for_others: bool  # it was in torch code where a rank waits for others
     idle: float  # seconds since the last progress
     declared: bool  # it was in a declared long phase
     pings: int
@@ -46,14 +46,14 @@ def sample_stack(interrupter: Interrupter, page: SharedPage, now: float) -> Stac
 
 
 def _collectives() -> int:
-    """The number of collectives of the default group that this rank has begun. Every rank takes
-    part in all of them, so a rank that has begun fewer is behind.
+    """The number of collectives that this rank has started in the default group. Every rank takes
+    part in all of them, so a rank that has started fewer is behind.
     """
     if not dist.is_available():
         return -1
     group: Any = dist.distributed_c10d._world.default_pg
     if group is None:
-        return 0  # the function has not made the group yet
+        return 0  # the function has not created the group yet
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:

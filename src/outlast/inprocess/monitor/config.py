@@ -17,14 +17,14 @@ class MonitorPlan:
     Attributes:
         factory, kwargs, endpoint: of the store.
         serve: whether this monitor serves the store.
-        ready: the key that the server of the store sets for this call, or an empty string.
-        rank, world_size, token: what the main process registers with.
-        interval: between two heartbeats.
+        ready: the key that the store's server sets for this call, or an empty string.
+        rank, world_size, token: the values with which the main process registers.
+        interval: time between two heartbeats.
         heartbeat: a member without a heartbeat for this long counts as lost.
-        grace: between SIGTERM and SIGKILL.
-        patience: for reaching the store.
-        logfile: for the output of the monitor process; `None` discards it.
-        address: of this host; the store of an iteration is served there.
+        grace: time between SIGTERM and SIGKILL.
+        patience: maximum time to reach the store.
+        logfile: gets the output of the monitor process; `None` discards it.
+        address: this host's address, on which an iteration's store is served.
     """
 
     page: SharedPage

@@ -1,4 +1,4 @@
-"""What the monitor process reports: a hang, the death of its main process, a silent member."""
+"""Reports of the monitor process: a hang, the death of its main process, a silent member."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 
 
 def fault_event(fault: FaultRecord) -> Fault:
-    """The event that tells the same as the record."""
+    """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    del values["pid"], values["idle"]  # the pid of an event is that of its writer
+    del values["pid"], values["idle"]  # an event's pid is its writer's
     return Fault(**values)
 
 
@@ -47,7 +47,7 @@ class FaultReports:
         self._report_killed(fault.member, fault)
 
     def departure(self) -> None:
-        """The main process failed before it had a rank. It lives, but no member waits for it."""
+        """The main process failed before it had a rank. It is alive, but no member waits for it."""
         cause = f"process {self._main} failed before it took its rank"
         fault = self._fault(Interruption.BASE_EXCEPTION, cause)
         self._emitter.emit(fault_event(fault))

@@ -1,4 +1,4 @@
-"""Heartbeats: each monitor process counts up its own, and watches that of the next member."""
+"""Heartbeats: each monitor process increments its own, and watches the next member's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 
 
 class HeartbeatRing:
-    """The members of a view form a ring in the order of their ids, without the lost ones.
+    """The members of a view form a ring in the order of their IDs, without the lost ones.
 
-    A member is judged by this process's clock alone: by when its count was last seen to change.
+    A member is judged by this process's clock alone: by the last observed change of its count.
     """
 
     def __init__(

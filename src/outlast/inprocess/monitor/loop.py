@@ -1,10 +1,10 @@
-"""The event loop of the monitor process: watches the main process, and acts on what happens to it.
+"""The event loop of the monitor process: watches the main process, and reacts to its events.
 
 * The main process ends: its pidfd becomes readable. The death is reported, and the others restart.
 * It makes no progress: the timestamps in shared memory grow old (`progress_timeouts.py`).
 * Another member falls silent: its heartbeat stops (`heartbeat_ring.py`).
-* It is dismissed by the main process: it ends, unless other ranks need a store that it serves
-  (`store_service.py`).
+* The main process dismisses the monitor, which then exits unless other ranks need a store that it
+  serves (`store_service.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.system.processes import is_dying, open_parent, open_thread
 
 class MonitorLoop:
     """Runs in the monitor process. `main` is the pid of the main process, `end` the socket to it;
-    `server` serves the store for as long as the object lives.
+    `server` serves the store as long as the object lives.
     """
 
     def __init__(self, plan: MonitorPlan, main: int, end: socket.socket, server: Any) -> None:
@@ -63,7 +63,7 @@ class MonitorLoop:
             self._service.serve_until_goodbye()
 
     def _watch_main_process(self) -> bool:
-        """Until the main process has ended, or has dismissed this one; returns whether it has."""
+        """Runs until the main process ends or dismisses this one; returns whether dismissed."""
         while self._main_alive:
             ready = [fd for fd, _ in self._poll.poll(self._pause() * 1000)]
             if self._pidfd in ready or self._is_death_of_threads(ready):
@@ -84,7 +84,7 @@ class MonitorLoop:
         return False
 
     def _pause(self) -> float:
-        """Seconds until the next timeout or heartbeat is due, if no event comes before."""
+        """Seconds until the next timeout or heartbeat is due, if no event comes first."""
         due = min(self._ring.next_beat, self._timeouts.next_check())
         return max(0.001, min(due - self._clock.now(), self._plan.interval))
 

@@ -1,4 +1,4 @@
-"""The soft and the hard timeout, and what follows the hard one: SIGTERM, then SIGKILL."""
+"""The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
 
 
 def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> tuple[float, float]:
-    """Seconds without progress until the soft and the hard timeout, in the present activity."""
+    """Seconds without progress until the soft and the hard timeout, in the current activity."""
     if page.activity != Activity.FUNCTION:
         return plan.hard, plan.hard
     if page.long_limit:
@@ -28,13 +28,13 @@ def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> tuple[float, float
     if not page.soft_limit:
         return plan.soft, plan.hard
     # The hard timeout follows a learned soft timeout, because a rank that holds the GIL can only
-    # be terminated. To terminate a process costs more than an interrupt, so it gets more time.
+    # be terminated. Terminating a process costs more than an interrupt, so it gets more time.
     soft = page.soft_limit
     return soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S))
 
 
 class ProgressTimeouts:
-    """Applies the timeouts to the main process; `pidfd` is `None` if that has ended."""
+    """Applies the timeouts to the main process; `pidfd` is `None` if the process has ended."""
 
     def __init__(
         self, plan: MonitorPlan, clock: Clock, reports: FaultReports, pidfd: int | None
@@ -75,9 +75,9 @@ class ProgressTimeouts:
             self._reports.soft_timeout(idle, soft)
 
     def _terminate(self, idle: float, now: float) -> None:
-        """Sends SIGTERM; SIGKILL follows after the grace time. The loop reports the death when it
-        is a fact. Until then it goes on: a process that exits in order, by its handler of SIGTERM,
-        dismisses its monitor, and gets no SIGKILL.
+        """Sends SIGTERM; SIGKILL follows after the grace time. The loop continues, and reports the
+        death once the process has died: a process that exits in an orderly way, through its SIGTERM
+        handler, dismisses its monitor and gets no SIGKILL.
         """
         self._page.killed_hard = 1
         self._reports.hard_timeout_cause = (

@@ -1,13 +1,13 @@
 """Forks the monitor process of a rank, and dismisses it at the end of the call.
 
-The process is forked, not spawned: torch is imported already, and its pages stay shared. The child
-uses nothing of the parent but the contents of `MonitorPlan`; it closes all other descriptors, so
-no connection of the main process outlives that process. It is the leader of a session of its own:
-a signal to the process group of the main process does not reach it. It ends by itself, when the
-main process dismisses it or has ended and was reported. A monitor that serves the store stays until
-every member has said goodbye or is known to be lost.
+The process is forked, not spawned: torch is already imported, and its pages stay shared. The child
+uses nothing from the parent except the contents of `MonitorPlan`; it closes all other descriptors,
+so no connection of the main process outlives that process. It leads a new session: a signal to the
+main process's process group does not reach it. It exits by itself, when the main process dismisses
+it, or has ended and been reported. A monitor that serves the store stays until every member has
+said goodbye or is known to be lost.
 
-What it does while it runs: `monitor/loop.py`.
+Its work while it runs: `monitor/loop.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MonitorHandle:
 
     def watch_threads(self) -> None:
         """Makes the monitor watch the threads whose ids are in the shared page."""
-        with contextlib.suppress(OSError):  # it has ended: the heartbeat thread sees that
+        with contextlib.suppress(OSError):  # it has ended: the heartbeat thread notices
             self.socket.send(b"T")
 
     def dismiss(self, timeout: float) -> None:
-        """Tells the monitor that the main process needs it no longer, and waits for its end, at
+        """Tells the monitor that the main process no longer needs it, and waits for its exit for at
         most `timeout` seconds: a monitor that serves the store may have to stay for other ranks.
         """
         with contextlib.suppress(OSError):  # it has ended already
@@ -54,7 +54,7 @@ class MonitorHandle:
             self.reap()
 
     def reap(self) -> None:
-        """Reaps a monitor that has ended, so that no zombie stays."""
+        """Reaps a monitor that has ended, so that no zombie remains."""
         # There is nothing to reap where the program ignores SIGCHLD, or reaps all its children.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -107,7 +107,7 @@ def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
 
 def _replace_descriptors(plan: MonitorPlan, end: socket.socket) -> socket.socket:
     """Closes every descriptor of the parent except `end`, which it returns with another number, and
-    opens standard streams of its own.
+    opens new standard streams.
     """
     target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
     # Where the main process has closed descriptors 0 to 2, other files may have these numbers.

@@ -1,4 +1,4 @@
-"""The monitor process's access to the store, which it may lose and then does without."""
+"""The monitor process's access to the store; it continues without the store if that is lost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class StoreAccess:
-    """A connection that is dropped on the first error. The main process sees a lost store by
-    itself; the monitor then goes on watching the main process, without the store.
+    """A connection that is dropped on the first error. The main process detects a lost store by
+    itself; the monitor then continues to watch the main process, without the store.
     """
 
     def __init__(self, plan: MonitorPlan, clock: Clock) -> None:
@@ -33,7 +33,7 @@ class StoreAccess:
         return self._connection is not None
 
     def connect(self, give_up: Callable[[], bool]) -> None:
-        """Connects to the store, for `plan.patience` at most, or until `give_up` says so."""
+        """Tries to connect for at most `plan.patience`, or until `give_up` returns true."""
         plan = self._plan
         deadline = self._clock.now() + plan.patience
         while self._connection is None and self._clock.now() < deadline:

@@ -17,13 +17,13 @@ from outlast.inprocess.store import TCPStore
 from outlast.system.waiting import readable
 
 _OBSERVER = 1 << 40
-"""The member id of a monitor whose main process is no member: after all others in the ring."""
+"""The member ID of a monitor whose main process is not a member: after all others in the ring."""
 
 
 class StoreService:
     """Keeps stores reachable for the other ranks.
 
-    The heartbeats go on meanwhile, so that it does not wait for members whose hosts have died.
+    Heartbeats continue in the meantime, so that it does not wait for members whose hosts have died.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class StoreService:
 
     def replace_iteration_store(self, dying: int | None) -> None:
         """Takes over the port of the iteration's store, which ended with the main process, until
-        all ranks have left the iteration. Ranks that are connecting to it at that moment retry
-        without end, in C++, where no interrupt reaches them; so a server must answer there.
+        all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
+        C++, where no interrupt reaches them; so a server must answer there.
 
         Args:
             dying: pidfd of a main process that may not have ended completely: one of its threads
-                has, and the port is free only at the end of the process.
+                has, but the port becomes free only when the process has ended.
         """
         port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
         if not port or not self._store.available:
@@ -55,7 +55,7 @@ class StoreService:
         del server
 
     def serve_until_goodbye(self) -> None:
-        """Stays, with the job's store, until every member has said goodbye or is lost."""
+        """Keeps serving the job's store until every member has said goodbye or is lost."""
         if self._store.available:
             self._stay_until(done_key("goodbye"), math.inf)
 

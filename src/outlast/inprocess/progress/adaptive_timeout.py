@@ -1,14 +1,14 @@
 """The adaptive soft timeout, which follows the pace of the job.
 
 `Adaptive` learns from the gaps between pings, as TCP learns its retransmission timeout from
-round-trip times (RFC 6298): a smoothed mean and a smoothed mean deviation, and the limit is
+round-trip times (RFC 6298). From a smoothed mean and a smoothed mean deviation, the limit is
 
     mean + deviations * deviation, but at least factor * the longest recent gap, and `floor`.
 
 The hard timeout is ten times the limit, and at least five seconds. So a hang is detected within a
-few step times. Until `warmup` gaps are known, the limit is `initial`. Phases that are known to be
-long are declared (`CallWrapper.long_phase`); the limit does not apply to them, and nothing is
-learned from their duration.
+few step times. Until `warmup` gaps are known, the limit is `initial`. Phases known to be long are
+declared (`CallWrapper.long_phase`); the limit does not apply to them, and nothing is learned from
+their duration.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from outlast.system.arguments import Duration, as_timedelta, seconds
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """A soft timeout that follows the gaps between pings; give it as `soft_timeout=`.
+    """A soft timeout that follows the gaps between pings; pass it as `soft_timeout=`.
 
     Attributes:
         initial: the soft timeout until enough gaps are known, and in a declared long phase
-            without a limit of its own.
+            that has no limit.
         floor: the lower bound of the limit.
-        factor: the limit is at least this many times the longest of the recent gaps.
+        factor: the limit is at least this many times the longest recent gap.
         deviations: the limit is this many mean deviations above the mean gap.
-        warmup: the number of gaps to see first. The first steps of a job are its slowest.
+        warmup: the number of gaps to observe first. The first steps of a job are its slowest.
     """
 
     initial: Duration = datetime.timedelta(seconds=60)

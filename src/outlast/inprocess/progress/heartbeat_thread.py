@@ -1,11 +1,11 @@
-"""The heartbeat thread: takes progress timestamps, and sees the end of the monitor process.
+"""The heartbeat thread: takes progress timestamps, and detects the end of the monitor process.
 
-Until the function pings, progress means that the interpreter executes bytecode. In the main thread
+Until the function pings, progress means that the interpreter executes bytecode. In the main thread,
 a pending call (`Py_AddPendingCall`), which runs between two bytecodes, writes the timestamp. A
-thread that hangs in C, with or without the GIL, runs no pending calls. Of a thread other than the
-main one the stack is examined: the same frame at the same instruction is no progress.
+thread that hangs in C, with or without the GIL, runs no pending calls. For any other thread, the
+stack is examined: the same frame at the same instruction means no progress.
 
-The end of the monitor process is an event: the system closes its end of a socket.
+The end of the monitor process is an event: the kernel closes its end of a socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeartbeatThread:
         interval: between two timestamps, in seconds.
         monitor: the socket to the monitor process.
         on_monitor_end: called once, in the heartbeat thread, when the monitor process has ended.
-        every_interval: called in every interval, in the heartbeat thread.
+        every_interval: called once per interval, in the heartbeat thread.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HeartbeatThread:
         self._stopped.close()
         # A pending call that has not run yet would call into a freed object.
         while self._outstanding and self._is_main:
-            pass  # pending calls run at the jump of a loop: this takes a few rounds at most
+            pass  # pending calls run at a loop's backward jump: takes a few rounds at most
 
     def _work(self) -> None:
         poll = select.poll()

@@ -1,6 +1,6 @@
 """A page of memory that the main process and its monitor process share.
 
-Each field is one aligned 8-byte word with one writer, so a reader sees the old value or the new
+Each field is an aligned 8-byte word with a single writer, so a reader sees the old value or the new
 one, never a mixture. The monitor process writes `killed_hard` and `reported_soft`; the main process
 writes all other fields.
 """
@@ -12,18 +12,18 @@ import mmap
 
 
 class Activity(enum.IntEnum):
-    """What the main process does, as far as the timeouts are concerned."""
+    """The activity of the main process, as far as the timeouts are concerned."""
 
     WAITING = 0
-    """It is in a wait of the library, which has its own timeout."""
+    """In a wait inside the library, which has its own timeout."""
     USER = 1
-    """It is in user code around the function: initialize, finalize, a health check."""
+    """In user code around the function: initialize, finalize, a health check."""
     FUNCTION = 2
-    """It is in the function."""
+    """In the function."""
     LEAVING = 3
-    """It has been told to leave the function; the hard timeout runs until it has left."""
+    """Told to leave the function; the hard timeout runs until it has left."""
     DONE = 4
-    """It has left the wrapper: the end of the process is not a fault."""
+    """Has left the wrapper: the end of the process is not a fault."""
 
 
 class _Int:
@@ -57,15 +57,15 @@ class SharedPage:
     rank = _Int(3)
     pings = _Int(4)
     killed_hard = _Int(5)
-    thread_1 = _Int(7)  # ids of two threads that live as long as the main process
+    thread_1 = _Int(7)  # IDs of two threads that live as long as the main process
     thread_2 = _Int(8)
     store_port = _Int(9)  # of the iteration's store if the main process serves it, else 0
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
-    # The time of the last progress (monotonic), and the soft timeout in seconds; 0 stands for the
-    # soft timeout of the settings.
+    # The time of the last progress (monotonic), and the soft timeout in seconds; 0 means the soft
+    # timeout of the settings.
     progress = _Float(0)
     soft_limit = _Float(1)
-    # The limit of a declared long phase: 0 outside of one, -1 in one without a limit.
+    # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
     long_limit = _Float(2)
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Admission of new processes: a newcomer waits for the next view; a restart waits for newcomers.
+"""Admission of new processes: a joiner waits for the next view; a restart waits for joiners.
 
 A replacement asks to join (`MembershipProtocol.ask_to_join`), waits here until the iteration has
 ended, and takes part in the decision about the next one, which admits it (`coordination/view.py`).
-With `AwaitReplacements`, the members that restart wait here until lost ranks were replaced.
+With `AwaitReplacements`, the restarting members wait here until lost ranks have been replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outlast.inprocess.recovery.host_protocol import GrowPolicy, Host
 async def end_iteration_to_join(
     membership: MembershipProtocol, grow: GrowPolicy, iteration: int, view: ViewRecord | None
 ) -> None:
-    """Ends the iteration for the sake of a newcomer, if the grow policy says so, or if every
-    member of the iteration is lost, so that no other process would end it.
+    """Ends the iteration to admit a joiner, if the grow policy says so, or if every member of the
+    iteration is lost, so that no other process would end it.
     """
     left = view is None or await barrier.check(membership.link, f"term/{iteration}", view.expected)
     if grow is GrowPolicy.AT_ONCE or not left:
@@ -28,10 +28,10 @@ async def end_iteration_to_join(
 async def wait_for_end_of_iteration(
     membership: MembershipProtocol, host: Host, iteration: int
 ) -> tuple[bytes, int]:
-    """Waits, as a newcomer, until the iteration has ended and every member has left it.
+    """Waits, as a joiner, until the iteration has ended and every member has left it.
 
     Returns:
-        How it ended, and which iteration it was: a later one, if that was decided meanwhile.
+        How it ended, and its number: of a later one, if that was decided in the meantime.
     """
     pause = host.limits.backstop
     while True:
@@ -43,7 +43,7 @@ async def wait_for_end_of_iteration(
         except KeyTimeout:
             pause = min(2 * pause, 60.0)
             newest = await membership.current()
-            if newest > iteration:  # ended, decided, and its keys perhaps deleted meanwhile
+            if newest > iteration:  # ended and decided; its keys may be deleted by now
                 return RESTART, newest - 1
             view = await membership.view(iteration)
             if view is not None:
@@ -58,7 +58,7 @@ async def hold_for_replacements(membership: MembershipProtocol, host: Host, iter
     deadline = now() + limits.await_seconds
     roster, _ = await membership.roster(iteration)
     while True:
-        # Read before the check: what the check misses is announced under a later number.
+        # Read before the check: a joiner that the check misses is announced under a later number.
         seen = int(await membership.link.read("joined") or b"0")
         lost = await barrier.lost_members(membership.link)
         joiners = await membership.joiners()

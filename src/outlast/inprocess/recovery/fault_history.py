@@ -9,11 +9,11 @@ from outlast.errors import RankFault, RestartAbort, RestartError
 
 
 async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[FaultRecord]:
-    """The faults that the iteration ended with: the same ones on every member.
+    """The faults that the iteration ended with, the same on every member.
 
-    The end of a member may be reported after some members have read the faults. So of each member
-    only the first such report counts, and none of a member that arrived at the barrier `term/k`,
-    or that had no part in iteration k.
+    The end of a member may be reported after some members have read the faults. Therefore only the
+    first such report about each member counts, and none about a member that arrived at the barrier
+    `term/k`, or that took no part in iteration k.
     """
     faults = await membership.faults(iteration)
     if any(ends(fault) for fault in faults):
@@ -32,8 +32,8 @@ async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[
 async def cause_of_abort(
     membership: MembershipProtocol, faults: list[FaultRecord], earlier: FaultRecord | None
 ) -> FaultRecord | None:
-    """The cause that a `RestartAbort` is raised with. That a member gave up is the cause only if
-    there is no other one, in this iteration or (`earlier`) in those before, that it gave up for.
+    """The cause with which a `RestartAbort` is raised. A member's giving up is the cause only if no
+    other fault, in this iteration or (`earlier`) in those before, made it give up.
     """
     enders = {record.member for record in await membership.ledger() if record.ends_job}
     others = [fault for fault in faults if fault.member not in enders]

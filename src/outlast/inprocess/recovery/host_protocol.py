@@ -41,7 +41,7 @@ class GrowPolicy(enum.Enum):
 class Limits:
     """The timeouts of the state machine, in seconds."""
 
-    barrier: float  # of the barriers between iterations
+    barrier: float  # for the barriers between iterations
     completion: float  # from the return of this rank to the return of all
     backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
     await_size: int = 0  # a restart is held until there are this many members,
@@ -77,7 +77,7 @@ class Interrupted:
 
 
 class Host(Protocol):
-    """The rank-local side. An exception that one of these methods raises ends this member."""
+    """The rank-local side. An exception raised by one of these methods ends this member."""
 
     clock: Clock
     token: str
@@ -92,7 +92,7 @@ class Host(Protocol):
         """Applies the rank assignment and the rank filter to the view."""
 
     async def publish(self, link: Link, iteration: int) -> None:
-        """Publishes what the others must know before they start: the store of the iteration."""
+        """Publishes the iteration's store, which the others need before they start."""
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
         """Runs initialize and the health check; returns the fault if initialize raised one."""
@@ -104,13 +104,13 @@ class Host(Protocol):
         """Waits until the iteration is over; `KeyTimeout` after `timeout` seconds."""
 
     async def settle(self, iteration: int) -> None:
-        """Waits for the abort, releases resources, runs finalize and the health check."""
+        """Waits for the abort, releases resources, and runs finalize and the health check."""
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        """A fault of this member without an exception."""
+        """A fault of this member that has no exception."""
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         """A fault of this member from the exception that ends it."""

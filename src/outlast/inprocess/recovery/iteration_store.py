@@ -1,12 +1,12 @@
 """A separate store for every iteration, through which the function creates its process group.
 
-torch keeps a group's addresses under names that are the same in every iteration, so two iterations
-must not share a store. Rank 0 of the iteration serves a new one in its main process, on a port that
-the system chooses; `MASTER_ADDR` and `MASTER_PORT` name it while the function runs. So a plain
+torch stores a group's addresses under the same names in every iteration, so two iterations must not
+share a store. Rank 0 of the iteration serves a new one in its main process, on a port chosen by the
+system; `MASTER_ADDR` and `MASTER_PORT` point to it while the function runs. Therefore a plain
 `init_process_group()` works in every iteration and under every launcher. The store ends with the
-iteration, so nothing accumulates over a thousand restarts. That it dies with rank 0 is harmless:
-the iteration is over then. A rank that is just connecting to it reaches rank 0's monitor process
-instead, which takes over the port until all ranks have left (`monitor/store_service.py`).
+iteration, so nothing accumulates over a thousand restarts. If it dies with rank 0, that is
+harmless: the iteration is over then. A rank that is just connecting reaches rank 0's monitor
+process instead, which takes over the port until all ranks have left (`monitor/store_service.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outlast.inprocess.store import TCPStore
 
 
 class IterationStore:
-    """Serves the store of each iteration, or connects to it. `address` is that of this host, as
+    """Serves the store of each iteration, or connects to it. `address` is this host's address as
     seen by other ranks.
     """
 
@@ -31,20 +31,20 @@ class IterationStore:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the present iteration's store."""
+        """Host and port of the current iteration's store."""
         host, _, port = self.where.rpartition(":")
         return host, int(port)
 
     def serve(self) -> str:
         """Starts a server; returns its address and port."""
         self.close()
-        # Multi-tenant: a function that creates a server of its own in rank 0 shares this one.
+        # Multi-tenant: if the function creates another server on rank 0, it shares this one.
         self._server = TCPStore.serve(host_name=self.address, port=0, multi_tenant=True)
         self.where = f"{self.address}:{self._server.port}"
         return self.where
 
     def connect(self) -> Any:
-        """Connects to the present store, for `State.store`."""
+        """Connects to the current store, for `State.store`."""
         if not self.where:
             raise InternalError("the iteration has no store yet")
         host, port = self.endpoint
@@ -65,5 +65,5 @@ def local_address(store: tuple[str, int] | None) -> str:
         return address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, store[1] or 1))  # a datagram socket sends nothing for this
+        probe.connect((address, store[1] or 1))  # for a datagram socket, this sends nothing
         return str(probe.getsockname()[0])

@@ -1,8 +1,8 @@
 """Tells the launcher the state of the job, so that it knows when a replacement is useful.
 
 One key in the launcher's store holds the newest call that has begun. Every change is a
-compare-and-set: another rank may be in the next call already, and a newcomer arrives at a call that
-has ended.
+compare-and-set: another rank may already be in the next call, and a joiner may arrive at a call
+that has ended.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LauncherNotice:
         self._change(self._running, self._record("aborted"))
 
     def completed(self) -> None:
-        """The call has completed. `outlast run` also reads the ids of the processes that completed
-        it: if one of them fails afterwards, the job has failed; any other was lost on the way.
+        """The call has completed. `outlast run` also reads the IDs of the processes that completed
+        it: if one of them fails afterwards, the job has failed; any other was lost earlier.
         """
         if not self._names_processes:
             self._change(self._running, self._record("completed"))
@@ -48,7 +48,7 @@ class LauncherNotice:
             wanted = json.dumps({**record, "state": "completed", "pids": pids})
             held = self._change(held, wanted)
             if held == wanted:
-                return  # else another rank was first
+                return  # otherwise another rank was first
 
     def _record(self, state: str) -> str:
         return json.dumps({"call": self._call, "state": state})

@@ -19,9 +19,9 @@ from outlast.inprocess.recovery.state_machine import Machine
 
 
 class MonitorSupervisor:
-    """Of one wrapped call. Starts the monitor process at once.
+    """The supervisor for one wrapped call. Starts the monitor process at once.
 
-    `plan` makes the plan of a monitor process; its argument says whether that serves the store.
+    `plan` makes a monitor process's plan; its argument says whether the process serves the store.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class MonitorSupervisor:
 
     @property
     def pid(self) -> int:
-        """Process id of the present monitor process."""
+        """Process ID of the current monitor process."""
         return self._handle.pid
 
     @property
     def endpoint(self) -> tuple[str, int] | None:
-        """Of the store that the monitor process has reached, or serves."""
+        """Host and port of the store that the monitor process has reached, or serves."""
         return self._handle.endpoint
 
     def start_heartbeat(self, control: Connection) -> None:
         """Starts the heartbeat thread, and has the monitor process watch the library's threads.
 
-        `control`, the connection of the function's thread, is broken off when it hangs for
+        `control`, the connection of the function's thread, is broken off if it hangs for
         `barrier_timeout`.
         """
 
@@ -65,7 +65,7 @@ class MonitorSupervisor:
             try:
                 drive(self._membership.report_fault(fault), perform_on(control))
             except StoreError:
-                return  # the monitor thread sees the same, and tells the function's thread
+                return  # the monitor thread also notices, and tells the function's thread
 
         settings = self._settings
         patience = settings.barrier_timeout.total_seconds()
@@ -84,7 +84,7 @@ class MonitorSupervisor:
     def replace_if_lost(self, control: Connection) -> None:
         """Replaces a lost monitor process; called in the function's thread, between iterations.
 
-        The new one does not serve the store: the contents of the lost one's are gone.
+        The new one does not serve the store: the lost store's contents are gone.
         """
         if not self._lost:
             return
@@ -104,8 +104,8 @@ class MonitorSupervisor:
             self._heartbeat = None
 
     def dismiss(self, *, completed: bool) -> None:
-        """Dismisses the monitor process at the end of the call. If that has not completed on all
-        ranks, they may need the store that this process serves for as long as they run.
+        """Dismisses the monitor process at the end of the call. If the call has not completed on
+        all ranks, they may need the store that this process serves as long as they run.
         """
         self._page.activity = Activity.DONE
         patience = self._settings.barrier_timeout.total_seconds()

@@ -1,7 +1,7 @@
 """From an agreed view to the ranks of its members: applies rank assignment and rank filter.
 
-These are pure functions, as far as the assignment and the filter are (`FilterGroupedByKey` with a
-string reads the store). Every member starts from the same `ViewRecord`, so all of them come to a
+These functions are pure if the assignment and the filter are (`FilterGroupedByKey` with a string
+reads the store). Every member starts from the same `ViewRecord`, so all members arrive at a
 consistent assignment (R1) without communication.
 """
 
@@ -23,14 +23,14 @@ def state_in_view(
 ) -> State:
     """The state of `member` in the iteration that starts with `record`; `state` is not changed.
 
-    The assignment is given the member's index in `record.slots()` as its rank, the number of slots,
-    and the empty slots as terminated ranks; the filter is given the result with all ranks active.
-    The status is `INACTIVE` for a rank of the reserve, and `INITIALIZED` otherwise.
+    The assignment gets the member's index in `record.slots()` as its rank, the number of slots, and
+    the empty slots as terminated ranks; the filter gets the result with all ranks active. The
+    status is `INACTIVE` for a reserve rank, and `INITIALIZED` otherwise.
 
     Raises:
         RestartError: if the assignment leaves terminated ranks unhandled, or gives a rank that
             does not exist; names them. Exceptions of the assignment and the filter, such as
-            `RankDiscarded`, are not changed.
+            `RankDiscarded`, are propagated unchanged.
         ValueError: if `member` is not in the view.
     """
     slots = record.slots()

@@ -22,8 +22,8 @@ class RankFaults:
     """Makes the fault records of this rank: the part of `RankHost` that is about faults.
 
     Attributes:
-        state: of this rank in the present iteration.
-        sample: of the function's thread when the last iteration ended.
+        state: the state of this rank in the current iteration.
+        sample: the function's thread when the last iteration ended.
     """
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
@@ -31,7 +31,7 @@ class RankFaults:
         self.sample: StackSample | None = None
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        """A fault without an exception; no event is emitted."""
+        """A fault that has no exception; emits no event."""
         return FaultRecord(
             iteration=iteration,
             member=self.page.member,
@@ -44,16 +44,16 @@ class RankFaults:
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        """The fault of an exception that ends this member."""
+        """The fault for an exception that ends this member."""
         return self._of_error(iteration, Interruption.BASE_EXCEPTION, "", error)
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        """The fault of an exception of the function, or of initialize, that restarts the job."""
+        """The fault for an exception in the function or in initialize that restarts the job."""
         return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
-        """The hang report of this rank, if it made no progress when a soft timeout ended the
-        iteration: where it was, and how far it had come.
+        """This rank's hang report, if the rank made no progress when a soft timeout ended the
+        iteration: its position and its progress.
         """
         sample, hung = self.sample, Interruption.SOFT_TIMEOUT
         reported = [f.idle for f in faults if f.interruption == hung.value and not f.testimony]
@@ -61,9 +61,9 @@ class RankFaults:
             return None
         duration = "until the soft timeout"
         if self.page.reported_soft != iteration:
-            # The soft timeout of this rank was not over yet. The ranks that are timed out wait for
-            # one that hangs about as long as they wait: one that has been idle for less than half
-            # of that time makes progress.
+            # This rank's soft timeout had not expired. The timed-out ranks wait for a rank that has
+            # hung about as long as they have waited: a rank that has been idle for less than half
+            # of that time is making progress.
             if sample.declared or sample.idle < min(reported) / 2:
                 return None
             duration = (

@@ -1,4 +1,4 @@
-"""The rank-local side of the recovery: what happens in this process, and in which thread.
+"""The rank-local side of the recovery: the work of this process, and the thread of each part.
 
 `RankHost` is driven by `recovery/state_machine.py`, in the function's thread. It enters and leaves
 the function, classifies how the function ended, and runs finalize and the health check. The abort
@@ -62,9 +62,9 @@ class RankHost(RankFaults):
 
     Attributes:
         monitor_thread, call_function, replace_lost_monitor: set by the session.
-        watch: of the present iteration; `None` between two iterations.
+        watch: the current iteration's watch; `None` between two iterations.
         error: the exception that the function, or initialize, raised in this iteration.
-        joining: whether this process has asked to join, and has not been admitted yet.
+        joining: whether this process has asked to join, but has not been admitted yet.
     """
 
     monitor_thread: MonitorThread
@@ -160,7 +160,7 @@ class RankHost(RankFaults):
             try:
                 with self._user_code(), self.emitter.span(InitializeDone):
                     self.state = initialize(self.state)
-            except Exception as e:  # noqa: BLE001 - a fault of this rank, whatever it is
+            except Exception as e:  # noqa: BLE001 - any exception is a fault of this rank
                 self.error = e
                 return self.own_fault(e, "initialize: ")
         self._check_health(None)
@@ -177,7 +177,7 @@ class RankHost(RankFaults):
             "the iteration was over before the function was called"
         )
         if not watch.ending.is_set():
-            # Every `init_process_group` wraps the hook for uncaught exceptions once more.
+            # Every `init_process_group` wraps the hook for uncaught exceptions again.
             hook = sys.excepthook
             value, error = self.atomic_section.interrupter.run(
                 lambda: self.call_function(self.state)
@@ -187,7 +187,7 @@ class RankHost(RankFaults):
             if os.getpid() != self.pid:
                 end_stray_child(error)
             self.atomic_section.function_left()
-        # In this order: once `left` is set, the monitor thread does not write `activity` any more.
+        # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():
             page.activity = Activity.WAITING
@@ -223,8 +223,8 @@ class RankHost(RankFaults):
         self.replace_lost_monitor()
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        # Only now, when every rank has left: a client of torch that finds no server retries without
-        # end, in C++, where no interrupt reaches it.
+        # Only now, when every rank has left: a torch client that finds no server retries forever,
+        # in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
         if cause is None:
@@ -234,8 +234,8 @@ class RankHost(RankFaults):
             log.warning("restart of iteration %d: rank %d on %s: %s", *where, cause.cause)
 
     def release(self) -> None:
-        """Ends the call: breaks the reference cycle of session and host, which would keep all that
-        they hold alive until the next garbage collection.
+        """Ends the call: breaks the reference cycle of session and host, which would keep all of
+        their resources alive until the next garbage collection.
         """
         self.replace_lost_monitor = _nothing
         self.call_function = _nothing
@@ -290,4 +290,4 @@ class RankHost(RankFaults):
 
 
 def _nothing(*args: Any) -> None:
-    """Replaces callbacks of a call that is over."""
+    """Replaces the callbacks of a call that is over."""

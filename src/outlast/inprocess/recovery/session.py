@@ -1,8 +1,8 @@
-"""One call of a wrapped function: sets up everything that it needs, and gives it back at the end.
+"""One call of a wrapped function: sets up everything that it needs, and tears it down at the end.
 
-The order of the setup is: monitor process (which may serve the store), connections, signal handler,
-monitor thread and heartbeat thread. The end is in the reverse order. The monitor process is
-dismissed last, because until then the end of this process is a fault that it reports.
+The setup order is: monitor process (which may serve the store), connections, signal handler,
+monitor thread, heartbeat thread. The teardown is in reverse order. The monitor process is dismissed
+last, because until then it reports the end of this process as a fault.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def run_call(
 ) -> Any:
     """Runs `function` under the wrapper until every rank has completed it.
 
-    `name` is that of the user's function, for errors. Without a sink, events go to a file in
+    `name` is the name of the user's function, for errors. Without a sink, events go to a file in
     `OUTLAST_EVENTS_DIR`, if that is set.
 
     Raises:
-        ValueError: if `torch.distributed` is initialized already, or a wrapped call is running.
+        ValueError: if `torch.distributed` is already initialized, or a wrapped call is running.
     """
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
@@ -159,14 +159,14 @@ class _Session:
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
             raise
-        if host.joining:  # a newcomer that came when the call was over
+        if host.joining:  # a joiner that arrived when the call was over
             self._check_that_the_store_is_new()
         self.completed = True
         self.page.store_port = 0
         if not host.joining:
             self.emitter.emit(Completed())
-        # The process that serves the store may end as soon as all have said goodbye. No error may
-        # take the value away any more.
+        # The process that serves the store may end as soon as all have said goodbye. From here on,
+        # no error may prevent returning the value.
         with contextlib.suppress(StoreError, RuntimeError):
             if not host.joining:
                 self.notice.completed()
@@ -175,8 +175,8 @@ class _Session:
         return value
 
     def _check_that_the_store_is_new(self) -> None:
-        """A file outlives its run: without this check, the ranks of the next run would find a
-        completed job, and return at once without an error.
+        """Checks that no earlier run left its records. A file outlives its run: without this check,
+        the next run's ranks would find a completed job, and return at once without an error.
         """
         if self.endpoint is None and not self.launch.replacement:
             where = self.settings.store_kwargs.get("file_name", "the store")
@@ -186,7 +186,7 @@ class _Session:
             )
 
     def _end_watch(self) -> None:
-        """This rank leaves, while its monitor thread may wait for an event of the others."""
+        """Ends the watch when this rank leaves while its monitor thread waits for the others."""
         if self.host.watch is not None:
             self.host.watch.left.set()
         else:

@@ -74,7 +74,7 @@ class Settings:
 
     @property
     def await_replacements(self) -> float | None:
-        """How many seconds a restart is held for replacements; `None` if it is not held."""
+        """The seconds for which a restart is held for replacements; `None` if it is not held."""
         for part in iter_parts(self.rank_assignment):
             if isinstance(part, AwaitReplacements):
                 return seconds(part.timeout)

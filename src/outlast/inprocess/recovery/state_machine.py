@@ -22,15 +22,16 @@
       v
     DONE
 
-One method per state; each makes the transition, and returns the next state (`RecoveryState`).
+There is one method per state; it makes the transition, and returns the next state
+(`RecoveryState`).
 
 SETTLE consists of: abort done, torch.distributed released, finalize, health check, barrier
 `term/k`. After it, no live member is in the function at k (R2). DECIDE claims the view of k+1; all
-members work from the view that won (R1). Every exception that leaves the machine is first recorded
-in the ledger, so that the others continue without this member (R5): an exception on one rank never
-leaves the others waiting.
+members use the view that won (R1). Every exception that leaves the machine is first recorded in the
+ledger, so that the others continue without this member (R5): an exception on one rank never leaves
+the others waiting.
 
-The machine is a coroutine without input or output of its own. Everything rank-local (the function,
+The machine is a coroutine that performs no input or output. Everything rank-local (the function,
 abort, finalize, ...) is done by its `Host`: `recovery/rank_host.py`, or a simulated one in
 `outlast/testing`, where the same machine runs under every interleaving.
 """
@@ -73,7 +74,7 @@ from outlast.inprocess.recovery.host_protocol import (
 
 
 class Machine:
-    """Takes one member of a job that started with `world_size` members through the membership."""
+    """Drives one member of a job that started with `world_size` members through all iterations."""
 
     def __init__(self, host: Host, link: Link, world_size: int) -> None:
         self.host, self.link = host, link
@@ -104,7 +105,7 @@ class Machine:
                 self.host.at(state, self.iteration, self.member)
                 state = await transitions[state]()
         except (StoreError, GeneratorExit):
-            raise  # the others cannot be told, or need not be
+            raise  # the others cannot be notified, or need not be
         except BaseException as error:
             # An error of the store must not hide this one.
             with contextlib.suppress(StoreError):
@@ -130,7 +131,7 @@ class Machine:
         return RecoveryState.ASSIGN
 
     async def _join(self) -> RecoveryState:
-        """Waits, as a newcomer, for the next view. It needs no other member for that: it waits for
+        """Waits, as a joiner, for the next view. No other member is needed: the joiner waits for
         the barrier that ends iteration k and then decides as the others do, so it is admitted even
         if all others are dead by then.
         """
@@ -164,7 +165,7 @@ class Machine:
 
     async def _run(self) -> RecoveryState:
         if self.assigned.rank == 0:
-            # Recent iterations are kept: a newcomer may still be reading their keys.
+            # Recent iterations are kept: a joiner may still be reading their keys.
             await self.membership.forget(self.iteration - 8)
         if not self.assigned.active:
             return RecoveryState.COMPLETE
@@ -252,8 +253,8 @@ class Machine:
         )
 
     async def _pass(self, name: str, expected: frozenset[int]) -> None:
-        """Waits at a barrier. The check after each pause is a backstop, for the death of the member
-        that should have completed the barrier; a healthy recovery never needs it.
+        """Waits at a barrier. The check after each pause is a backstop in case the member that
+        should have completed the barrier dies; a healthy recovery never needs it.
         """
         limits, now = self.host.limits, self.host.clock.now
         deadline = now() + limits.barrier
@@ -280,7 +281,7 @@ class Machine:
 
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
         """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
-        it arrived. Two members with one rank can only come from a wrong rank assignment.
+        it arrived. Two members with the same rank can only result from a wrong rank assignment.
         """
         ranks = sorted(said["rank"] for said in arrived.values())
         sizes = {said["world_size"] for said in arrived.values()}

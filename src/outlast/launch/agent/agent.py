@@ -11,9 +11,9 @@ Its phases::
     FLUSHING ---- all output is written ----------------------> OVER
 
 Everything happens in one thread, one callback of the event loop at a time, so two decisions cannot
-race. The only race is between the end of a worker and what other processes write to the store: the
-state of the job is read after the end was seen, and is therefore at least as new as what the dead
-worker itself knew.
+race. The only race is between the end of a worker and other processes' writes to the store: the
+job's state is read after the launcher has seen the end, and is therefore at least as new as the
+state that the dead worker knew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from outlast.system.error_text import exit_text
 
 
 class Phase(enum.Enum):
-    """The launcher's phase; see the module's docstring."""
+    """The launcher's phase; see the module docstring."""
 
     RUNNING = enum.auto()
     RESTARTING = enum.auto()
@@ -68,7 +68,7 @@ class Agent:
         self._last = JobRecord()
 
     def run(self) -> int:
-        """Run the job to its end; returns its exit code.
+        """Run the job to its end; return its exit code.
 
         Raises:
             LaunchError: if the job cannot be started.
@@ -88,7 +88,7 @@ class Agent:
         return death_log.exit_code(cause, self._received)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """SIGCHLD, or a signal to the launcher: the first one ends the job, see `Shutdown`."""
+        """Handle SIGCHLD, or a signal to the launcher: the first one ends the job (`Shutdown`)."""
         if number is signal.SIGCHLD:
             self._on_children_ended()
         elif self._phase in (Phase.RUNNING, Phase.RESTARTING):
@@ -110,8 +110,8 @@ class Agent:
         ended = self._reap()
         self._shutdown.children_reaped()
         now = self._resources.loop.clock.now()
-        # An error file carries the time of the file system; its age, on this same host, converts
-        # it to the launcher's clock.
+        # An error file has a file system time; its age, on this same host, converts it to the
+        # launcher's clock.
         offset = time.time() - now
         times = death_log.failure_times(
             [(code, written and written - offset) for _, code, written in ended], now
@@ -125,7 +125,7 @@ class Agent:
                 self._on_failure(worker, code, when)
 
     def _reap(self) -> list[tuple[Worker, int, float | None]]:
-        """Reap the ended children; returns the workers, their exit codes and error file times."""
+        """Reap the ended children; return the workers, their exit codes and error file times."""
         ended = []
         for pid, code in ended_children():
             worker = self._resources.workers.get(pid)
@@ -173,7 +173,7 @@ class Agent:
         if self._resources.workers or self._phase not in phases:
             return
         if self._replacements.pending and self._phase is Phase.RUNNING:
-            return  # all are dead; the replacements will decide among themselves how to go on
+            return  # all are dead; the replacements will decide among themselves how to continue
         self._replacements.cancel()
         if self._phase is Phase.RESTARTING:
             self._shutdown.end_helpers(patient=False)
@@ -188,7 +188,7 @@ class Agent:
         self._shutdown.end_workers(number)
 
     def _all_ended(self) -> None:
-        """All workers, and everything that they had started, have ended."""
+        """Called when all workers, and all processes that they started, have ended."""
         resources = self._resources
         if self._phase is Phase.RESTARTING:
             self._phase = Phase.RUNNING

@@ -22,9 +22,9 @@ class Death:
     Attributes:
         exit_code: negative for a signal.
         when: time of the failure: of its error file if it wrote one, else of its end.
-        decision: what followed.
-        last_output: its traceback, or its last lines on stderr.
-        source: which of the two: `traceback` or `stderr`; empty for neither.
+        decision: the launcher's decision.
+        last_output: the worker's traceback, or its last lines on stderr.
+        source: the kind of `last_output`: `traceback` or `stderr`; empty for neither.
     """
 
     rank: int
@@ -45,14 +45,14 @@ class DeathLog:
         self.deaths: list[Death] = []
 
     def decide(self, worker: Worker, exit_code: int, job: JobRecord) -> Decision:
-        """What follows from a death in a running job; counts the restart if it takes one."""
+        """The decision on a death in a running job; counts the restart if it takes one."""
         decision = decide(exit_code, worker.pid, job, self._used, self._max_restarts)
         if decision in (Decision.REPLACED, Decision.RESTARTED):
             self._used += 1
         return decision
 
     def record(self, worker: Worker, exit_code: int, when: float, decision: Decision) -> Death:
-        """Keep a death, with the last output of the worker."""
+        """Record a death, with the last output of the worker."""
         last_output, source = worker.last_output()
         death = Death(
             rank=worker.slot.local_rank,
@@ -81,8 +81,8 @@ def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list
     """The failure times of workers whose ends were seen together, at `now`.
 
     The time in an error file is exact. A process ends later than it fails, so one without such a
-    file failed at `now` at the latest. But a worker killed by a signal did not fail because of a
-    peer, while a peer may well have failed because of it: it counts as the first.
+    file failed no later than `now`. But a worker killed by a signal did not fail because of a peer,
+    while a peer may well have failed because of that worker: it counts as the first.
 
     Args:
         ended: exit code, and time of the error file if there is one.

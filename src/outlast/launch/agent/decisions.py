@@ -1,4 +1,4 @@
-"""The rules of the launcher: what follows from the end of a worker, as one pure function."""
+"""The launcher's rules: its decision when a worker ends, as one pure function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobRecord:
     """The value of the key `outlast/job` in the launcher's store.
 
     Attributes:
-        state: of the latest call of a wrapped function.
+        state: the state of the latest call of a wrapped function.
         pids: the processes that completed it, if the record names them. If one of these fails
             afterwards, the job fails; any other was lost before the completion.
     """
@@ -55,22 +55,22 @@ class JobRecord:
 
 
 class Decision(enum.Enum):
-    """What follows from the end of a worker."""
+    """The launcher's decision when a worker ends."""
 
     DONE = "done"
     """Exit code 0: its rank is done."""
     REPLACED = "replaced"
-    """A new process gets its rank; the other ranks go on."""
+    """A new process gets its rank; the other ranks continue."""
     LOST = "lost"
-    """No new process; the other ranks go on without it."""
+    """No new process; the other ranks continue without it."""
     RESTARTED = "restarted"
-    """All workers are ended and restarted from scratch."""
+    """All workers are terminated and restarted from scratch."""
     FATAL = "fatal"
-    """The job ends: all workers are ended."""
+    """The job ends: all workers are terminated."""
     STOPPED = "told to stop"
     """It saved and exited because it was told to (`outlast.Job`): no new process."""
     FAILED = "failed"
-    """It failed after its call had completed or aborted; the other ranks go on."""
+    """It failed after its call had completed or aborted; the other ranks continue."""
 
 
 def replacements(max_restarts: int | None) -> int:
@@ -81,9 +81,9 @@ def replacements(max_restarts: int | None) -> int:
 def decide(
     exit_code: int, pid: int, job: JobRecord, used: int, max_restarts: int | None
 ) -> Decision:
-    """Decide what follows when a worker of a running job ends by itself or by a fault.
+    """Decide how to proceed when a worker of a running job ends by itself or by a fault.
 
-    `REPLACED` and `RESTARTED` each take one of the restarts, of which `used` are already used.
+    `REPLACED` and `RESTARTED` each consume one of the restarts, of which `used` are already used.
     """
     if exit_code == 0:
         return Decision.DONE

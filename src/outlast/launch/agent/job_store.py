@@ -32,7 +32,7 @@ class JobStore:
     Listens on `host`, an address of this machine, and `port`, or a free port if that is 0.
 
     Raises:
-        LaunchError: if the address is not of this machine, or the port is in use.
+        LaunchError: if the address is not one of this machine, or the port is in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -43,7 +43,7 @@ class JobStore:
 
     def renew(self) -> None:
         """Replace the store by an empty one at the same address; no client may be left."""
-        # The old server closes its copy of the socket before the new one gets its own: two servers
+        # The old server closes its copy of the socket before the new one gets a copy: two servers
         # on one socket would each get some of the workers.
         del self._store
         self._store = self._serve()

@@ -15,8 +15,8 @@ class Replacements:
     """The replacements that wait for their back-off.
 
     Args:
-        deaths: corrected if a death is not replaced after all.
-        given_up: called when a replacement was given up.
+        deaths: the log to correct if a dead worker is not replaced after all.
+        given_up: called when a replacement has been given up.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Replacements:
     def _replace(self, death: Death) -> None:
         self._waiting = [item for item in self._waiting if item[1] is not death]
         resources = self._resources
-        if resources.store.job().state is JobState.RUNNING:  # else it ended during the back-off
+        if resources.store.job().state is JobState.RUNNING:  # or it ended during the back-off
             try:
                 worker = resources.workers.replace(death.rank, resources.store.port)
                 resources.console.say(f"rank {death.rank} is now pid {worker.pid}")

@@ -71,7 +71,7 @@ class JobResources:
         return [] if self._orphan_killer is None else [self._orphan_killer.pid]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
-        """Note the end of a child that is not a worker: a worker's helper, or the orphan killer."""
+        """Note the end of a non-worker child: a worker's helper, or the orphan killer."""
         if self._orphan_killer is None or pid != self._orphan_killer.pid:
             return
         self._orphan_killer.returncode = exit_code
@@ -108,7 +108,7 @@ class JobResources:
             self.console.say(f"output files are in {folder}")
 
     def _folder(self, stack: ExitStack) -> Path:
-        """The folder of output and error files; one for error files alone is temporary."""
+        """The folder of output and error files; a temporary one if it has only error files."""
         job = self.job
         if job.log_dir is not None:
             folder = job.log_dir / job.run_id
@@ -122,7 +122,7 @@ class JobResources:
         return folder
 
     def _chaos_state(self, stack: ExitStack) -> Path:
-        """The folder of the faults that have fired, for replacements and restarts to read."""
+        """The folder that records fired faults, for replacements and restarts to read."""
         state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._temporary))
         stack.callback(shutil.rmtree, state, ignore_errors=True)
         return state

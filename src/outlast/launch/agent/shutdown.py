@@ -18,9 +18,9 @@ from outlast.launch.processes.descendants import (
 
 
 class Shutdown:
-    """Ends workers, then their helpers, whatever the reason.
+    """Ends workers, then their helpers, regardless of the reason.
 
-    Calls `all_ended` when neither are left.
+    Calls `all_ended` when none are left.
     """
 
     def __init__(self, resources: JobResources, all_ended: Callable[[], None]) -> None:
@@ -38,14 +38,14 @@ class Shutdown:
         self._grace = self._resources.loop.call_later(grace_s, self._kill_workers)
 
     def kill_now(self) -> None:
-        """Kill workers and helpers without any further wait."""
+        """Kill workers and helpers without further waiting."""
         self._kill_at_once = True
         self._kill_workers()
         if self._helpers is not None:
             self._helpers.kill_now()
 
     def end_helpers(self, patient: bool) -> None:
-        """End the helpers, now that all workers have ended; no effect if that has begun."""
+        """End the helpers, now that all workers have ended; no effect if already begun."""
         self._cancel_grace()
         if self._helpers is not None:
             return
@@ -56,7 +56,7 @@ class Shutdown:
         self._helpers.start()
 
     def children_reaped(self) -> None:
-        """To be called after children were reaped."""
+        """Call after children have been reaped."""
         if self._helpers is not None:
             self._helpers.check()
 

@@ -1,1 +1,1 @@
-"""The sub-commands of `outlast`, one module each."""
+"""The subcommands of `outlast`, one module each."""

@@ -1,6 +1,6 @@
 """`outlast checkpoint`: lists, verifies and deletes the checkpoints in a folder.
 
-None of it needs torch or the job that saved them.
+Needs neither torch nor the job that saved them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.launch.commands import checkpoint_output as output
 if TYPE_CHECKING:
     from outlast.async_checkpoint.named_files import Storage
 
-_NAMED = 5  # files named in the error about a folder of other things
+_NAMED = 5  # files named in the error about a folder with other contents
 
 Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="The checkpointer's directory: a path or a URL.")
@@ -175,8 +175,8 @@ def _open(directory: str) -> closing[Storage]:
 
 
 def _kinds(storage: Storage) -> list[Storage]:
-    """The storage for each kind of checkpoint: those of a checkpointer, and in a folder on a file
-    system those of elastic states (`save_all_states`).
+    """The storage for each kind of checkpoint: those of a checkpointer and, for a folder in a file
+    system, those of elastic states (`save_all_states`).
     """
     from outlast.async_checkpoint.named_files import STATES, LocalStorage
 
@@ -186,10 +186,10 @@ def _kinds(storage: Storage) -> list[Storage]:
 
 
 def _refuse_unrelated_folder(storage: Storage) -> None:
-    """An empty folder is accepted; one that holds other things was probably named by mistake.
+    """Accepts an empty folder; one with other contents was probably named by mistake.
 
     Raises:
-        CheckpointError: saying what the folder is, and what to give instead.
+        CheckpointError: describing the folder, and the expected argument.
     """
     from outlast.async_checkpoint.named_files import MANIFEST, LocalStorage
 

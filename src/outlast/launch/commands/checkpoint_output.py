@@ -1,4 +1,4 @@
-"""What `outlast checkpoint` prints: the table, the JSON objects, the progress bar."""
+"""The output of `outlast checkpoint`: the table, the JSON objects, the progress bar."""
 
 from __future__ import annotations
 

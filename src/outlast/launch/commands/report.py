@@ -104,7 +104,7 @@ def _list_others(chosen: Run, runs: Sequence[Run], directory: Path, as_json: boo
     if len(others) > _NAMED:
         lines.append(f"  ... and {len(others) - _NAMED} older")
     for line in lines:
-        typer.echo(_printable(line), err=as_json)  # with --json, stdout is JSON alone
+        typer.echo(_printable(line), err=as_json)  # with --json, stdout has only JSON
 
 
 def _title(run: Run) -> str:

@@ -16,7 +16,7 @@ from outlast.launch.config.options import RunOptions
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     # Everything after the script belongs to the script. Names are accepted with dashes and with
-    # underscores, as by torchrun.
+    # underscores, as with torchrun.
     settings: dict[str, Any] = {
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),

@@ -40,15 +40,15 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class BackOff:
-    """The wait before the replacement of a rank doubles with each death soon after a start.
+    """The wait before a rank is replaced, which doubles with each death soon after a start.
 
     A long-lived process ends the series: its death says nothing about the next process. The first
-    death of a series is replaced at once, so that a single fault costs no wait.
+    replacement of a series is immediate, so that a single fault costs no wait.
 
     Attributes:
         first_s: the first wait that is not zero.
         limit_s: the longest wait.
-        soon_s: a process that lived shorter than this died soon.
+        soon_s: a process with a shorter lifetime than this died soon after its start.
     """
 
     first_s: float = 1.0
@@ -130,7 +130,7 @@ def _program(options: RunOptions) -> Program:
     if options.module and options.no_python:
         raise ValueError("--module and --no-python cannot be combined")
     if options.module:
-        # Only the form of the name: whether the module exists depends on the workers' sys.path.
+        # Checks only the form of the name: whether it exists depends on the workers' sys.path.
         if not all(part.isidentifier() for part in options.script.split(".")):
             raise ValueError(f"-m {options.script}: not the name of a module")
     elif not options.no_python and not Path(options.script).exists():

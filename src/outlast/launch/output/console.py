@@ -12,16 +12,16 @@ from rich.style import Style
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.worker_output import Outlet
 
-# Of the 8 colours of every terminal, without black and white (backgrounds) and red (ours).
+# The 8 colors of every terminal, except black and white (backgrounds) and red (the launcher's).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
 _OWN = "bold red"
 
 
 class Console:
-    """Prefixes by rank, in colour on a terminal, and the launcher's own lines on stderr.
+    """Prefixes by rank, in color on a terminal, and the launcher's own lines on stderr.
 
-    If stdout and stderr are the same file or terminal, they share one outlet, so that lines of the
-    two never mix.
+    If stdout and stderr are the same file or terminal, they share one outlet, so that their lines
+    never mix.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -35,18 +35,18 @@ class Console:
         self._rich = {n: RichConsole(file=file, highlight=False) for n, file in streams.items()}
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        """The prefix of the lines of `rank` on this stream (1 or 2)."""
+        """The prefix of the lines from `rank` on this stream (1 or 2)."""
         return self._styled(f"[{rank}]", _COLORS[rank % len(_COLORS)], stream).encode() + b" "
 
     def say(self, *lines: str) -> None:
-        """Print lines of the launcher itself."""
+        """Print the launcher's own lines."""
         prefix = self._styled("[outlast]", _OWN, 2)
         for line in lines:
             self.stderr.write(f"{prefix} {line}\n".encode(errors="backslashreplace"))
 
     @property
     def pending(self) -> bool:
-        """Whether any output is not written yet."""
+        """Whether any output is not yet written."""
         return self.stdout.pending or self.stderr.pending
 
     def drop(self) -> None:
@@ -63,8 +63,8 @@ class Console:
     def _nonblocking(self, fd: int) -> int:
         """For a terminal, a descriptor that never blocks, even if output is paused (Ctrl-S).
 
-        It is opened again, because the non-blocking flag is shared by all processes with the same
-        open file, the shell among them.
+        The terminal is reopened, because the non-blocking flag is shared by all processes with the
+        same open file, including the shell.
         """
         if not os.isatty(fd):
             return fd
@@ -76,7 +76,7 @@ class Console:
         return own
 
     def _styled(self, text: str, style: str, stream: int) -> str:
-        # rich decides whether the terminal has colours (NO_COLOR, TERM, ...); without a terminal
+        # rich decides whether the terminal has colors (NO_COLOR, TERM, ...); without a terminal
         # the text is returned unchanged.
         rich = self._rich[stream]
         coloured = rich.is_terminal and rich.color_system is not None and not rich.no_color

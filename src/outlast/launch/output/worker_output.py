@@ -1,10 +1,10 @@
 """The output of the workers: lines with a rank prefix on the console, and bytes in files.
 
 The launcher must never wait for the reader of its own output: a paused pager would keep it from
-seeing a worker die. So it writes only what a descriptor takes without waiting. When too much is
-unwritten, it stops *reading* from the workers, which then wait as they would without a launcher.
-Whatever bytes workers write, the console gets complete lines of valid UTF-8; files get the bytes
-unchanged.
+noticing a worker's death. So it writes only as much as a descriptor takes without waiting. When too
+much is unwritten, it stops *reading* from the workers, which then wait as they would without a
+launcher. Regardless of the bytes that workers write, the console gets complete lines of valid
+UTF-8; files get the bytes unchanged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outlast.launch.event_loop import EventLoop
 KEPT_LINES = 40
 """How many of a worker's last lines are kept for the summary of the job."""
 LINE_LIMIT = 64 * 1024
-"""A longer line is shown in pieces: a worker that never ends a line must not fill the memory."""
+"""Longer lines are shown in pieces: a worker that never ends a line must not exhaust memory."""
 PENDING_LIMIT = 1024 * 1024
-"""With this many bytes unwritten, no more are read from the workers."""
+"""With this many bytes unwritten, reading from the workers stops."""
 CHUNK = 64 * 1024
 DRAIN_READS = 16
 """A pipe holds one or two chunks; the bound is for a child that writes as fast as it is read."""
@@ -53,7 +53,7 @@ class Lines:
 def readable(line: bytes) -> str:
     """A line as a terminal would show it, with bytes that are not UTF-8 escaped.
 
-    Of a progress bar, which rewrites its line, only the last state is kept.
+    For a progress bar, which rewrites its line, only the last state is kept.
     """
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
 
@@ -106,7 +106,7 @@ class Outlet:
             except BlockingIOError:
                 break  # another process made it non-blocking
             except OSError:
-                self._closed = True  # the reader is gone (EPIPE, EIO); the job goes on
+                self._closed = True  # the reader is gone (EPIPE, EIO); the job continues
                 self._buffer.clear()
             else:
                 del self._buffer[:written]
@@ -126,7 +126,7 @@ class Capture:
 
     Args:
         fd: the reading end of the pipe; closed by `close`.
-        prefix: of each line on the console.
+        prefix: the prefix of each line on the console.
         outlet: the console, or `None` to show nothing.
         file: gets the bytes unchanged; closed with the stream.
     """
@@ -146,9 +146,9 @@ class Capture:
         self._loop.watch(fd, selectors.EVENT_READ, self._on_readable)
 
     def drain(self) -> None:
-        """Read what is in the pipe now, with a last line that has no newline.
+        """Read the pipe's current contents, including a last line that has no newline.
 
-        For a worker that has ended. Its children may keep the pipe open; what they write is still
+        For a worker that has ended. Its children may keep the pipe open; their output is still
         shown.
         """
         for _ in range(DRAIN_READS):
@@ -157,7 +157,7 @@ class Capture:
         self._show(self._lines.rest())
 
     def close(self) -> None:
-        """Read what is in the pipe, then close it and the file."""
+        """Read the pipe's contents, then close the pipe and the file."""
         self.drain()
         self._shut()
 
@@ -172,7 +172,7 @@ class Capture:
             self._loop.watch(self._fd, selectors.EVENT_READ, self._on_readable)
 
     def _read(self) -> bool:
-        """Read once; returns whether there may be more to read now."""
+        """Read once; return whether there may be more to read now."""
         try:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:

@@ -1,13 +1,13 @@
-"""The launcher's descendants: reaps its children, and ends what the workers started, so that no
-process is left behind.
+"""The launcher's descendants: reaps its children, and ends processes that the workers started, so
+that no process is left behind.
 
-Children are seen to end by SIGCHLD, not by one descriptor for each: a subreaper gets children that
-it did not start, and must reap those too.
+SIGCHLD reports the end of children, not one descriptor per child: a subreaper gets children that it
+did not start, and must reap those too.
 
 - *A worker's children in its process group* get SIGTERM when the worker fails, and SIGKILL a
   moment later. Not at once: multiprocessing's resource tracker is one of them, and in that moment
   it unlinks the shared memory of the dead worker.
-- *Helpers in sessions of their own* (monitor processes, a user's daemons) become children of the
+- *Helpers in separate sessions* (monitor processes, a user's daemons) become children of the
   launcher when their parent dies, because the launcher is a child subreaper. At the end of the
   job, or of an attempt, they get a moment to end by themselves, then SIGTERM, then SIGKILL.
 - *If the launcher is killed with SIGKILL*, the kernel kills the workers (`exec_shim`), and the
@@ -40,7 +40,7 @@ KILL_NOW: Steps = [(KILL_S, signal.SIGKILL)]
 
 
 def ended_children() -> Iterator[tuple[int, int]]:
-    """Pid and exit code (negative for a signal) of every child that has ended and is not reaped.
+    """Pid and exit code (negative for a signal) of every child that has ended but is not reaped.
 
     The caller must reap each (`reap`) before it asks for the next: `waitid` reports ended children
     one at a time, so a signal that stands for several of them loses none.
@@ -89,7 +89,7 @@ def kill_group(pid: int) -> None:
 def kill_descendants(keep: Iterable[int]) -> None:
     """Kill every descendant of this process except those to keep, and wait for their end.
 
-    For a launcher that cannot go on; otherwise, `DescendantShutdown` does this.
+    For a launcher that cannot continue; otherwise, `DescendantShutdown` does this.
     """
     while left := _descendants(keep):
         for process in left:

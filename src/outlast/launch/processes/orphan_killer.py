@@ -1,9 +1,9 @@
-"""Kills what a killed launcher leaves behind; run as a program, by path.
+"""Kills the processes that a killed launcher leaves behind; run as a program, by path.
 
     python -I -S orphan_killer.py LAUNCHER_PID MARK FOLDER
 
 A launcher killed with SIGKILL cleans up nothing. Its workers die with it (see `exec_shim`), but
-their helpers do not: helpers in sessions of their own have no tie to any process that died. This
+their helpers do not: helpers in separate sessions have no tie to any process that died. This
 small process sleeps until the launcher is gone. Then it kills every process that carries MARK in
 its environment, until there is none, removes FOLDER (the launcher's temporary files; may be
 empty), and exits. When a job ends normally, the launcher kills this process last.

@@ -1,4 +1,4 @@
-"""Becomes a worker, after tying its life to the launcher's; run as a program, by path.
+"""Becomes a worker, after tying its lifetime to the launcher's; run as a program, by path.
 
     python -I -S exec_shim.py LAUNCHER_PID COMMAND...
 

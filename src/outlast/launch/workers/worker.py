@@ -25,7 +25,7 @@ _SHIM = str(Path(__file__).with_name("exec_shim.py"))
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSlot:
-    """The rank of a worker, and which of its processes this is.
+    """The rank of a worker, and the number of its process.
 
     Attributes:
         attempt: number of restarts of all workers before it.
@@ -90,7 +90,7 @@ class Worker:
 def start_worker(
     job: JobSpec, slot: WorkerSlot, *, folder: Path, port: int, loop: EventLoop, console: Console
 ) -> Worker:
-    """Start a worker in a session of its own; its files go to `folder/attempt_N/RANK/`.
+    """Start a worker in a new session; its files go to `folder/attempt_N/RANK/`.
 
     Raises:
         LaunchError: if the system cannot start another process.
@@ -170,7 +170,7 @@ def _traceback(path: Path) -> str:
 
 
 def _tail(path: Path, start: int) -> list[str]:
-    """The last lines of a file, not before `start`."""
+    """The last lines of a file, from `start` on."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

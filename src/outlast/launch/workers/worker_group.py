@@ -81,8 +81,8 @@ class WorkerGroup:
         )
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every worker: to the process alone, which may need the helpers in its
-        group to shut down cleanly.
+        """Send a signal to every worker: only to the process itself, which may need the helpers in
+        its group to shut down cleanly.
         """
         for worker in self:
             # It is not reaped yet, so the pid is still its own. `Popen.send_signal` would reap a
