@@ -1,4 +1,4 @@
-"""Where events go: a JSONL file, a list in memory, or nowhere.
+"""The destinations of events: a JSONL file, a list in memory, or nowhere.
 
 A sink is called from several threads. `JsonlSink` writes each line with one `write` to a file
 opened for appending, so that lines of threads never mix and a killed process leaves at most one

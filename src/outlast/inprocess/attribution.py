@@ -1,4 +1,4 @@
-"""What interrupted an iteration, and on which rank: the kinds of interruption."""
+"""The kinds of interruption, and the record of an iteration's interruption: kind and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a `Job` saves an object in `states=`: it is loaded exactly as saved, never merged.
+"""Saves the objects in a `Job`'s `states=`, which are loaded exactly as saved, never merged.
 
 A checkpoint loads a nested state key by key. A state whose keys have changed since the save would
 then be a mixture of the saved and the current one: a history that has grown would keep its new

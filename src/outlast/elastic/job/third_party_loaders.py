@@ -1,4 +1,4 @@
-"""How a `Job` saves a third-party data loader, such as torchdata's `StatefulDataLoader`.
+"""Saves a third-party data loader, such as torchdata's `StatefulDataLoader`, in a `Job`.
 
 The loader defines the structure of its state: keys may differ between ranks, and between the middle
 of an epoch and its start. So each rank's state is saved as one value, and restored to that rank.
@@ -39,7 +39,7 @@ class ThirdPartyLoader:
         self._required = required
 
     def save(self) -> dict[str, Any]:
-        """This rank's state as a checkpoint stores it: a tuple, which is stored as one value."""
+        """This rank's state, keyed by rank, as a tuple, which a checkpoint stores as one value."""
         return {str(self._rank): (self._source.state_dict(),)}
 
     def load_target(self, saved: Any) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class Replicas:
             if verdict is not None:
                 return verdict
             wait = self._wait(lambda: self._ledger.await_verdict(index, None))
-        # Also join a wait that is over by now: it must not wait for a key that gets deleted.
+        # Also join a wait that is over by now, which must not wait for a key that gets deleted.
         if wait.over.wait(self.timeout.total_seconds()):
             return wait.result()
         missing = [rank for rank, said in enumerate(self._ledger.parts(index)) if not said]

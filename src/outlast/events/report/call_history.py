@@ -100,7 +100,7 @@ class CallHistory:
         return self._processes.get(member, (default, -1))[0]
 
     def world_size(self, iteration: int) -> int:
-        """How many members the iteration has."""
+        """The number of members in the iteration."""
         view = self.views.get(iteration, {})
         sizes = [event.world_size for event in view.values() if isinstance(event, Assigned)]
         return max(sizes, default=len(view))

@@ -61,7 +61,7 @@ class MonitorHandle:
 
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:
-    """Forks the monitor process. If the plan says so, waits until it serves the store.
+    """Forks the monitor process. If it is to serve the store, waits until it does.
 
     Raises:
         StoreError: naming host and port, if the store cannot be served there.

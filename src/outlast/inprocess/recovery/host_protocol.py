@@ -30,7 +30,7 @@ class RecoveryState(enum.Enum):
 
 
 class GrowPolicy(enum.Enum):
-    """When a process that asks to join is admitted."""
+    """The time at which a process that asks to join is admitted."""
 
     AT_ONCE = "at once"
     AT_NEXT_RESTART = "at the next restart"

@@ -4,9 +4,9 @@ torch stores a group's addresses under the same names in every iteration, so two
 share a store. Rank 0 of the iteration serves a new one in its main process, on a port chosen by the
 system; `MASTER_ADDR` and `MASTER_PORT` point to it while the function runs. Therefore a plain
 `init_process_group()` works in every iteration and under every launcher. The store ends with the
-iteration, so nothing accumulates over a thousand restarts. If it dies with rank 0, that is
-harmless: the iteration is over then. A rank that is just connecting reaches rank 0's monitor
-process instead, which takes over the port until all ranks have left (`monitor/store_service.py`).
+iteration, so nothing accumulates over a thousand restarts. Losing it with rank 0 is harmless: the
+iteration is then over. A rank that is just connecting reaches rank 0's monitor process instead,
+which takes over the port until all ranks have left (`monitor/store_service.py`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class DeathLog:
         self.deaths[self.deaths.index(death)] = dataclasses.replace(death, decision=Decision.LOST)
 
     def budget(self, job: JobRecord) -> str:
-        """How many restarts or replacements are used, as text."""
+        """The number of restarts or replacements used, as text."""
         if job.state is JobState.PLAIN:
             return f"restart {self._used} of {self._max_restarts}"
         return f"replacement {self._used} of {replacements(self._max_restarts)}"

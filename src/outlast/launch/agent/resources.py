@@ -76,7 +76,7 @@ class JobResources:
             return
         self._orphan_killer.returncode = exit_code
         self._orphan_killer = None
-        # Restarted if it was killed; if it failed by itself, it would fail again.
+        # Restarted only if it was killed; if it failed by itself, it would fail again.
         if exit_code < 0:
             self._start_orphan_killer()
 

@@ -1,4 +1,4 @@
-"""Which output streams of each rank go to files or the console, in torchrun's notation."""
+"""Routes each rank's output streams to files or the console, as given in torchrun's notation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _std(value: str, text: str) -> Std:
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Where the output of each local rank goes.
+    """The destinations of each local rank's output.
 
     Attributes:
         redirects: streams that go to files only.

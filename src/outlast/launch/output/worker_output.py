@@ -20,7 +20,7 @@ from typing import BinaryIO
 from outlast.launch.event_loop import EventLoop
 
 KEPT_LINES = 40
-"""How many of a worker's last lines are kept for the summary of the job."""
+"""The number of a worker's last lines to keep for the summary of the job."""
 LINE_LIMIT = 64 * 1024
 """Longer lines are shown in pieces: a worker that never ends a line must not exhaust memory."""
 PENDING_LIMIT = 1024 * 1024
@@ -99,7 +99,7 @@ class Outlet:
 
     def _flush(self) -> None:
         # A pipe that is ready takes PIPE_BUF bytes without blocking; more could block after a part.
-        # It is not set to non-blocking, because that would affect the shell too.
+        # It is not set to non-blocking, because that would also affect the shell.
         while self._buffer and self._poll.poll(0):
             try:
                 written = os.write(self._fd, self._buffer[: select.PIPE_BUF])

@@ -28,7 +28,7 @@ from outlast.launch.event_loop import EventLoop, Timer
 LINGER_S = 1.0
 """How long helpers of ended workers may take to end by themselves."""
 TERMINATE_S = 5.0
-"""How long they may take after SIGTERM, unless the grace time is shorter."""
+"""How long helpers may take after SIGTERM, unless the grace time is shorter."""
 KILL_S = 30.0
 """How long a killed process may take to disappear before the launcher gives up and reports it."""
 
@@ -43,7 +43,7 @@ def ended_children() -> Iterator[tuple[int, int]]:
     """Pid and exit code (negative for a signal) of every child that has ended but is not reaped.
 
     The caller must reap each (`reap`) before it asks for the next: `waitid` reports ended children
-    one at a time, so a signal that stands for several of them loses none.
+    one at a time, so no end is lost when one signal reports several.
     """
     while True:
         try:

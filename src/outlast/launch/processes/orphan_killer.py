@@ -25,7 +25,7 @@ import sys
 NET_S = 60.0
 """How long a killed process may take to end before the next search for marked processes."""
 ROUNDS = 10
-"""A process that the kernel cannot kill must not keep this one alive forever."""
+"""The maximum number of searches: a process that cannot be killed must not keep this one alive."""
 
 
 def main(arguments: list[str]) -> None:

@@ -170,7 +170,7 @@ def _traceback(path: Path) -> str:
 
 
 def _tail(path: Path, start: int) -> list[str]:
-    """The last lines of a file, from `start` on."""
+    """The last lines of a file, from the offset `start` on."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
