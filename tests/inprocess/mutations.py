@@ -1,8 +1,8 @@
 """Mutations of the code for one test, which prove that the tests can fail.
 
 `mutate(monkeypatch, MembershipProtocol.finish, ">= members", ">= 1")` compiles the function from
-its source with one text replaced, and replaces the real one until the test is over. It fails when
-the text is not there, so that a mutation cannot silently become none.
+its source with one text replaced, and replaces the real one until the test ends. It fails if the
+text is not found, so that a mutation cannot silently have no effect.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def mutate(
         monkeypatch.setattr(getattr(module, path), name, made[name])
         return
     for user in [m for m in sys.modules.values() if m.__name__.startswith("outlast.")]:
-        if getattr(user, name, None) is function:  # also modules that used `from ... import name`
+        if getattr(user, name, None) is function:  # even if imported by `from ... import`
             monkeypatch.setattr(user, name, made[name])

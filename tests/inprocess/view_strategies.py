@@ -56,7 +56,7 @@ def view_changes(draw: st.DrawFn) -> ViewChange:
     members = draw(st.lists(st.integers(0, 30), min_size=size, max_size=size, unique=True))
     held = draw(st.frozensets(st.integers(0, size - 1)))
     roster = {rank: members[rank] for rank in held}
-    # Requests are kept for the life of a job, also those of admitted and dead members.
+    # Requests are kept for the life of a job, including those of admitted and dead members.
     asked = draw(st.lists(st.integers(0, 40), max_size=8, unique=True))
     joiners = [Joiner(m, draw(st.integers(-1, size + 2))) for m in asked]
     known = sorted({*roster.values(), *asked})

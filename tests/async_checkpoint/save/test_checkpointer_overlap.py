@@ -403,7 +403,7 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
             await_copy(copy)
 
         patch.setattr(copies.OverlappedCopy, "_await_copy", interrupted)
-        # A shell that starts the tests in the background makes them ignore it.
+        # A shell that runs the tests in the background makes them ignore SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt):

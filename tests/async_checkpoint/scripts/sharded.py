@@ -141,7 +141,7 @@ def sharded_tensor(path: str) -> None:
 
 @scenario
 def ranks_change_places(path: str) -> None:
-    """In the same processes, as after a restart in place that assigns ranks anew."""
+    """In the same processes, as after a restart in place that reassigns ranks."""
     whole = torch.arange(12.0)
     for life in range(3):
         rank = (RANK + life) % WORLD_SIZE

@@ -285,8 +285,8 @@ def test_in_another_thread_it_goes_without_a_signal() -> None:
 # -- every interleaving with the library's own code -----------------------------------------
 #
 # A request is made exactly at the n-th bytecode of the library's code, for every n. Where Python
-# would run the signal handler, the tracer runs it, with the traced frame; what it raises is raised
-# there. An asynchronous exception that is set while the tracer runs is raised there as well.
+# would run the signal handler, the tracer runs it with the traced frame; its exception is raised
+# there, as is an asynchronous exception that is set while the tracer runs.
 
 
 class At:
@@ -349,7 +349,7 @@ def check_after(
     atomic._changed.release()
     assert told.inside in (0, 2), where  # an atomic block runs to its end or not at all
     assert told.after == told.inside / 2, where
-    # And the next call is not disturbed.
+    # The next call is not affected.
     assert interrupter.run(lambda: user(atomic, Told())) == ("done", None), where
 
 
@@ -376,7 +376,7 @@ def interleavings(act: Callable[[int, Interrupter, AtomicSection, Told], At]) ->
             landed += 1
         check_after(interrupter, atomic, told, at.reached)
         if at.reached is None:
-            assert n > 150  # it was traced indeed
+            assert n > 150  # the code was traced
             return landed
 
 
@@ -398,7 +398,7 @@ def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
             asked = _thread.allocate_lock()
             asked.acquire()
             _thread.start_new_thread(lambda: (interrupter.request(), asked.release()), ())
-            asked.acquire()  # and here it is raised, and goes on in the traced frame
+            asked.acquire()  # the exception is raised here, and propagates to the traced frame
 
         return At(LIBRARY, n, request)
 
@@ -409,8 +409,8 @@ def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
 def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
     later: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has looked whether the thread is in user code at bytecode n, and raises at n + later, or
-    when the thread has come to wait for it.
+    """It checks whether the thread is in user code at bytecode n, and raises at n + later, or once
+    the thread waits for it.
     """
     sleep = time.sleep
 
@@ -454,7 +454,7 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
 
 
 class HeldUp(At):
-    """Lets the requester continue at the end, if nothing else did."""
+    """Lets the requester continue at the end, if it still waits."""
 
     thread: threading.Thread | None = None
     go_on: threading.Event
@@ -484,7 +484,7 @@ def test_a_generator_that_dies_in_an_atomic_block_later_harms_nothing(
 
 
 def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interrupt comes amid the import of a package, and lands after it.
+    # The interrupt arrives during the import of a package, and lands after it.
     (tmp_path / "slowly_imported.py").write_text(
         "import builtins, time\n"
         "builtins.request_amid_import()\n"

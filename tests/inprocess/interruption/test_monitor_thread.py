@@ -214,7 +214,7 @@ def test_a_full_disk_under_the_events_is_logged_and_stops_nothing(
     assert watch.wait(NET_S) == RESTART
     assert watch.ending.is_set()
     assert [r.name for r in caplog.records].count("outlast.events") == 1
-    rig.connection.answers.put(b"value")  # and the thread lives
+    rig.connection.answers.put(b"value")  # and the thread is alive
     assert rig.monitor.wait_for(Op("wait_for", "key")) == b"value"
 
 

@@ -29,7 +29,7 @@ def test_it_ends_after_its_main_process_was_killed(ranks: Ranks) -> None:
         assert monitor.memory_full_info().uss <= OWN_MEMORY
         assert monitor.is_running()
         job.kill(0)
-        # No member is left to say goodbye: nothing holds up the end, the served store included.
+        # No member is left to leave: nothing delays the end, not even serving the store.
         psutil.wait_procs([monitor], timeout=NET_S)
         assert not monitor.is_running() or monitor.status() == psutil.STATUS_ZOMBIE
 

@@ -121,7 +121,7 @@ def test_a_newcomer_meets_those_that_were_there_before(connect: Connect) -> None
 def test_a_second_call_of_a_wrapper_does_not_lose_keys_to_the_first() -> None:
     # Places are swapped from the first call to the second, both at iteration 0.
     policies = {rank: whole_nodes(rank) for rank in range(4)}
-    run(policies, dist.HashStore, 4, {1, 2, 3})  # each its own store: only rank 0 is alone
+    run(policies, dist.HashStore, 4, {1, 2, 3})  # separate stores: only rank 0 is alone
     again = {rank: policies[3 - rank] for rank in range(4)}
     store = dist.HashStore()
     found = run(again, lambda: store, 4, set())

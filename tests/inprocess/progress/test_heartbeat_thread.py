@@ -22,7 +22,7 @@ NET_S = 60.0
 
 
 class Ticks:
-    """A clock that never shows the same time twice."""
+    """A clock that never returns the same time twice."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -33,7 +33,7 @@ class Ticks:
 
 
 class Page(SharedPage):
-    """Calls `on_look` whenever the heartbeat thread begins to look."""
+    """Calls `on_look` whenever the heartbeat thread begins a check."""
 
     on_look: Callable[[], None] = staticmethod(lambda: None)
 
@@ -57,7 +57,7 @@ def page() -> Iterator[Page]:
 
 
 class Watched:
-    """A heartbeat thread that watches the thread that enters this."""
+    """A heartbeat thread that watches the calling thread."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -79,7 +79,7 @@ class Watched:
         self.far.close()
 
     def looks(self, count: int) -> None:
-        """Waits until the heartbeat thread has looked `count` times."""
+        """Waits until the heartbeat thread has checked `count` times."""
         enough, seen = threading.Event(), [0]
 
         def look() -> None:
@@ -143,14 +143,14 @@ def test_a_thread_that_hangs_in_c_makes_no_progress(page: Page, thread: Any) -> 
         with Watched(page):
             os.system(f"printf x >/dev/fd/{say}; read line </dev/fd/{wait}")
             hung_until = page.progress
-            run_until(lambda: page.progress > hung_until)  # and on it goes
+            run_until(lambda: page.progress > hung_until)  # and progress continues
 
     try:
         thread(work)
     finally:
         for descriptor in (told, say, wait, release):
             os.close(descriptor)
-    # The first looks may find that the thread has come from somewhere else.
+    # The first checks may find that the thread was elsewhere before.
     assert len(set(seen[2:8])) == 1, seen
 
 

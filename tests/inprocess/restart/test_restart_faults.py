@@ -50,7 +50,7 @@ def test_nobody_goes_on_before_everyone_has_left(ranks: Ranks) -> None:
 
 
 def test_all_ranks_fail_at_the_same_instant(ranks: Ranks) -> None:
-    # Often, as some of the moments are rare: gloo may lose a send when its peer is gone by then.
+    # Repeated, since some timings are rare: gloo may lose a send whose peer has already ended.
     with ranks("faults", "all_fail_at_once", nprocs=3) as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)

@@ -25,7 +25,7 @@ def _ready(job: Job, iteration: int = 0) -> dict[int, int]:
 
 
 def test_the_main_process_of_rank_0_is_killed(ranks: Ranks) -> None:
-    # Its monitor serves the store until the others are done; that it then ends is seen by `Job`.
+    # Its monitor serves the store until the others are done; `Job` checks that it then ends.
     with ranks("lost", "killed_by_the_test", nprocs=3) as job:
         job.start_all()
         _ready(job)
@@ -53,7 +53,7 @@ def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None
     with ranks("lost", "killed_by_the_test", nprocs=nprocs) as job:
         job.start_all()
         monitors = _ready(job)
-        os.kill(job.pid(1), signal.SIGSTOP)  # so that it does not see its monitor end
+        os.kill(job.pid(1), signal.SIGSTOP)  # so that it does not detect the end of its monitor
         os.kill(monitors[1], signal.SIGKILL)
         job.kill(1)
         assert job.wait_all() == {r: KILLED if r == 1 else 0 for r in range(nprocs)}, errors(job)

@@ -53,7 +53,7 @@ def test_the_port_is_taken_and_the_error_names_it(ranks: Ranks, listens: bool) -
 
 def test_the_store_cannot_be_reached(ranks: Ranks) -> None:
     with ranks("misuse", "port_taken", nprocs=2) as job:
-        job.start(1)  # and no rank 0, which would serve it
+        job.start(1)  # without rank 0, which would serve the store
         assert job.wait_all() == {1: 1}
         (raised,) = events(job, 1, "raised")
         assert raised["type"] == "TimeoutError"
@@ -62,7 +62,7 @@ def test_the_store_cannot_be_reached(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_rank_fails_while_its_call_comes_up(ranks: Ranks, nprocs: int) -> None:
-    # Its monitor, which serves the store, goes when the others are done: `Job` sees to that.
+    # Its monitor, which serves the store, ends when the others are done: `Job` checks that.
     with ranks("misuse", "fails_coming_up", nprocs=nprocs) as job:
         job.start_all()
         assert job.wait_all() == {0: 1} | dict.fromkeys(range(1, nprocs), 0), errors(job)

@@ -29,4 +29,4 @@ def test_restarts_leave_nothing_behind(ranks: Callable[..., Job], restarts: int)
             assert ended["children"] == 0
             assert ended["handler"]
             before, after = ended["descriptors"]
-            assert after <= before + 10  # libuv's own, for life: see conftest.py
+            assert after <= before + 10  # libuv's own, never closed: see conftest.py

@@ -58,7 +58,7 @@ def _store_wait(call: CallWrapper) -> Block:
     return lambda: store.wait(["never"])
 
 
-# What both ranks do first; the result is what rank 0 then blocks in.
+# What both ranks do first; rank 0 then blocks in the result.
 WAYS: dict[str, Callable[[CallWrapper], Block]] = {
     "time.sleep": lambda call: lambda: time.sleep(FOREVER_S),
     "queue.get": lambda call: queue.Queue().get,

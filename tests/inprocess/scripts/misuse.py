@@ -23,7 +23,7 @@ from outlast.inprocess.initialize import RetryController
 def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
     if how == "kill":
         die()
-    with call.atomic():  # so that its own fault is reported after the echoes of it
+    with call.atomic():  # so that its own fault is reported after its echoes
         store = call.state.store
         dist.destroy_process_group()
         store.wait(["echo"])

@@ -21,8 +21,8 @@ from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 
-# The phase in which rank 1 fails, and how. It does so once; in `initialize` at iteration 1, so
-# that the fault comes in the midst of a restart.
+# The phase in which rank 1 fails, and how. It fails once; in `initialize` at iteration 1, so that
+# the fault occurs during a restart.
 PHASE, HOW = (*sys.argv[2:4], "", "")[:2]
 FIRST_RANK = int(os.environ["RANK"])
 _failed = False

@@ -38,7 +38,7 @@ def observed(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             try:
                 return function(call)
-            finally:  # the interrupt is repeated, and may come just here; so once more below
+            finally:  # a repeated interrupt may arrive here, hence the second one
                 say("left", iteration=call.iteration)
         finally:
             say("left", iteration=call.iteration)

@@ -42,7 +42,7 @@ def many_restarts() -> None:
     def train(call: CallWrapper) -> int:
         join_group()
         if call.iteration in (10, restarts // 2, restarts):
-            # Between two barriers: the other rank's connections are there, and stay.
+            # Between two barriers: the other rank's connections exist, and stay open.
             dist.barrier()
             say("held", iteration=call.iteration, **_held())
             dist.barrier()

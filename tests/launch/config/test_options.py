@@ -132,7 +132,7 @@ def test_a_wrong_fault_plan_is_refused_before_anything_starts(
         job(chaos=path)
     assert complaint in str(error.value)
     command = [sys.executable, "-m", "outlast.launch", "run", f"--chaos={path}", str(script)]
-    env = {**os.environ, "COLUMNS": "500"}  # so that the path is not broken over two lines
+    env = {**os.environ, "COLUMNS": "500"}  # so that the path is not wrapped
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert "plan.json" in done.stderr

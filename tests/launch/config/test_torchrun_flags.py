@@ -18,8 +18,8 @@ FLAGS: dict[str, argparse.Action] = {
     for action in get_args_parser()._actions
     if action.option_strings and action.dest != "help"
 }
-# What torchrun takes for "not given" where our default is None, and meanings of our own: see
-# the help of each option.
+# torchrun's defaults where ours is None, and options whose meaning differs: see the help of each
+# option.
 NOT_GIVEN = {
     "max_restarts": 0,
     "redirects": "0",
