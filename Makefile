@@ -73,7 +73,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
 
 test-ray: $(RAY_STAMP)
-	$(RAY_VENV)/bin/python -m pytest tests/elastic/test_ray.py
+	$(RAY_VENV)/bin/python -m pytest tests/elastic/states/test_ray.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
