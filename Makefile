@@ -1,11 +1,14 @@
 # Everything a contributor runs. Each target creates the environment it needs.
-#   make demo    a training run with planned faults, and its report
-#   make check   format, lint, types, import order, the documentation and its examples
-#   make test    the tests, without the slowest
+#   make venv      .venv with torch (the CPU build) and everything for development
+#   make demo      a training run with planned faults, and its report
+#   make check     format, lint, types, import order, the documentation and its examples
+#   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
-#   make bench   the benchmarks, compared with another library that restarts in place
-#   make docs    the documentation, into build/site; its Python examples are type-checked
+#   make bench     the benchmarks, compared with another library that restarts in place
+#   make docs      the documentation, into build/site; its Python examples are type-checked
+#   make format    formats the code, and applies the fixes of the linter
+#   make clean     removes environments, builds and caches
 
 PYTHON ?= python3
 # Installed first, at an exact version: a CPU build is enough for everything here, and plain

@@ -2,7 +2,7 @@
 
     outlast run --nproc-per-node 4 examples/digits.py
 
-It needs the decorator, a ping per step, and a checkpointer: after a fault the function restarts on
+What it needs for that is the decorator, a ping per step, and a checkpointer. After a fault the function restarts on
 every healthy rank, in the same process, restores the last checkpoint and continues. The data (1,797
 images of 8 x 8 pixels) ship with scikit-learn.
 """

@@ -70,8 +70,9 @@ def verify(
         list[int] | None, typer.Argument(metavar="[STEP]...", help="Which ones. Default: all.")
     ] = None,
 ) -> None:
-    """Read checkpoints completely and compare every byte with its checksum. The exit code is 1 if
-    one is damaged or there is none.
+    """Read checkpoints completely and compare every byte with its checksum.
+
+    The exit code is 1 if a checkpoint is damaged or none exists.
     """
     with _exit_on_error(), _open(directory) as storage:
         from outlast.async_checkpoint import named_files
