@@ -2,9 +2,9 @@
 
     outlast run --nproc-per-node 4 examples/digits.py
 
-What it needs for that is the decorator, a ping per step, and a checkpointer. After a fault the function restarts on
-every healthy rank, in the same process, restores the last checkpoint and continues. The data (1,797
-images of 8 x 8 pixels) ship with scikit-learn.
+What it needs for that is the decorator, a ping per step, and a checkpointer. After a fault the
+function restarts on every healthy rank, in the same process, restores the last checkpoint and
+continues. The data (1,797 images of 8 x 8 pixels) ship with scikit-learn.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.system.arguments import as_timedelta, seconds
+from outlast.system.arguments import as_timedelta, as_wait, seconds
 
 
 @pytest.mark.parametrize("value", [2, 2.0, timedelta(seconds=2)])
@@ -34,3 +34,17 @@ def test_zero_where_it_is_allowed() -> None:
     assert as_timedelta("timeout", 0, allow_zero=True) == timedelta(0)
     with pytest.raises(ValueError, match=r"^timeout must not be negative"):
         as_timedelta("timeout", -1, allow_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [(None, None), (0, 0.0), (-1.5, 0.0), (timedelta(seconds=-1), 0.0), (2, 2.0)],
+)
+def test_a_wait_is_over_at_once_after_its_deadline(value: Any, limit: float | None) -> None:
+    wait = as_wait("timeout", value)
+    assert (None if wait is None else wait.total_seconds()) == limit
+
+
+def test_the_limit_of_a_wait_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^timeout must be a number of seconds or a timedelta"):
+        as_wait("timeout", True)

@@ -43,7 +43,7 @@ from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.errors import CheckpointError
 from outlast.events import Emitter, Sink
-from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_timedelta, as_wait
 
 __all__ = ["Checkpointer"]
 
@@ -108,7 +108,7 @@ class Checkpointer:
         # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
         optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
-        self._timeout = as_timedelta("timeout", timeout).total_seconds()
+        self._timeout = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
         grouped = dist.is_available() and dist.is_initialized()
         if ranks() > 1 and not grouped:
@@ -253,7 +253,7 @@ class Checkpointer:
             CheckpointError: the error of the first save that failed.
             TimeoutError: if it takes longer than `timeout`.
         """
-        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
+        limit = as_wait("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         for save in self._pipeline.pending:
             save.handle.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -279,7 +279,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
+        limit = as_wait("timeout", timeout)
         self._pipeline.seal_all()
         in_time = self._pipeline.finish(None if limit is None else limit.total_seconds())
         late = [save.step for save in self._pipeline.pending]

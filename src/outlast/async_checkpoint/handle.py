@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from outlast.errors import TimeoutError
-from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_wait
 
 __all__ = ["Handle", "SaveHandle"]
 
@@ -39,7 +39,7 @@ class Handle:
 
     def _outcome(self, timeout: Duration | None, what: str) -> None:
         """Waits, and raises as `wait` does. `what` begins the message of a timeout."""
-        limit = as_timedelta("timeout", timeout, allow_zero=True) if timeout is not None else None
+        limit = as_wait("timeout", timeout)
         if not self._ended.wait(None if limit is None else limit.total_seconds()):
             raise TimeoutError(f"{what} not committed after {limit}")
         self._seen = True

@@ -46,6 +46,16 @@ def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datet
     return value
 
 
+def as_wait(name: str, value: object) -> datetime.timedelta | None:
+    """Checks and converts the limit of a wait. `None` is no limit; a negative one, the time left
+    until a deadline that has passed, is zero.
+    """
+    if value is None:
+        return None
+    negative = isinstance(value, int | float | datetime.timedelta) and seconds(value) < 0
+    return as_timedelta(name, 0.0 if negative else value, allow_zero=True)
+
+
 def seconds(value: Duration) -> float:
     """A duration in seconds."""
     return value.total_seconds() if isinstance(value, datetime.timedelta) else float(value)

@@ -352,6 +352,25 @@ def test_what_a_killed_save_has_left_is_removed_and_not_taken_along(folder: Path
     assert state.text == "ours"
 
 
+COPIES = ("states-00000001-0", "states-00000009-20261122", "states-2", ".tmp-states-00000001-keep")
+
+
+def test_copies_of_a_checkpoint_are_neither_loaded_nor_removed(folder: Path) -> None:
+    state = Text("a", "copied")
+    save_all_states()
+    copied = folder.parent / "copied"
+    shutil.copytree(folder / "states-00000001", copied)
+    state.text = "newest"
+    save_all_states()
+    for name in COPIES:
+        shutil.copytree(copied, folder / name)
+    (folder / "states-00000007").symlink_to(copied)
+    assert load_state(state)
+    assert state.text == "newest"
+    save_all_states()
+    assert names_in(folder) == sorted([*COPIES, "states-00000007", "states-00000008"])
+
+
 def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     folder.mkdir()
     code = (

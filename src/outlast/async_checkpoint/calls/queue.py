@@ -30,7 +30,7 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
-from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_wait
 from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["AsyncCallsQueue"]
@@ -184,7 +184,7 @@ class AsyncCallsQueue:
         """
         if self._closed:
             return
-        limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
+        limit = as_wait("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         try:
             while self._calls and self._settle_oldest(_left(deadline)):

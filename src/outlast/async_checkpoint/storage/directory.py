@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
@@ -16,7 +17,13 @@ from outlast.async_checkpoint.storage.manifest import (
     pieces,
     read_hashed,
 )
-from outlast.async_checkpoint.storage.protocol import STEP, Storage, is_temporary, step_of
+from outlast.async_checkpoint.storage.protocol import (
+    STATES,
+    STEP,
+    Storage,
+    is_temporary,
+    step_of,
+)
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.errors import CheckpointError
 
@@ -79,7 +86,9 @@ def candidates(storage: Storage) -> list[tuple[int, str]]:
         # Where saves are written in place, a directory without a manifest is a save in progress.
         # Beside checkpoints of states, it belongs to another program.
         unneeded = storage.prefix == STEP and not _in_place(storage)
-        if step is not None and (unneeded or is_committed(storage, folder)):
+        # Nor is a link to a checkpoint of states one of this directory.
+        linked = storage.prefix == STATES and (Path(storage.where) / folder).is_symlink()
+        if step is not None and not linked and (unneeded or is_committed(storage, folder)):
             found.append((step, folder))
     return sorted(found, key=lambda one: one[0], reverse=True)
 
@@ -277,7 +286,7 @@ def is_committed(storage: Storage, folder: str) -> bool:
         storage.size(folder, MANIFEST)
     except FileNotFoundError:
         return False
-    except PermissionError:
+    except OSError:
         if _in_place(storage):
             raise
         return True  # the reader of the manifest reports the error, or skips the checkpoint

@@ -23,6 +23,9 @@ STATES = "states"
 
 _COMMITTED = re.compile(r"([a-z]+)-(\d+)(?:-[0-9a-f]+)?")
 _TEMPORARY = re.compile(r"\.tmp-(?:(?:removed-)?([a-z]+)-\d)?.*")
+# States are on file systems only, where a name has no suffix: other names are a user's copies.
+_STATES = re.compile(r"states-(\d{8,18})")
+_TEMPORARY_STATES = re.compile(r"\.tmp-(?:removed-)?states-\d{8,18}-[0-9a-f]+(?:-old)?")
 
 
 class FileWriter(Protocol):
@@ -147,6 +150,8 @@ class Storage(Protocol):
 
 def step_of(folder: str, prefix: str = STEP) -> int | None:
     """The step of the committed checkpoint that a directory of this name would hold."""
+    if prefix == STATES:
+        return int(folder.partition("-")[2]) if _STATES.fullmatch(folder) else None
     match = _COMMITTED.fullmatch(folder)
     return int(match[2]) if match and match[1] == prefix else None
 
@@ -155,5 +160,7 @@ def is_temporary(folder: str, prefix: str = STEP) -> bool:
     """Whether a directory of this name belongs to an unfinished save or removal of a checkpoint
     with this prefix. A temporary directory that names no checkpoint belongs to the checkpointer.
     """
+    if prefix == STATES:
+        return _TEMPORARY_STATES.fullmatch(folder) is not None
     match = _TEMPORARY.fullmatch(folder)
     return match is not None and (match[1] or STEP) == prefix

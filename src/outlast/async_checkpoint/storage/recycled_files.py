@@ -20,6 +20,7 @@ a rename, so two ranks never get the same file.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import os
@@ -81,6 +82,9 @@ class RecycledFiles:
                 shutil.rmtree(self._folder)
             except FileNotFoundError:
                 continue  # another rank has just taken a file
+            except OSError as e:
+                if e.errno != errno.ENOTEMPTY:  # else another rank has just put files there
+                    raise
 
     @functools.cached_property
     def _supported(self) -> bool:

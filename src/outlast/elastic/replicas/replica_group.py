@@ -244,14 +244,14 @@ def current(timeout: Duration | None = None) -> Replicas:
         CheckpointError: if they cannot connect.
     """
     global _current
-    limit = None if timeout is None else as_timedelta("timeout", timeout)
+    limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)
     group = _group()
     if group is None:
         _current = None
         rank, world_size = environment.replica_rank(), environment.num_replicas()
         return Replicas(connect_ledger("elastic"), rank, world_size)
     if _current is None or _current[0]() is not group:
-        ledger = connect("elastic", group, limit or TIMEOUT)
+        ledger = connect("elastic", group, TIMEOUT if limit is None else limit)
         _current = weakref.ref(group, _forget), Replicas(ledger, ledger.rank, ledger.world_size)
     if limit is not None:
         _current[1].timeout = limit

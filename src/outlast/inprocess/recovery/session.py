@@ -34,7 +34,6 @@ from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive_timeout import Adaptive, GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
-from outlast.inprocess.recovery.frozen_heap import frozen_heap
 from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
@@ -108,7 +107,6 @@ class _Session:
             stack.callback(self.emitter.sink.close)
             stack.callback(self.page.close)
             stack.enter_context(exported())
-            stack.enter_context(frozen_heap())
             first = self.launch.rank == 0 and not self.launch.replacement
             self.monitor = MonitorSupervisor(
                 self.settings, self._monitor_plan, bool(self.ready) and first, host, self.machine
