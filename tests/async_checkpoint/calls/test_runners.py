@@ -218,6 +218,7 @@ def test_what_cannot_be_unpickled_is_a_failed_call(worker: WorkerRunner) -> None
     assert "cannot be unpickled in the worker: RuntimeError: not here" in cause
 
 
+@pytest.mark.slow
 def test_a_program_without_the_guard_is_told(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"
     program.write_text(

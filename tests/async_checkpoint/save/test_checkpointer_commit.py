@@ -97,6 +97,7 @@ def test_nothing_is_visible_before_every_rank_has_written(
     check_all_ranks(ranks, tmp_path / "c", plan)
 
 
+@pytest.mark.slow
 def test_the_check_finds_a_rank_that_reports_too_early(
     ranks: Ranks, tmp_path: Path, plan: Plan
 ) -> None:

@@ -226,3 +226,22 @@ def test_a_file_that_cannot_be_taken_is_no_error(tmp_path: Path) -> None:
     recycled.drop()
     assert not os.path.lexists(tmp_path / RECYCLED)
     assert os.path.lexists(tmp_path / "loop")
+
+
+def test_files_that_another_rank_keeps_during_the_removal_are_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank removes the recycled files at its end, while rank 0 may still keep new ones."""
+    recycled, hidden = RecycledFiles(tmp_path), tmp_path / ".tmp-removed-step-00000001-0"
+    for folder in (tmp_path / RECYCLED, hidden):
+        folder.mkdir()
+        (folder / "file").write_bytes(b"content")
+
+    def keep_first(path: str, **options: int) -> None:  # between the last unlink and the rmdir
+        monkeypatch.undo()
+        assert recycled.keep(hidden)
+        os.rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", keep_first)
+    recycled.drop()
+    assert os.listdir(tmp_path) == []

@@ -91,7 +91,7 @@ def ended(training: Trainings) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: int) -> None:
     """Under `ConsistentDDP`."""
     reference = trainings("reference", virtual=6)
@@ -112,7 +112,7 @@ def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: i
     for_sequences(seed, (1, 6), check)
 
 
-@pytest.mark.parametrize(("seed", "size"), [(4, 2), (5, 3)])
+@pytest.mark.parametrize(("seed", "size"), [(4, 2), pytest.param(5, 3, marks=pytest.mark.slow)])
 def test_bit_identical_at_a_constant_world_size(trainings: Made, seed: int, size: int) -> None:
     """Under plain DDP, with dropout and gradient accumulation."""
     plan = {"max_batch": 5, "unused": size > 2}

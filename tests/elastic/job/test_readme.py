@@ -57,7 +57,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
 
 @pytest.mark.parametrize(
     ("fault", "every"),
-    [("exception", 6), ("SIGKILL", 100)],
+    [("exception", 6), pytest.param("SIGKILL", 100, marks=pytest.mark.slow)],
 )
 def test_a_fault_within_an_epoch_does_not_change_the_result(
     tmp_path: Path, reference: Path, fault: str, every: int

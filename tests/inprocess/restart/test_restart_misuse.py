@@ -110,6 +110,7 @@ def test_connections_that_are_not_torchs_stay_open(ranks: Ranks) -> None:
             assert heard == ["still here"] * 2 + ["afterwards"] * 2
 
 
+@pytest.mark.slow
 def test_the_fork_of_the_monitor_amid_busy_threads(ranks: Ranks) -> None:
     with ranks("misuse", "busy_threads") as job:
         job.start_all()

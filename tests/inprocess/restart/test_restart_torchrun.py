@@ -15,8 +15,10 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 @pytest.mark.parametrize(
     ("script", "args"),
-    [("faults", ("one_fails", "exception")), ("lost", ("one_hangs", "python", "pings"))],
-    ids=["exception", "hang"],
+    [
+        pytest.param("faults", ("one_fails", "exception"), id="exception"),
+        pytest.param("lost", ("one_hangs", "python", "pings"), id="hang", marks=pytest.mark.slow),
+    ],
 )
 def test_a_fault_recovers_in_place(tmp_path: Path, script: str, args: tuple[str, ...]) -> None:
     path = str(SCRIPTS / f"{script}.py")

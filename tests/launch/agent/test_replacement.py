@@ -137,6 +137,7 @@ def test_a_worker_that_fails_after_completion_fails_the_job(tmp_path: Path) -> N
         assert run.wait() == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_again_at_once_backs_off(tmp_path: Path) -> None:
     # With a wait that no test outlives: what is seen is that it waits, and that the end of the
     # others does not.
