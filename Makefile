@@ -16,7 +16,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 # The number of processes that run tests.
-WORKERS ?= 2
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
