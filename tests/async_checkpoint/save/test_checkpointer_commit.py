@@ -54,8 +54,8 @@ NOT_DURABLE = {
     "the name of the folder": (
         "storage.local",
         "LocalStorage.publish",
-        "by now\n    fsync_folder(self.root)\n",
-        "by now\n",
+        "checkpoint now\n    fsync_folder(self.root)\n",
+        "checkpoint now\n",
     ),
 }
 
