@@ -26,7 +26,7 @@ BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
-BUILT_FROM := pyproject.toml hatch_build.py src/outlast/async_checkpoint/snapshot/nontemporal_copy.c
+BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-ray check format bench docs clean
@@ -99,6 +99,6 @@ docs: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
-		.import_linter_cache .hypothesis src/outlast/async_checkpoint/snapshot/_nontemporal_copy.so
+		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true

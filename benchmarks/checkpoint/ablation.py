@@ -1,10 +1,8 @@
-"""Whether two optimizations of the checkpointer pay off: saves and restores with and without each.
+"""Whether recycled files pay off: saves and restores with and without them.
 
-- Recycled files: a save writes over the files of the checkpoint that was removed last. Without
-  them, it creates files and the old ones are removed.
-- The compiled copy, which bypasses the caches. Without it, the C library's `memcpy` is used.
-
-All variants take turns in one process, in a different order each round.
+A save writes over the files of the checkpoint that was removed last. Without that, it creates files
+and the old ones are removed. Both variants take turns in one process, in a different order each
+round.
 """
 
 from __future__ import annotations
@@ -21,15 +19,13 @@ from benchmarks.checkpoint.saves import StepTimer, Timed, disk_folder, in_ranks,
 from benchmarks.checkpoint.training_state import FULL, QUICK, Size, Training
 from benchmarks.checkpoint.ways import make
 from benchmarks.lib.sheets import Sheet, median, ms
-from outlast.async_checkpoint.restore import verified_read
-from outlast.async_checkpoint.snapshot import chunk_copy, nontemporal_copy
 from outlast.async_checkpoint.writer import client
 from outlast.system.background_process import start_process
 
 __all__ = ["run", "sheets"]
 
-_BOTH = "with both"
-_VARIANTS = (_BOTH, "without recycled files", "without the compiled copy")
+_WITH = "with recycled files"
+_VARIANTS = (_WITH, "without recycled files")
 _WAYS = ("ours, eager", "ours, overlapped")
 _ROOT = Path(__file__).parents[2]
 
@@ -69,7 +65,6 @@ def _measure(size: Size, rounds: int) -> dict[str, Any]:
             way.close()
     return {
         "size_bytes": job.size_bytes,
-        "compiled": nontemporal_copy.streams,
         "seconds": seconds,
     }
 
@@ -84,11 +79,7 @@ def _restore(checkpointer: Any, job: Training) -> float:
 @contextlib.contextmanager
 def _variant(variant: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if "copy" in variant:
-            copy, _ = nontemporal_copy.load(Path("/nonexistent"))
-            for module in (chunk_copy, verified_read):
-                stack.enter_context(mock.patch.object(module, "move", copy))
-        if "recycled" in variant:
+        if variant != _WITH:
             path = {"PYTHONPATH": str(_ROOT)}
             stack.enter_context(mock.patch.dict("os.environ", path))
             stack.enter_context(mock.patch.object(client, "start_process", _start_writer))
@@ -100,11 +91,11 @@ def _start_writer(module: str, *, arguments: Any) -> Any:
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
-    """One table: medians, and their ratios to those with both."""
+    """One table: medians, and their ratios to those with recycled files."""
     rows = []
     columns = ("blocked", "durable", "restore")
     for name in _WAYS:
-        base = data["seconds"][f"{_BOTH}: {name}"]
+        base = data["seconds"][f"{_WITH}: {name}"]
         for variant in _VARIANTS:
             timed = data["seconds"][f"{variant}: {name}"]
             cells = []
@@ -112,15 +103,13 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
                 value, reference = median(timed[what]) or 0.0, median(base[what]) or 1.0
                 cells += [ms(value), f"{value / reference:.2f}"]
             rows.append((name.removeprefix("ours, "), variant, *cells))
-    header = [cell for what in columns for cell in (f"{what}, ms", "x with both")]
-    note = "" if data["compiled"] else " The copy was not compiled on this machine."
+    header = [cell for what in columns for cell in (f"{what}, ms", "x with them")]
     return [
         Sheet(
-            f"A save of {data['size_bytes'] / 2**20:,.0f} MiB without recycled files, and without "
-            "the compiled copy",
+            f"A save of {data['size_bytes'] / 2**20:,.0f} MiB with and without recycled files",
             ("way", "variant", *header),
             rows,
             "Ratios of medians of this run. Restores are from memory; the checkpoint before the "
-            f"last was removed by each save.{note}",
+            "last was removed by each save.",
         )
     ]

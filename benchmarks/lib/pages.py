@@ -18,7 +18,7 @@ MODULES = {
     "scale": ("inprocess.scale", "Scale"),
     "soak": ("inprocess.soak", "A thousand restarts in a row"),
     "checkpoint": ("checkpoint.run", "Checkpoints"),
-    "ablation": ("checkpoint.ablation", "Recycled files and the compiled copy"),
+    "ablation": ("checkpoint.ablation", "Recycled files"),
     "elastic": ("elastic.run", "Elastic state"),
 }
 """The module of each benchmark, and the title of its section on the page."""

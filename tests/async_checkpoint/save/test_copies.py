@@ -1,8 +1,7 @@
-"""The snapshot copy: cache-bypassing, with checksums, in threads that can be stopped."""
+"""The snapshot copy: with checksums, in threads that can be stopped."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 from collections.abc import Iterator
@@ -16,59 +15,14 @@ from async_checkpoint.checkpoints import NET, same
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.snapshot import chunk_copy as chunks_module
-from outlast.async_checkpoint.snapshot import nontemporal_copy
 from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, cut
 from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
-from outlast.system.shared_memory import SharedMemory
+from outlast.system.shared_memory import SharedMemory, move
 
 LARGE = 3 << 20  # elements: several chunks
-
-
-def address(buffer: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-@pytest.fixture(params=["streams", "does without"])
-def move(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """The compiled copy, if there is one, and its substitute."""
-    if request.param == "does without":
-        function, own = nontemporal_copy.load(tmp_path / "missing.so")
-        assert not own
-        return function
-    if not nontemporal_copy.streams:
-        pytest.skip("nothing was compiled here")
-    return nontemporal_copy.move
-
-
-def test_a_copy_is_exact_and_touches_nothing_else(move: Any) -> None:
-    chance = random.Random(0)
-    page = 16384  # of the copy: four pages at a time
-    sizes = [0, 1, 63, 64, (128 << 10) - 1, 128 << 10, (128 << 10) + 1, 10 * page, 10 * page + 63]
-    sizes += [chance.randrange(128 << 10, 1 << 20) for _ in range(40)]
-    for size in sizes:
-        to_at, from_at = chance.randrange(1, 128), chance.randrange(128)
-        source = bytearray(chance.randbytes(from_at + size))
-        to = bytearray(b"\xa5" * (to_at + size + 200))
-        move(address(to) + to_at, address(source) + from_at, size)
-        assert to[to_at : to_at + size] == source[from_at:]
-        assert to[:to_at] == b"\xa5" * to_at
-        assert to[to_at + size :] == b"\xa5" * 200
-
-
-def test_a_library_that_cannot_be_loaded_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    wrong = tmp_path / "wrong.so"
-    wrong.write_bytes(b"of another machine")
-    function, own = nontemporal_copy.load(wrong)
-    assert not own
-    assert str(wrong) in caplog.text
-    to, source = bytearray(10), bytearray(b"0123456789")
-    function(address(to), address(source), 10)
-    assert to == source
 
 
 @pytest.fixture
@@ -270,7 +224,7 @@ def test_a_write_that_torch_does_not_count_fails_verification(
         with monkeypatch.context() as patch:
 
             def moved(to: int, source: int, size_bytes: int) -> None:
-                nontemporal_copy.move(to, source, size_bytes)
+                move(to, source, size_bytes)
                 raw[0] = 7.0
 
             patch.setattr(chunks_module, "move", moved)

@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import xxhash
 
 from outlast.async_checkpoint.environment import local_ranks
-from outlast.async_checkpoint.snapshot.nontemporal_copy import move
 from outlast.async_checkpoint.storage.manifest import FileEntry, read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
-from outlast.system.shared_memory import memory_at
+from outlast.system.shared_memory import memory_at, move
 
 # Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 384 << 10

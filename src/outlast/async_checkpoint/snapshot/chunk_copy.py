@@ -5,12 +5,11 @@ time of the copy; the writer process would have to read all of them from memory 
 that runs during training (`OverlappedCopy`) also hashes. Where training waits for the copy
 (`EagerCopy`), the writer hashes, and training continues sooner.
 
-The hash is of the source, not of the copy, because the copy bypasses the caches
-(`snapshot/nontemporal_copy.py`). A tensor that is written to between its copy and its hash gets a
-checksum that does not match its copy: such a checkpoint fails verification, where it would
-otherwise hold a mixture of two states. Writes that torch counts are detected anyway; this concerns
-those that torch does not count. Tensors in memory that other processes share are hashed by the
-writer (`are_private`): programs that train one tensor from several processes without locks
+The hash is of the source, not of the copy. A tensor that is written to between its copy and its
+hash gets a checksum that does not match its copy: such a checkpoint fails verification, where it
+would otherwise hold a mixture of two states. Writes that torch counts are detected anyway; this
+concerns those that torch does not count. Tensors in memory that other processes share are hashed by
+the writer (`are_private`): programs that train one tensor from several processes without locks
 (Hogwild) do so on purpose.
 """
 
@@ -24,10 +23,9 @@ from typing import Any
 import torch
 import xxhash
 
-from outlast.async_checkpoint.snapshot.nontemporal_copy import move
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.storage.manifest import pieces
-from outlast.system.shared_memory import SharedMemory, memory_at
+from outlast.system.shared_memory import SharedMemory, memory_at, move
 
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
