@@ -11,28 +11,49 @@ training have no use for torch, whose import takes seconds.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
     from outlast.async_checkpoint import Checkpointer
     from outlast.elastic import Job
+    from outlast.inprocess import CallWrapper, Wrapper
 
     __version__: str
 
-__all__ = ["Checkpointer", "Job"]
+__all__ = [
+    "CallWrapper",
+    "Checkpointer",
+    "Job",
+    "Wrapper",
+    "async_checkpoint",
+    "chaos",
+    "elastic",
+    "errors",
+    "events",
+    "inprocess",
+]
+
+_PACKAGES = {
+    "CallWrapper": "inprocess",
+    "Checkpointer": "async_checkpoint",
+    "Job": "elastic",
+    "Wrapper": "inprocess",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Checkpointer":
-        from outlast.async_checkpoint import Checkpointer
-
-        return Checkpointer
-    if name == "Job":
-        from outlast.elastic import Job
-
-        return Job
+    if name in _PACKAGES:
+        return getattr(importlib.import_module(f"{__name__}.{_PACKAGES[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         from importlib.metadata import version
 
         return version("outlast")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -73,7 +73,9 @@ def main(folder: Path) -> int:
             name = title or f"{page.stem}_line{line}.py".replace("-", "_")
             path = folder / name
             assert not path.exists(), f"{page}: there are two examples {name}"
-            path.write_text(module(source, known))
+            # The README's examples are checked as a user's strict settings check them.
+            strict = "\n# mypy: strict-optional\n" if page.stem == "README" else ""
+            path.write_text(module(source, known) + strict)
     command = [sys.executable, "-m", "mypy", *OPTIONS, "--cache-dir", ROOT / ".mypy_cache/examples"]
     return subprocess.run([*command, "."], cwd=folder).returncode
 

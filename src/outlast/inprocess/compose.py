@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +20,11 @@ class Compose:
     type: a named tuple is one value), its items are the arguments of the next part; any other
     value is the only argument. Therefore, parts that take and return `(state, train_ex)` or
     `(state, terminated_ranks)` compose without adapters.
+
+    After a part that returned `None`, a part that can be called without arguments is called without
+    any, unless the part before it was called with arguments and this one has parameters. A part
+    that was called with arguments and returned `None` has probably forgotten its `return`: it
+    causes a `UserWarning`, except before a part without parameters, and the next part gets `None`.
 
     The object is an instance of the closest common base of its parts, which is the first class in
     the method resolution order of the first part that all other parts share:
@@ -62,10 +69,22 @@ class Compose:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the rightmost part with the arguments, and so on to the left."""
-        *others, first = self._parts
-        result = first(*args, **kwargs)
-        for part in reversed(others):
-            result = part(*result) if type(result) is tuple else part(result)
+        *others, part = self._parts
+        result = part(*args, **kwargs)
+        # A part that gets None and returns None has passed its argument on.
+        given = any(value is not None for value in (*args, *kwargs.values()))
+        for following in reversed(others):
+            before, part = part, following
+            if result is None and _is_called_bare(part, after_arguments=given):
+                arguments: tuple[Any, ...] = ()
+            else:
+                arguments = result if type(result) is tuple else (result,)
+                if result is None and given:
+                    _warn_of_none(before)
+            result = part(*arguments)
+            given = any(value is not None for value in arguments)
+        if result is None and given:
+            _warn_of_none(part)
         return result
 
     @property
@@ -87,6 +106,27 @@ def iter_parts(part: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         return
     for inner in reversed(part.parts):
         yield from iter_parts(inner)
+
+
+def _is_called_bare(part: Callable[..., Any], *, after_arguments: bool) -> bool:
+    """Whether `part` is called without arguments after a part that returned `None`."""
+    try:
+        signature = inspect.signature(part)
+        if after_arguments:
+            return not signature.parameters
+        signature.bind()
+    except (TypeError, ValueError):  # it needs arguments, or is a builtin without a signature
+        return False
+    return True
+
+
+def _warn_of_none(part: Callable[..., Any]) -> None:
+    warnings.warn(
+        f"Compose: {part!r} was called with arguments and returned None, so the chain was not "
+        "continued with its result; it should return what the next part takes",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _isa(part: object, base: type) -> bool:

@@ -38,9 +38,7 @@ def read_launch() -> Launch:
     Raises:
         ValueError: naming the variable that is not a number, or out of range.
     """
-    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
+    rank, world_size = environment_rank()
     port = _number("MASTER_PORT", 0)
     if not 0 <= port < 1 << 16:
         raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
@@ -59,6 +57,18 @@ def read_launch() -> Launch:
         events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
         agent=os.environ.get("OUTLAST_AGENT", "") == "1",
     )
+
+
+def environment_rank() -> tuple[int, int]:
+    """`RANK` and `WORLD_SIZE`; 0 and 1 without a launcher.
+
+    Raises:
+        ValueError: naming the variable that is not a number, or out of range.
+    """
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
+    return rank, world_size
 
 
 def store_endpoint() -> tuple[str, int] | None:

@@ -18,10 +18,12 @@ __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthChe
 
 
 class HealthCheck(abc.ABC):
-    """Runs on every rank before the function, and after `finalize`.
+    """Runs on every rank before the function in every iteration, and after `finalize`.
 
-    Any `Exception` that it raises means that this rank must not continue: it leaves with a
-    `HealthCheckError`, and the others continue without it.
+    An `Exception` that it raises *before* the function is a fault like one in the function: all
+    ranks restart. The check *after* `finalize` then decides whether this rank stays: if it raises,
+    the rank leaves with a `HealthCheckError`, and the others continue without it. So a check that
+    fails once and then passes costs one restart, not the rank.
     """
 
     @abc.abstractmethod
@@ -32,8 +34,9 @@ class HealthCheck(abc.ABC):
 
         Args:
             state: the state of the iteration that begins, or that has ended.
-            train_ex: the exception that the function itself raised on this rank; `None` if it was
-                interrupted because of another rank, or has not run yet.
+            train_ex: `None` before the function. After `finalize`, the exception that the function
+                (or `initialize`, or the check before the function) raised on this rank; `None` if
+                the function was interrupted because of another rank.
         """
 
 
@@ -76,8 +79,9 @@ class CudaHealthCheck(HealthCheck):
 class FaultCounter(HealthCheck):
     """Counts the faults of this rank, and makes the rank leave if there are too many.
 
-    A fault is an `Exception`, or a `RankShouldRestart`, that the function itself raised on this
-    rank. Restarts because of other ranks are not counted.
+    A fault is an `Exception`, or a `RankShouldRestart`, that the function itself (or `initialize`,
+    or the health check before the function) raised on this rank. Restarts because of other ranks
+    are not counted.
 
     Args:
         max_rank_faults: the allowed number of faults of this rank; `None` for no limit.

@@ -13,7 +13,7 @@ import abc
 import collections
 import dataclasses
 import datetime
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 from outlast.errors import RankDiscarded
 from outlast.inprocess.distributed.group_keys import KeyExchange
@@ -46,7 +46,8 @@ class RankAssignment(abc.ABC):
 
         Args:
             state: the state of this rank; `rank` is less than `world_size`.
-            terminated_ranks: ranks below `world_size` that are not in the next iteration.
+            terminated_ranks: ranks below `world_size` that are not in the next iteration. The
+                wrapper passes a `frozenset`; the policies of this module take any collection.
 
         Raises:
             RankDiscarded: if this rank is a terminated rank.
@@ -77,11 +78,11 @@ class ShiftRanks(RankAssignment):
     """
 
     def __call__(
-        self, state: State, terminated_ranks: frozenset[int]
+        self, state: State, terminated_ranks: Collection[int]
     ) -> tuple[State, frozenset[int]]:
-        _check_kept(self, state, terminated_ranks)
-        gaps = sum(gap < state.rank for gap in terminated_ranks)
-        return _moved(state, state.rank - gaps, terminated_ranks), frozenset()
+        gone = _checked(self, state, terminated_ranks)
+        gaps = sum(gap < state.rank for gap in gone)
+        return _moved(state, state.rank - gaps, gone), frozenset()
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,16 +94,16 @@ class FillGaps(RankAssignment):
     """
 
     def __call__(
-        self, state: State, terminated_ranks: frozenset[int]
+        self, state: State, terminated_ranks: Collection[int]
     ) -> tuple[State, frozenset[int]]:
-        _check_kept(self, state, terminated_ranks)
-        size = state.world_size - len(terminated_ranks)
+        gone = _checked(self, state, terminated_ranks)
+        size = state.world_size - len(gone)
         rank = state.rank
         if rank >= size:
-            before = sum(other not in terminated_ranks for other in range(size, rank))
+            before = sum(other not in gone for other in range(size, rank))
             # There are as many ranks to move as gaps below `size`, which come first.
-            rank = sorted(terminated_ranks)[before]
-        return _moved(state, rank, terminated_ranks), frozenset()
+            rank = sorted(gone)[before]
+        return _moved(state, rank, gone), frozenset()
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,11 +139,12 @@ class FilterGroupedByKey(RankAssignment):
         self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
-        self, state: State, terminated_ranks: frozenset[int]
+        self, state: State, terminated_ranks: Collection[int]
     ) -> tuple[State, frozenset[int]]:
-        if state.rank in terminated_ranks:
-            return state, terminated_ranks  # the next policy raises
-        keys = self._keys(state, terminated_ranks)
+        gone = as_ranks(terminated_ranks)
+        if state.rank in gone:
+            return state, gone  # the next policy raises
+        keys = self._keys(state, gone)
         counts = collections.Counter(keys.values())
         failed = {key for key, count in counts.items() if not self.condition(count)}
         why = {
@@ -151,8 +153,8 @@ class FilterGroupedByKey(RankAssignment):
             for rank, key in keys.items()
             if key in failed
         }
-        why_before: Mapping[int, str] = getattr(terminated_ranks, "why", {})
-        return state, MarkedRanks(terminated_ranks | why.keys(), {**why_before, **why})
+        why_before: Mapping[int, str] = getattr(gone, "why", {})
+        return state, MarkedRanks(gone | why.keys(), {**why_before, **why})
 
     def _keys(self, state: State, terminated_ranks: frozenset[int]) -> Mapping[int, Hashable]:
         healthy = [rank for rank in range(state.world_size) if rank not in terminated_ranks]
@@ -180,13 +182,19 @@ class AwaitReplacements(RankAssignment):
         self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
-        self, state: State, terminated_ranks: frozenset[int]
+        self, state: State, terminated_ranks: Collection[int]
     ) -> tuple[State, frozenset[int]]:
-        return state, terminated_ranks
+        return state, as_ranks(terminated_ranks)
 
 
-def _check_kept(policy: object, state: State, terminated_ranks: frozenset[int]) -> None:
-    """Raises `RankDiscarded` if the rank is not in the next iteration."""
+def as_ranks(ranks: Collection[int]) -> frozenset[int]:
+    """The ranks as a set; a set of `MarkedRanks` keeps its reasons."""
+    return ranks if isinstance(ranks, frozenset) else frozenset(ranks)
+
+
+def _checked(policy: object, state: State, ranks: Collection[int]) -> frozenset[int]:
+    """The terminated ranks; raises `RankDiscarded` if the rank is not in the next iteration."""
+    terminated_ranks = as_ranks(ranks)
     unknown = sorted(rank for rank in terminated_ranks if not 0 <= rank < state.world_size)
     if unknown:
         raise ValueError(
@@ -201,6 +209,7 @@ def _check_kept(policy: object, state: State, terminated_ranks: frozenset[int]) 
             f"rank {state.rank} (initial rank {state.initial_rank}) is left out of iteration "
             f"{state.iteration} by {type(policy).__name__}: {why}"
         )
+    return terminated_ranks
 
 
 def _moved(state: State, rank: int, terminated_ranks: frozenset[int]) -> State:

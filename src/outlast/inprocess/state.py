@@ -7,6 +7,8 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+from outlast.inprocess.environment import environment_rank
+
 __all__ = ["LazyStore", "State", "Status"]
 
 
@@ -48,32 +50,55 @@ class _StoreField:
         state.__dict__["store"] = None if value is self else value
 
 
+class _ActiveSizeField:
+    """A field that reads as the world size until it is set to a number other than 0."""
+
+    def __get__(self, state: State | None, owner: type[State]) -> Any:
+        if state is None:
+            return self
+        return state.__dict__["active_world_size"] or state.world_size
+
+    def __set__(self, state: State, value: Any) -> None:
+        state.__dict__["active_world_size"] = 0 if value is self else value
+
+
 @dataclasses.dataclass
 class State:
     """The rank of a process in the job.
 
+    Without arguments, the rank and the world size are those of the environment (`RANK`,
+    `WORLD_SIZE`; 0 and 1 if they are not set). The fields may be set, to test a policy without a
+    job::
+
+        state = State()
+        state.rank, state.world_size = 3, 8
+        state, unhandled = ShiftRanks()(state, {1, 2})
+
     Attributes:
         rank: the rank in this iteration, 0 <= rank < world_size.
         world_size: the number of ranks, including the warm reserve.
-        active_world_size: the number of ranks that call the function.
-        initial_rank, initial_world_size: the values when this process joined the job.
+        active_world_size: the number of ranks that call the function; by default, all.
+        initial_rank, initial_world_size: the values when this process joined the job; by default,
+            those of `rank` and `world_size`.
         iteration: the number of restarts so far.
         status: see `Status`. A rank is active if the filter lets it call the function.
         store: a `torch.distributed.Store`, shared by all ranks of this iteration.
     """
 
-    rank: int
-    world_size: int
-    initial_rank: int
-    initial_world_size: int
-    active_world_size: int = 0
+    rank: int = dataclasses.field(default_factory=lambda: environment_rank()[0])
+    world_size: int = dataclasses.field(default_factory=lambda: environment_rank()[1])
+    initial_rank: int = -1
+    initial_world_size: int = 0
+    active_world_size: int = dataclasses.field(default=_ActiveSizeField())  # type: ignore[assignment]
     iteration: int = 0
     status: Status = Status.INITIALIZED
     store: Any = dataclasses.field(default=_StoreField(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.active_world_size:
-            self.active_world_size = self.world_size
+        if self.initial_rank < 0:
+            self.initial_rank = self.rank
+        if not self.initial_world_size:
+            self.initial_world_size = self.world_size
 
     @property
     def active(self) -> bool:

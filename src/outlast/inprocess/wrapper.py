@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from outlast.events import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
@@ -27,6 +27,8 @@ from outlast.inprocess.store import TCPStore
 from outlast.system.arguments import Duration, as_timedelta
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Wrapper:
@@ -43,6 +45,11 @@ class Wrapper:
     iteration. `RANK` and `WORLD_SIZE` are set before the function is called; the function creates
     its own process group.
 
+    The function gets its `CallWrapper` for a parameter that is annotated with that class, or for an
+    unannotated parameter named `call` (without a default, or with `None`) that its caller does not
+    pass. `@Wrapper` without parentheses
+    is `@Wrapper()`.
+
     Every duration is a number of seconds or a `datetime.timedelta`.
 
     Args:
@@ -51,7 +58,8 @@ class Wrapper:
         initialize: rank-local; runs before the function in every iteration.
         abort: ends in-flight work, from another thread.
         finalize: rank-local; runs after the abort, to prepare the process for a restart.
-        health_check: rank-local; raises if this rank must not continue.
+        health_check: rank-local; before the function, where a failure restarts all ranks, and after
+            `finalize`, where it excludes this rank.
         rank_assignment: gives the ranks and the world size of the next iteration.
         rank_filter: selects the ranks that call the function; the others are a warm reserve.
         monitor_thread_interval: backstop for the monitor thread's waits.
@@ -138,7 +146,26 @@ class Wrapper:
             grow_policy=grow_policy,
         )
 
-    def __call__(self, function: F) -> F:
+    # Hidden from type checkers, for which `@Wrapper` without parentheses is an error.
+    if not TYPE_CHECKING:
+
+        @functools.wraps(__init__)  # for `inspect.signature`
+        def __new__(cls, *function: Any, **arguments: Any) -> Any:
+            if not function:
+                return super().__new__(cls)
+            if len(function) > 1:
+                raise TypeError(f"Wrapper takes keyword arguments only, not {function!r}")
+            return cls(**arguments)(*function)
+
+    # For type checkers: the caller of the decorated function does not pass its first parameter
+    # `call: CallWrapper`.
+    @overload
+    def __call__(self, function: Callable[Concatenate[CallWrapper, P], R]) -> Callable[P, R]: ...
+
+    @overload
+    def __call__(self, function: F) -> F: ...
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"Wrapper decorates a function, not {function!r}")
         if _is_lazy(function):
@@ -149,13 +176,16 @@ class Wrapper:
         if not self.enabled:
             return function
         signature = _signature(function)
-        wanted = _call_wrapper_parameters(function, signature)
+        annotated = _call_wrapper_parameters(function, signature)
         name = getattr(function, "__qualname__", repr(function))
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            # Invalid arguments would fail in every iteration: they fail here, once.
+            wanted = annotated
             if signature is not None:
+                if not wanted and _takes_call_by_name(signature, args, kwargs):
+                    wanted = ["call"]
+                # Invalid arguments would fail in every iteration: they fail here, once.
                 signature.bind(*args, **{**kwargs, **dict.fromkeys(wanted, None)})
 
             def once(call: CallWrapper) -> Any:
@@ -163,7 +193,7 @@ class Wrapper:
 
             return run_call(self.settings, once, name, self.event_sink)
 
-        return typing.cast(F, wrapped)
+        return wrapped
 
 
 def _is_lazy(function: Callable[..., Any]) -> bool:
@@ -199,6 +229,20 @@ def _call_wrapper_parameters(
             raise TypeError(f"{name}: the CallWrapper cannot be a positional-only parameter")
         names.append(name)
     return names
+
+
+def _takes_call_by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the function has an unannotated parameter `call` that these arguments do not give."""
+    parameter = signature.parameters.get("call")
+    return (
+        parameter is not None
+        and parameter.annotation is parameter.empty
+        and parameter.default in (parameter.empty, None)
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and "call" not in signature.bind_partial(*args, **kwargs).arguments
+    )
 
 
 def _is_call_wrapper(annotation: Any) -> bool:

@@ -75,6 +75,51 @@ def test_only_a_plain_tuple_is_taken_apart() -> None:
     assert Compose(lambda: "none", lambda: ())() == "none"
 
 
+class Counting:
+    """A part without parameters or results."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+
+def test_parts_without_arguments_are_each_called_without_any() -> None:
+    part = Counting()
+    assert Compose(part, part, part)() is None
+    assert part.calls == 3
+    # A part that may be called without arguments is; one that needs one gets the None.
+    assert Compose(lambda x=1: x, part)() == 1
+    assert Compose(lambda x: [x], part)() == [None]
+
+
+def test_a_part_without_parameters_follows_one_that_returned_none() -> None:
+    part, seen = Counting(), []
+    assert Compose(part, part, seen.append)("x") is None
+    assert (part.calls, seen) == (2, ["x"])
+
+
+def test_a_part_that_forgets_its_return_causes_a_warning_and_the_chain_goes_on() -> None:
+    seen: list[Any] = []
+
+    def forgets(value: Any) -> None:
+        seen.append(value)
+
+    with pytest.warns(UserWarning, match=r"forgets.* was called with arguments and returned None"):
+        assert Compose(lambda x: [x], forgets)(1) == [None]
+    with pytest.warns(UserWarning, match="the chain was not continued"):
+        assert Compose(forgets, forgets)(2) is None
+    with pytest.warns(UserWarning, match="forgets"):
+        assert Compose(forgets, lambda x: x + 1)(2) is None
+    assert seen == [1, 2, None, 3]
+
+
+def test_a_none_that_is_passed_on_is_no_warning() -> None:
+    assert Compose(lambda x: x, lambda x: x, lambda x: x)(None) is None
+    assert Compose(lambda x: x is None, lambda: None)() is True
+
+
 def test_parts_are_as_given_and_leaves_in_call_order() -> None:
     a, b, c = ShiftRanks(), FillGaps(), ShiftRanks()
     composed = Compose(a, Compose(b, c))

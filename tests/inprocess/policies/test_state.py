@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from outlast.inprocess.rank_assignment import FillGaps, ShiftRanks
+from outlast.inprocess.rank_filter import MaxActiveWorldSize
 from outlast.inprocess.state import LazyStore, State, Status
 
 
@@ -24,6 +30,36 @@ def test_all_are_active_at_first() -> None:
     assert not state.copy(status=Status.INACTIVE).active
 
 
+def test_without_arguments_it_is_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    state = State()
+    assert (state.rank, state.world_size, state.iteration) == (3, 8, 0)
+    assert (state.initial_rank, state.initial_world_size, state.active_world_size) == (3, 8, 8)
+    assert state.status is Status.INITIALIZED
+    monkeypatch.setenv("RANK", "8")
+    with pytest.raises(ValueError, match="RANK=8 must be at least 0 and below WORLD_SIZE=8"):
+        State()
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert (State().rank, State().world_size) == (0, 1)
+    assert (State(2, 5).initial_rank, State(2, 5).initial_world_size) == (2, 5)
+
+
+@pytest.mark.parametrize("gone", [{1, 4}, [1, 4, 1], (4, 1), {1: "a", 4: "b"}, frozenset({1, 4})])
+def test_a_policy_is_tested_in_one_line(gone: Any) -> None:
+    state = State()
+    state.rank, state.world_size = 3, 5
+    after, unhandled = ShiftRanks()(state, gone)
+    assert (after.rank, after.world_size, after.active_world_size, unhandled) == (2, 3, 3, set())
+    after, _ = FillGaps()(state, gone)
+    assert (after.rank, after.world_size) == (1, 3)
+    after, _ = ShiftRanks()(state, {})
+    assert (after.rank, after.world_size) == (3, 5)
+    assert (state.rank, state.world_size) == (3, 5)
+    assert MaxActiveWorldSize(4)(state).active_world_size == 4
+
+
 def test_a_lazy_store_is_connected_once_and_when_asked_for() -> None:
     connect = Connect()
     state = State(0, 1, 0, 1, store=LazyStore(connect))
@@ -41,7 +77,7 @@ def test_a_copy_shares_the_store_without_connecting() -> None:
     assert not connect.made
     assert copy.store is state.store
     assert len(connect.made) == 1
-    assert (copy.rank, copy.world_size, copy.active_world_size) == (2, 3, 1)
+    assert (copy.rank, copy.world_size, copy.active_world_size) == (2, 3, 3)
     copy.rank = 5
     assert state.rank == 0
 

@@ -32,6 +32,28 @@ def test_initialize_raises_and_everyone_goes_on(ranks: Ranks) -> None:
         assert_never_together(job)
 
 
+def test_a_health_check_that_fails_once_costs_a_restart_and_no_rank(ranks: Ranks) -> None:
+    with ranks("phases", "fails_the_first_check", "once") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert views(job)[1] == full(2)
+        failure = "OSError('the device does not answer')"
+        checked = [(x["iteration"], x["train_ex"]) for x in events(job, 1, "checked")]
+        assert checked == [(0, "None"), (0, failure), (1, "None")]
+        assert "health_check: OSError: the device does not answer" in job.errors(0)
+
+
+def test_the_second_health_check_decides_whether_the_rank_stays(ranks: Ranks) -> None:
+    with ranks("phases", "fails_the_first_check", "always") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 1}, errors(job)
+        (raised,) = events(job, 1, "raised")
+        assert raised["type"] == "HealthCheckError"
+        assert "OSError: the device does not answer" in raised["message"]
+        assert not events(job, 1, "entered")
+        assert views(job)[max(views(job))] == full(1)
+
+
 def test_abort_raises_and_the_restart_goes_on(ranks: Ranks) -> None:
     with ranks("phases", "fails_in_phase", "abort", "raise", nprocs=3) as job:
         job.start_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Optional
@@ -71,6 +72,49 @@ as_object.__annotations__["call"] = CallWrapper
 )
 def test_the_call_wrapper_is_passed_by_annotation(function: Callable[..., Any]) -> None:
     assert Wrapper()(function)(7) == (7, CALL)
+
+
+def by_name(first, call):  # type: ignore[no-untyped-def]
+    return first, call
+
+
+def by_name_and_default(first, *, call=None):  # type: ignore[no-untyped-def]
+    return first, call
+
+
+@pytest.mark.usefixtures("called")
+@pytest.mark.parametrize("function", [by_name, by_name_and_default])
+def test_the_call_wrapper_is_passed_by_name(function: Callable[..., Any]) -> None:
+    assert Wrapper()(function)(7) == (7, CALL)
+    assert Wrapper()(function)(7, call="given") == (7, "given")
+
+
+@pytest.mark.usefixtures("called")
+def test_an_argument_call_of_another_kind_is_the_callers() -> None:
+    assert Wrapper()(lambda call="mine": call)() == "mine"
+    assert Wrapper()(lambda *call: call)(1, 2) == (1, 2)
+
+    @Wrapper()
+    def typed(call: str) -> str:
+        return call
+
+    assert typed("given") == "given"
+
+
+@pytest.mark.usefixtures("called")
+def test_without_parentheses_it_decorates_too() -> None:
+    @Wrapper  # type: ignore[call-arg, arg-type]
+    def function(call):  # type: ignore[no-untyped-def]
+        return call
+
+    assert function() is CALL
+    assert Wrapper(plain, enabled=False) is plain  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Wrapper decorates a function, not 3"):
+        Wrapper(3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="keyword arguments only"):
+        Wrapper(plain, plain)  # type: ignore[call-arg]
+    kinds = {p.kind for p in inspect.signature(Wrapper).parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.usefixtures("called")

@@ -111,6 +111,27 @@ def fails_in_phase(call: CallWrapper) -> int:
     return _rank_0_fails_once(call)
 
 
+class FailsFirst(HealthCheck):
+    """Rank 1 fails before the function, once or ("always") after the restart as well."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.failed = how, False
+
+    def __call__(self, state, train_ex=None):
+        say("checked", iteration=state.iteration, train_ex=repr(train_ex))
+        if FIRST_RANK == 1 and (not self.failed or self.how == "always"):
+            self.failed = True
+            raise OSError("the device does not answer")
+        return state, train_ex
+
+
+@scenario
+@wrapped(health_check=FailsFirst(PHASE))
+def fails_the_first_check(call: CallWrapper) -> int:
+    join_group()
+    return finish()
+
+
 @scenario
 def dies_at_the_barrier() -> None:
     """Rank 2 delays the restart in `finalize` while the test kills rank 1 at the barrier."""

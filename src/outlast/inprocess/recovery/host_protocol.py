@@ -95,7 +95,7 @@ class Host(Protocol):
         """Publishes the iteration's store, which the others need before they start."""
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
-        """Runs initialize and the health check; returns the fault if initialize raised one."""
+        """Runs initialize and the first health check; returns the fault if one of them raised."""
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
         """Runs the function until it is left."""

@@ -143,10 +143,10 @@ class RankHost(RankFaults):
             await link.put(f"store/{iteration}", where.encode())
 
     async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
-        where = await link.read(f"store/{iteration}")
-        if where is None:
+        address = await link.read(f"store/{iteration}")
+        if address is None:
             raise InternalError(f"rank 0 published no store for iteration {iteration}")
-        self.iteration_store.where = where.decode()
+        self.iteration_store.where = address.decode()
         self.replace_lost_monitor()
         self.atomic_section.reset()
         self.page.pings = 0
@@ -155,15 +155,17 @@ class RankHost(RankFaults):
         publish_rank(
             self.state.rank, self.state.active_world_size, iteration, self.iteration_store.endpoint
         )
-        initialize = self.settings.initialize
-        if initialize is not None:
-            try:
+        where = "initialize: "
+        try:
+            if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(InitializeDone):
-                    self.state = initialize(self.state)
-            except Exception as e:  # noqa: BLE001 - any exception is a fault of this rank
-                self.error = e
-                return self.own_fault(e, "initialize: ")
-        self._check_health(None)
+                    self.state = self._kept(self.settings.initialize(self.state))
+            # A failure here does not exclude the rank: the check after the restart decides that.
+            where = "health_check: "
+            self._check_health(None)
+        except Exception as e:  # noqa: BLE001 - any exception is a fault of this rank
+            self.error = e
+            return self.own_fault(e, where)
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
@@ -218,8 +220,18 @@ class RankHost(RankFaults):
         with self._user_code(), self.emitter.span(FinalizeDone):
             self.releaser.release()
             if self.settings.finalize is not None:
-                self.state, train_ex = self.settings.finalize(self.state, train_ex)
-        self._check_health(train_ex)
+                result = self.settings.finalize(self.state, train_ex)
+                self.state = self._kept(result)
+                if isinstance(result, tuple):
+                    train_ex = result[1]
+        try:
+            self._check_health(train_ex)
+        except HealthCheckError:
+            raise
+        except Exception as e:
+            raise HealthCheckError(
+                f"rank {self.state.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
+            ) from e
         self.replace_lost_monitor()
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
@@ -263,19 +275,23 @@ class RankHost(RankFaults):
             return Raised(self.own_fault(error))
         raise error
 
+    def _kept(self, result: Any) -> State:
+        """The state that a policy has returned, alone or with `train_ex`. A policy that returns
+        `None` has not changed it.
+        """
+        state = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+        if state is None:
+            return self.state
+        if not isinstance(state, State):
+            raise TypeError(f"a policy must return the state that it was given, not {result!r}")
+        return state
+
     def _check_health(self, train_ex: BaseException | None) -> None:
         check = self.settings.health_check
         if check is None:
             return
-        try:
-            with self._user_code(), self.emitter.span(HealthCheckDone):
-                self.state, _ = check(self.state, train_ex)
-        except HealthCheckError:
-            raise
-        except Exception as e:
-            raise HealthCheckError(
-                f"rank {self.state.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
-            ) from e
+        with self._user_code(), self.emitter.span(HealthCheckDone):
+            self.state = self._kept(check(self.state, train_ex))
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:

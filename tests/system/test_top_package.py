@@ -1,0 +1,27 @@
+"""`import outlast` is cheap, configures nothing, and offers its packages and their main names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORT = """
+import logging, signal, sys
+handlers = [signal.getsignal(s) for s in signal.valid_signals()]
+import outlast
+assert not {"torch", "outlast.inprocess", "outlast.elastic"} & set(sys.modules)
+assert [signal.getsignal(s) for s in signal.valid_signals()] == handlers
+assert not logging.getLogger().handlers
+assert {"inprocess", "Wrapper", "Job", "__version__"} <= set(dir(outlast))
+assert outlast.inprocess is sys.modules["outlast.inprocess"]
+assert outlast.Wrapper is outlast.inprocess.Wrapper
+assert outlast.CallWrapper is outlast.inprocess.CallWrapper
+for name in outlast.__all__:
+    assert getattr(outlast, name) is not None, name
+assert not hasattr(outlast, "nothing")
+"""
+
+
+def test_the_packages_are_there_after_the_import_of_outlast() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
