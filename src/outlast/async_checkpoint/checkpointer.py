@@ -43,7 +43,7 @@ from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.errors import CheckpointError
 from outlast.events import Emitter, Sink
-from outlast.system.arguments import Duration, as_timedelta, as_wait
+from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
 
 __all__ = ["Checkpointer"]
 
@@ -64,7 +64,7 @@ class Checkpointer:
 
     Args:
         path: a folder on a file system that all ranks share, or a URL that fsspec opens.
-        keep: which checkpoints to keep; all of them by default.
+        keep: which checkpoints to keep, or how many of the newest; all of them by default.
         overlap: optimizers. Tensors that only they change are copied during the next forward and
             backward pass, and their `step` waits for the copy. Everything else is copied at once.
         group: the ranks that save together. By default, the default process group, or this process
@@ -87,7 +87,7 @@ class Checkpointer:
         self,
         path: str | os.PathLike[str],
         *,
-        keep: Retention | None = None,
+        keep: Retention | int | None = None,
         overlap: Optimizer | Iterable[Optimizer] = (),
         group: Any = None,
         max_in_flight: int = 1,
@@ -97,10 +97,9 @@ class Checkpointer:
         timeout: Duration = datetime.timedelta(minutes=30),
         events: Sink | None = None,
     ) -> None:
-        if max_in_flight < 1 or threads < 1:
-            raise ValueError(
-                f"max_in_flight={max_in_flight}, threads={threads}: must be at least 1"
-            )
+        retention = Retention.of(keep)
+        max_in_flight = as_int("max_in_flight", max_in_flight, at_least=1)
+        threads = as_int("threads", threads, at_least=1)
         if isinstance(on_failure, str) and on_failure != "raise":
             raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
         self._closed = True  # until the constructor ends
@@ -139,7 +138,7 @@ class Checkpointer:
             raise
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
         structures = ledger.child("structure")
-        self._outcomes = SaveOutcomes(self._session, keep or Retention(), policy, self._emitter)
+        self._outcomes = SaveOutcomes(self._session, retention, policy, self._emitter)
         self._pipeline = SavePipeline(
             self._session,
             ledger,
@@ -168,15 +167,15 @@ class Checkpointer:
             metric: the quality of the checkpoint, for `Retention(best=...)`.
 
         Raises:
-            ValueError: if `step` is not an `int` of at least 0, or is being saved already.
+            TypeError: if `step` is not an integer, or `state_dict` not a dict.
+            ValueError: if `step` is negative, or is being saved already.
             CheckpointError: if something cannot be saved (names it), or if an earlier save failed;
                 in the latter case this one is in progress anyway.
         """
         self._check_open()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r} is no number from 0 on")
+        step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
-            raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
+            raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
         return self._pipeline.save(step, state_dict, metric)
 
     # --------------------------------------------------------------------------- restoring
@@ -217,6 +216,7 @@ class Checkpointer:
                 must not be used for training.
         """
         self._check_open()
+        step = None if step is None else as_int("step", step, at_least=0)
         self._pipeline.seal_all()
         found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
         self._pipeline.prepare(state_dict)
@@ -232,7 +232,7 @@ class Checkpointer:
         Raises:
             CheckpointError: if it is damaged; names the file and what is wrong with it.
         """
-        return folders.verify(self._session.storage, step)
+        return folders.verify(self._session.storage, as_int("step", step, at_least=0))
 
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of `step`. Call it on one rank, and not for a step that is being
@@ -242,7 +242,7 @@ class Checkpointer:
             CheckpointError: if there is none.
         """
         self._check_open()
-        folders.delete(self._session.storage, step)
+        folders.delete(self._session.storage, as_int("step", step, at_least=0))
 
     # ------------------------------------------------------------------------------ ending
 

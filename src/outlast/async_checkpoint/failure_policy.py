@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from outlast.system.arguments import as_int
+
 __all__ = ["FailurePolicy"]
 
 log = logging.getLogger("outlast.async_checkpoint")
@@ -25,9 +27,7 @@ class FailurePolicy:
     """
 
     def __init__(self, max_in_a_row: int = 3) -> None:
-        if max_in_a_row < 0:
-            raise ValueError(f"max_in_a_row={max_in_a_row} must not be negative")
-        self.max_in_a_row = max_in_a_row
+        self.max_in_a_row = as_int("max_in_a_row", max_in_a_row, at_least=0)
         self.failures = 0
         self.in_a_row = 0
         self.last: Exception | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Literal
 
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
+from outlast.system.arguments import as_int
 
 __all__ = ["Retention"]
 
@@ -34,10 +36,21 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} is no number from 1 on")
+            if value is not None:
+                object.__setattr__(self, name, as_int(name, value, at_least=1))
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode={self.mode!r} is neither 'max' nor 'min'")
+
+    @classmethod
+    def of(cls, keep: Retention | int | None) -> Retention:
+        """The value of an argument `keep`: a number is that of the newest checkpoints."""
+        if keep is None:
+            return cls()
+        if isinstance(keep, Retention):
+            return keep
+        if isinstance(keep, bool) or not isinstance(keep, numbers.Integral):
+            raise TypeError(f"keep must be a Retention or an int, not {keep!r}")
+        return cls(last=as_int("keep", keep, at_least=1))
 
     @property
     def keeps_all(self) -> bool:

@@ -21,6 +21,7 @@ from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, job_directo
 from outlast.chaos.kinds import Kind
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.clock import Clock, MonotonicClock
+from outlast.system.arguments import seconds
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +131,8 @@ class Injector:
 
     def _run_timer(self) -> None:
         faults = filter(_timer_may_fire, self.plan.faults)
-        for seconds in sorted({fault.after_seconds or 0.0 for fault in faults}):
-            while (left := seconds - self._seconds()) > 0:
+        for after in sorted({seconds(fault.after_seconds or 0.0) for fault in faults}):
+            while (left := after - self._seconds()) > 0:
                 if self._closed.wait(left):
                     return
             # A fault that also has a step or an iteration may not be due: the main thread fires it.

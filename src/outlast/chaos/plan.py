@@ -28,6 +28,7 @@ from typing import Any
 from outlast.chaos.kinds import Kind
 from outlast.chaos.plan_validation import Fields, load_json
 from outlast.errors import ChaosError
+from outlast.system.arguments import Duration, as_timedelta, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,12 @@ class PlannedFault:
     kind: Kind
     iteration: int | None = None
     step: int | None = None
-    after_seconds: float | None = None
+    after_seconds: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.after_seconds is not None:
+            after = as_timedelta("after_seconds", self.after_seconds, allow_zero=True)
+            object.__setattr__(self, "after_seconds", after.total_seconds())
 
     def due(self, moment: Moment) -> bool:
         """Whether every condition holds."""
@@ -63,7 +69,7 @@ class PlannedFault:
             moment.rank == self.rank
             and (self.iteration is None or moment.iteration == self.iteration)
             and (self.step is None or moment.step >= self.step)
-            and (self.after_seconds is None or moment.seconds >= self.after_seconds)
+            and (self.after_seconds is None or moment.seconds >= seconds(self.after_seconds))
         )
 
 
@@ -148,7 +154,7 @@ def fail_at(
     step: int | None = None,
     *,
     iteration: int | None = None,
-    after_seconds: float | None = None,
+    after_seconds: Duration | None = None,
     kind: Kind | str = Kind.EXCEPTION,
 ) -> PlannedFault:
     """Makes a planned fault: `Plan(faults=(fail_at(1, step=20),))`."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
+from outlast.system.arguments import Duration, as_timedelta, seconds
+
 
 @dataclass(frozen=True)
 class Write:
@@ -44,13 +46,17 @@ class StorageFault(Protocol):
 class Slow:
     """Delays every write to a matching file."""
 
-    seconds_per_write: float
+    seconds_per_write: Duration
     files: str = "*"
     sleep: Callable[[float], None] = time.sleep
 
+    def __post_init__(self) -> None:
+        pause = as_timedelta("seconds_per_write", self.seconds_per_write, allow_zero=True)
+        object.__setattr__(self, "seconds_per_write", pause.total_seconds())
+
     def __call__(self, write: Write) -> Write:
         if fnmatch.fnmatch(write.name, self.files):
-            self.sleep(self.seconds_per_write)
+            self.sleep(seconds(self.seconds_per_write))
         return write
 
 

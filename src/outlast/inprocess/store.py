@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from outlast.errors import StoreError
 from outlast.inprocess.environment import read_launch
+from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
 
@@ -47,7 +48,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
         port: int | None = None,
         world_size: int | None = None,
         is_master: bool = False,
-        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        timeout: Duration = DEFAULT_TIMEOUT,
         wait_for_workers: bool = False,
         multi_tenant: bool = False,
         use_libuv: bool = True,
@@ -59,7 +60,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
             port=number,
             world_size=world_size,
             is_master=is_master,
-            timeout=timeout,
+            timeout=as_timedelta("timeout", timeout),
             wait_for_workers=wait_for_workers,
             multi_tenant=multi_tenant,
             use_libuv=use_libuv,

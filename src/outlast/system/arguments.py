@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import datetime
+import difflib
+import inspect
 import math
-from typing import TypeAlias
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 Duration: TypeAlias = "datetime.timedelta | float"
 """A number of seconds, or a `datetime.timedelta`."""
 
 
-def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Raises unless `value` is an `int` (not a `bool`) that is not below `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def as_int(name: str, value: object, *, at_least: int | None = None) -> int:
+    """Checks and converts an integer: an `int`, or one of NumPy's, but not a `bool`.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is less than `at_least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < at_least:
+    if at_least is not None and value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}")
+    return int(value)
+
+
+def check_int(name: str, value: object, *, at_least: int) -> None:
+    """Raises as `as_int` does."""
+    as_int(name, value, at_least=at_least)
+
+
+def check_options(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Checks the names of the options that `owner` got, which is the name of a function or class.
+
+    Raises:
+        TypeError: names the first option that is not allowed, and a similar one that is.
+    """
+    known = sorted(allowed)
+    for name in given:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else f"; it has {', '.join(known)}"
+            raise TypeError(f"{owner}() has no option {name!r}{hint}")
+
+
+def options_of(function: Callable[..., Any]) -> set[str]:
+    """The names of the parameters that can be passed to a function or class by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in inspect.signature(function).parameters.values() if p.kind in by_name}
 
 
 def check_callable(name: str, value: object) -> None:
@@ -31,13 +66,13 @@ def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datet
         TypeError: if it is neither a number of seconds nor a `datetime.timedelta`.
         ValueError: if it is negative, zero where that is not allowed, or not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | datetime.timedelta):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | datetime.timedelta):
         raise TypeError(f"{name} must be a number of seconds or a timedelta, not {value!r}")
     if not isinstance(value, datetime.timedelta):
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, not {value}")
         try:
-            value = datetime.timedelta(seconds=value)
+            value = datetime.timedelta(seconds=float(value))
         except OverflowError:
             raise ValueError(f"{name} is too long: {value} s") from None
     if value.total_seconds() < 0 or not (value or allow_zero):
@@ -52,7 +87,9 @@ def as_wait(name: str, value: object) -> datetime.timedelta | None:
     """
     if value is None:
         return None
-    negative = isinstance(value, int | float | datetime.timedelta) and seconds(value) < 0
+    negative = value < 0 if isinstance(value, numbers.Real) else False
+    if isinstance(value, datetime.timedelta):
+        negative = value < datetime.timedelta(0)
     return as_timedelta(name, 0.0 if negative else value, allow_zero=True)
 
 

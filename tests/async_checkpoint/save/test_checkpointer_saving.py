@@ -82,17 +82,17 @@ def test_a_step_is_replaced_by_its_next_save(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_in_flight": 0, "threads": 0, "on_failure": "ignore"}
     for name, value in options.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        with pytest.raises(ValueError, match=rf"{name}(=| must .* not ){value!r}"):
             Checkpointer(tmp_path, **{name: value})
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    (-1, {}, "step=-1"),
-    (True, {}, "step=True"),
-    (1.0, {}, "step=1.0"),
-    ("1", {}, "step='1'"),
-    (None, {}, "step=None"),
-    (1, [torch.ones(1)], "state_dict is a list"),
+    (-1, {}, "step must be at least 0, not -1"),
+    (True, {}, "step must be an int, not True"),
+    (1.0, {}, "step must be an int, not 1.0"),
+    ("1", {}, "step must be an int, not '1'"),
+    (None, {}, "step must be an int, not None"),
+    (1, [torch.ones(1)], "state_dict must be a dict, not list"),
     (1, {"a": {1.5: 0}}, "has the key 1.5"),
     (1, {"a": [{(1, 2): 0}]}, r"\['a'\]\[0\] has the key \(1, 2\)"),
     (1, {True: 0}, "has the key True"),
@@ -104,7 +104,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 def test_invalid_saves_are_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, state, message in REFUSED:
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises((TypeError, ValueError), match=message):
                 checkpointer.save(step, state)
         checkpointer.save(1, state_of(1)).wait(NET)
     assert valid_steps(tmp_path) == [1]

@@ -217,9 +217,12 @@ def test_a_state_of_another_order_is_refused(other: dict[str, object], message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch_size": 0}, "global_batch_size=0 must be at least 1"),
-        ({"global_batch_size": 4, "max_batch_size": 0}, "max_batch_size=0"),
-        ({"global_batch_size": 4, "virtual_replicas": 0}, "virtual_replicas=0"),
+        ({"global_batch_size": 0}, "global_batch_size must be at least 1"),
+        ({"global_batch_size": 4, "max_batch_size": 0}, "max_batch_size must be at least 1, not 0"),
+        (
+            {"global_batch_size": 4, "virtual_replicas": 0},
+            "virtual_replicas must be at least 1, not 0",
+        ),
         ({"global_batch_size": 11, "drop_last": True}, "no batch is full: 10 samples"),
         (
             {"global_batch_size": 4, "virtual_replicas": 2, "max_batch_size": 2},

@@ -186,5 +186,5 @@ def test_invalid_options() -> None:
         ShardedStream([], mock.Mock(), batch_size=1)
     with pytest.raises(ValueError, match="unique names"):
         ShardedStream(["a", "a"], mock.Mock(), batch_size=1)
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
         ShardedStream(["a"], mock.Mock(), batch_size=0)

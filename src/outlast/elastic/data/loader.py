@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from outlast.elastic import environment
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
+from outlast.system.arguments import as_int, check_options, options_of
 
 
 def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
@@ -40,8 +41,9 @@ def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return environment.replica_rank(), environment.num_replicas()
-    if not 0 <= rank < replicas:
-        raise ValueError(f"rank={rank} must be at least 0 and below replicas={replicas}")
+    rank, replicas = as_int("rank", rank, at_least=0), as_int("replicas", replicas, at_least=1)
+    if rank >= replicas:
+        raise ValueError(f"rank={rank} must be below replicas={replicas}")
     return rank, replicas
 
 
@@ -94,6 +96,7 @@ class ElasticLoader:
             raise ValueError(
                 "in_order=False is not supported: positions would be recorded for the wrong batches"
             )
+        check_options("ElasticLoader", options, options_of(DataLoader) | options_of(ElasticLoader))
         self.sampler = ElasticSampler(
             dataset,  # type: ignore[arg-type]  # a torch dataset with a length
             global_batch_size=global_batch_size,

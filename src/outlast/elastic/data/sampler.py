@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterator, Sized
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from outlast.elastic.data.permutation import Permutation
+from outlast.system.arguments import as_int
 
 _LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
@@ -66,16 +68,15 @@ class ElasticSampler:
         max_batch_size: int | None = None,
         virtual_replicas: int | None = None,
     ) -> None:
-        self.length = data if isinstance(data, int) else len(data)
-        for name, value in (
-            ("global_batch_size", global_batch_size),
-            ("max_batch_size", max_batch_size),
-            ("virtual_replicas", virtual_replicas),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        length = data if isinstance(data, numbers.Integral) else len(data)  # type: ignore[arg-type]
+        self.length = as_int("the length of the dataset", length)
         if self.length < 1:
-            raise ValueError("the data set is empty")
+            raise ValueError("the dataset is empty")
+        self.global_batch_size = as_int("global_batch_size", global_batch_size, at_least=1)
+        if max_batch_size is not None:
+            max_batch_size = as_int("max_batch_size", max_batch_size, at_least=1)
+        if virtual_replicas is not None:
+            virtual_replicas = as_int("virtual_replicas", virtual_replicas, at_least=1)
         if drop_last and self.length < global_batch_size:
             raise ValueError(
                 f"no batch is full: {self.length} samples, global_batch_size={global_batch_size}"
@@ -84,9 +85,8 @@ class ElasticSampler:
             raise ValueError(
                 "virtual_replicas already split the batch: max_batch_size is not allowed"
             )
-        self.global_batch_size = global_batch_size
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = as_int("seed", seed)
         self.drop_last = drop_last
         self.max_batch_size = max_batch_size
         self.virtual_replicas = virtual_replicas

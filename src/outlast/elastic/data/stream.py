@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from outlast.elastic.data.loader import rank_and_replicas
+from outlast.system.arguments import as_int
 
 
 class ShardedStream:
@@ -51,10 +52,8 @@ class ShardedStream:
     ) -> None:
         if not shards or len(set(shards)) != len(shards):
             raise ValueError("shards must be at least one, with unique names")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.shards = list(shards)
-        self.batch_size = batch_size
+        self.batch_size = as_int("batch_size", batch_size, at_least=1)
         self.rank, self.replicas = rank_and_replicas(rank, replicas)
         self.epoch = 0
         self.weight = 1.0

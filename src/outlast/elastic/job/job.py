@@ -33,7 +33,7 @@ from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
-from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -59,14 +59,15 @@ class Job:
         states: more objects with these two methods, by name: a scheduler, a scaler, an EMA.
         every: steps between two saves, or time; `None` saves only at the end of the `with` block
             and when the job is told to stop.
-        keep: which checkpoints to keep.
+        keep: which checkpoints to keep, or how many of the newest.
         overlap: whether to copy during the next forward and backward pass.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
         signals: the signals on which to save and exit. The second of a kind has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a job that was told to stop.
-        options: passed to `Checkpointer`.
+        options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
+            `linger`, `timeout`, `events`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Job:
         loader: Any = None,
         states: Mapping[str, Any] | None = None,
         every: int | datetime.timedelta | None = 100,
-        keep: Retention | None = None,
+        keep: Retention | int | None = None,
         overlap: bool = True,
         random: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
@@ -86,7 +87,8 @@ class Job:
         exit_code: int = PREEMPTED,
         **options: Any,
     ) -> None:
-        check_interval(every)
+        check_options("Job", options, options_of(Checkpointer) | options_of(Job))
+        every = check_interval(every)
         check_stateful(loader, states or {})
         self.steps = 0
         self.samples = 0
@@ -97,7 +99,7 @@ class Job:
         self._group = options.get("group")
         self.checkpointer = Checkpointer(
             path,
-            keep=keep if keep is not None else Retention(last=2),
+            keep=2 if keep is None else keep,
             overlap=optimizer if overlap else (),
             **options,
         )
@@ -194,7 +196,9 @@ class Job:
         stop = self._start_listening()
         self.steps += 1
         trained = self.loader.done() if hasattr(self.loader, "done") else None
-        self.samples += samples if samples is not None else trained or 0
+        if samples is not None:
+            trained = as_int("samples", samples, at_least=0)
+        self.samples += trained or 0
         if stop.is_last(self.steps, self._grace.total_seconds()):
             self._exit(stop.reason)
         elif self._schedule.is_due(self.steps):

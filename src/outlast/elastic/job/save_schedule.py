@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import numbers
 import time
 
 from outlast.coordination.call_ledger import CallLedger
-from outlast.system.arguments import as_timedelta
+from outlast.system.arguments import as_int, as_timedelta
 
 
 class SaveSchedule:
     """Decides, step by step, whether to save; never if `every` is `None`."""
 
-    def __init__(self, every: int | datetime.timedelta | None, ledger: CallLedger) -> None:
-        self._every = every
+    def __init__(self, every: object, ledger: CallLedger) -> None:
+        self._every = check_interval(every)
         self._ledger = ledger
         self._next: int | None = None
         self._start_step = 0
@@ -50,13 +51,17 @@ class SaveSchedule:
         return int(self._ledger.agree(key, str(steps + ahead)))
 
 
-def check_interval(every: int | datetime.timedelta | None) -> None:
-    """Checks the interval of a `SaveSchedule`.
+def check_interval(every: object) -> int | datetime.timedelta | None:
+    """Checks and converts the interval of a `SaveSchedule`.
 
     Raises:
+        TypeError: if it is not a number of steps, a `datetime.timedelta` or `None`.
         ValueError: if it is less than one step, or not a positive time.
     """
-    if isinstance(every, int) and every < 1:
-        raise ValueError(f"every={every} must be at least 1")
+    if every is None:
+        return None
     if isinstance(every, datetime.timedelta):
-        as_timedelta("every", every)
+        return as_timedelta("every", every)
+    if isinstance(every, bool) or not isinstance(every, numbers.Integral):
+        raise TypeError(f"every must be a number of steps, a timedelta or None, not {every!r}")
+    return as_int("every", every, at_least=1)

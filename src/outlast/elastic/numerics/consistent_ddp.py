@@ -37,6 +37,7 @@ from torch import nn
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import bounds
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
+from outlast.system.arguments import as_int
 
 
 class CurrentPart(Protocol):
@@ -64,6 +65,7 @@ class ConsistentDDP(nn.Module):
         self, module: nn.Module, virtual_replicas: int, *, group: Any = None, seed: int = 0
     ) -> None:
         super().__init__()
+        virtual_replicas = as_int("virtual_replicas", virtual_replicas, at_least=1)
         if dist.is_available() and dist.is_initialized():
             self._rank, self._replicas = dist.get_rank(group), dist.get_world_size(group)
         else:

@@ -29,7 +29,7 @@ from outlast.elastic.states import pending_save
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
-from outlast.system.arguments import Duration
+from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import describe
 
 __all__ = ["load_all_states", "load_state"]
@@ -77,10 +77,11 @@ def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
 
 
 def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
+    limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain(quiet=True)
     if environment.checkpoint_path() is None and not environment.from_ray():
         return []
-    replicas = current(timeout)
+    replicas = current(limit)
     with _source(replicas) as chosen:
         if chosen is None:
             return []

@@ -28,7 +28,7 @@ from outlast.elastic.states.pending_save import PendingSave
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
 from outlast.errors import CheckpointError
-from outlast.system.arguments import Duration
+from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["save_all_states", "save_state"]
 
@@ -76,12 +76,13 @@ def save_all_states(
             saves into the same folder; if an earlier background save has failed.
         TimeoutError: on every replica: names those that did not make the call in time.
     """
+    limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain()
     in_trial = environment.from_ray()
     path = environment.checkpoint_path()
     if path is None and not in_trial:
         return None
-    replicas = current(timeout)
+    replicas = current(limit)
     states = _registered_on_all(replicas)
     for name, state in states.items():
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
@@ -142,9 +143,10 @@ def save_state(
         CheckpointError: on every replica: names the state, the rank and the cause.
         TimeoutError: on every replica: names those that did not make the call in time.
     """
+    limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain()
     name = name_of(state)
-    replicas = current(timeout)
+    replicas = current(limit)
     if sync:
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
 

@@ -18,8 +18,8 @@ from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.store import PrefixStore, StoreMixin
-from outlast.system.arguments import as_timedelta, seconds
+from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
+from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Settings:
             )
         if not isinstance(self.store_kwargs, Mapping):
             raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
+        if factory in (TCPStore, FileStore):
+            check_options(factory.__name__, self.store_kwargs, options_of(factory))
+        if "timeout" in self.store_kwargs:
+            as_timedelta("store_kwargs['timeout']", self.store_kwargs["timeout"])
         kinds: dict[str, tuple[type, bool]] = {
             "initialize": (Initialize, True),
             "abort": (Abort, True),
