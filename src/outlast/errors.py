@@ -20,21 +20,27 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- EventLogError                an event log cannot be read
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
+            +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
+            +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RestartAbort                     ends the job on every rank
 
-An error about a rank names the rank, its host and the first cause.
+An error about a rank names the rank, its host and the first cause. `TimeoutError` and
+`CheckpointTimeout` are also Python's own `TimeoutError`. An object that was closed, such as a
+`Checkpointer` or an `AsyncCallsQueue`, raises `ValueError` when it is used, as a closed file does.
 """
 
 from __future__ import annotations
 
 import builtins
+from concurrent.futures import CancelledError
 
 __all__ = [
     "AsyncCallError",
     "ChaosError",
     "CheckpointError",
+    "CheckpointTimeout",
     "EventLogError",
     "FaultCounterExceeded",
     "HealthCheckError",
@@ -47,6 +53,7 @@ __all__ = [
     "RankShouldRestart",
     "RestartAbort",
     "RestartError",
+    "SaveCancelled",
     "StoreError",
     "TimeoutError",
 ]
@@ -127,6 +134,18 @@ class AsyncCallError(OutlastError):
 
 class CheckpointError(OutlastError):
     """A checkpoint cannot be written, found or verified."""
+
+
+class CheckpointTimeout(CheckpointError, builtins.TimeoutError):
+    """A wait of a save exceeded the checkpointer's `timeout`; names the folder and what was waited
+    for, such as a disk that does not respond.
+    """
+
+
+class SaveCancelled(CheckpointError, CancelledError):
+    """A save was dropped for all ranks before it was committed: by `abort`, a restart in place, or
+    a `close` whose time ran out.
+    """
 
 
 class RankShouldRestart(BaseException):

@@ -14,7 +14,6 @@ Every rank creates one for the same folder, and calls the same methods in the sa
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import logging
 import os
@@ -33,7 +32,7 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.after_save import SaveOutcomes
+from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import session_for
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
@@ -41,7 +40,7 @@ from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination.call_ledger import connect_ledger
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events import Emitter, Sink
 from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
 
@@ -76,7 +75,8 @@ class Checkpointer:
         threads: the number of writing threads in the writer process.
         linger: how long snapshots stay in memory after this process is killed, for its replacement;
             zero discards them.
-        timeout: how long to wait for other ranks.
+        timeout: how long each wait of a save may take: for other ranks, for the writer process and
+            its disk, for a free buffer. A save that takes longer fails on all ranks.
         events: the sink of events; a file in `OUTLAST_EVENTS_DIR` by default.
 
     Raises:
@@ -100,8 +100,8 @@ class Checkpointer:
         retention = Retention.of(keep)
         max_in_flight = as_int("max_in_flight", max_in_flight, at_least=1)
         threads = as_int("threads", threads, at_least=1)
-        if isinstance(on_failure, str) and on_failure != "raise":
-            raise ValueError(f"on_failure={on_failure!r} is neither 'raise' nor a FailurePolicy")
+        if on_failure != "raise" and not isinstance(on_failure, FailurePolicy):
+            raise ValueError(f"on_failure must be 'raise' or a FailurePolicy, not {on_failure!r}")
         self._closed = True  # until the constructor ends
         given = os.fspath(path)
         # One name for each folder: two sessions for one folder would not know of each other.
@@ -167,15 +167,17 @@ class Checkpointer:
             metric: the quality of the checkpoint, for `Retention(best=...)`.
 
         Raises:
-            TypeError: if `step` is not an integer, or `state_dict` not a dict.
+            TypeError: if `step` is not an integer (NumPy's are), or `state_dict` is not a dict.
             ValueError: if `step` is negative, or is being saved already.
+            CheckpointTimeout: if it cannot begin within `timeout`, because the disk or another rank
+                does not respond; names what it waited for.
             CheckpointError: if something cannot be saved (names it), or if an earlier save failed;
                 in the latter case this one is in progress anyway.
         """
         self._check_open()
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+            raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
         return self._pipeline.save(step, state_dict, metric)
 
     # --------------------------------------------------------------------------- restoring
@@ -222,7 +224,7 @@ class Checkpointer:
         self._pipeline.prepare(state_dict)
         return found
 
-    def list(self) -> list[CheckpointInfo]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first. Reads only their manifests."""
         return folders.list_checkpoints(self._session.storage)
 
@@ -251,12 +253,12 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the error of the first save that failed.
-            TimeoutError: if it takes longer than `timeout`.
+            TimeoutError: the built-in one, if it takes longer than `timeout`.
         """
         limit = as_wait("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         for save in self._pipeline.pending:
-            save.handle.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         self._outcomes.raise_unseen()
 
     def abort(self) -> None:
@@ -290,7 +292,7 @@ class Checkpointer:
         self._session.close(5.0 if in_time else 0.0)
         self._session.owner = None
         if late:
-            raise CheckpointError(f"steps {late} were not committed within {limit}, and dropped")
+            raise SaveCancelled(f"steps {late} were not committed within {limit}, and dropped")
         self._outcomes.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
@@ -300,15 +302,21 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self.world_size == 1 and issubclass(kind, Exception | SystemExit):
-            # The caller must see the exception that left the block; a failed save is in the log.
-            with contextlib.suppress(CheckpointError):
-                self.close(_FOR_FAULT)
+            self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
             # A rank that fails will be restarted, and must not wait for a save: other ranks may
             # never finish theirs.
             self.abort()
 
     # ----------------------------------------------------------------------------- private
+
+    def _close_and_log(self, limit: datetime.timedelta) -> None:
+        """Closes; logs an error that can be raised nowhere, unless it is in the log already."""
+        try:
+            self.close(limit)
+        except CheckpointError as e:
+            if is_due_to_restart(e):
+                log.error("%s", e)
 
     def _take_over(self) -> None:
         before = self._session.owner
@@ -325,15 +333,14 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("this checkpointer is closed")
+            raise ValueError(f"this Checkpointer for {self._url} is closed: create a new one")
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:
     """Registers a close at the end of the program; returns a function that unregisters it."""
 
     def close() -> None:
-        with contextlib.suppress(CheckpointError):  # it is in the log
-            checkpointer.close(_FOR_EXIT)
+        checkpointer._close_and_log(_FOR_EXIT)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from outlast.system.arguments import as_int
+from outlast.system.error_text import message
 
 __all__ = ["FailurePolicy"]
 
@@ -14,7 +15,8 @@ log = logging.getLogger("outlast.async_checkpoint")
 class FailurePolicy:
     """Tolerates failures, but not forever: training that saves nothing is lost work.
 
-    A failure is logged as a warning, with its traceback. Every rank counts the same failures, so
+    A failure is logged as a warning: what failed and why, that training continues, and below that
+    the traceback. Every rank counts the same failures, so
     all ranks continue, or none.
 
     Args:
@@ -43,10 +45,13 @@ class FailurePolicy:
         self.last = error
         if self.in_a_row > self.max_in_a_row:
             return False
+        # The message of an error on another rank ends with that rank's traceback.
+        what, _, details = message(error).partition("\n")
         log.warning(
-            "%s; training goes on: failure %d of at most %d in a row",
-            error,
+            "%s. Training continues: failure %d of at most %d in a row is tolerated%s",
+            what.removesuffix("."),
             self.in_a_row,
             self.max_in_a_row,
+            f"\n{details}" if details else "",
         )
         return True

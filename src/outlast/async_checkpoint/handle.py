@@ -1,67 +1,114 @@
-"""The handle of a save, as returned by `Checkpointer.save`."""
+"""The handle of a save, as returned by `Checkpointer.save`: a `concurrent.futures.Future`."""
 
 from __future__ import annotations
 
-import threading
+import builtins
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout  # another class before Python 3.11
+from typing import TypeVar
 
-from outlast.errors import TimeoutError
 from outlast.system.arguments import Duration, as_wait
 
 __all__ = ["Handle", "SaveHandle"]
 
+T = TypeVar("T")
 
-class Handle:
-    """An operation in the background that ends once. Any thread may use it."""
+
+class Handle(Future[T]):
+    """An operation in the background that ends once. Any thread may use it.
+
+    It is a `concurrent.futures.Future`, so `add_done_callback`, `concurrent.futures.wait` and
+    `asyncio.wrap_future` work. It cannot be cancelled by itself: `cancel()` returns `False`.
+    """
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._error: Exception | None = None
+        super().__init__()
+        self._dropped = False
         self._seen = False
+        self.set_running_or_notify_cancel()
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended: committed on all ranks, or failed on all."""
-        return self._ended.is_set()
-
-    @property
-    def exception(self) -> Exception | None:
-        """The error, if it failed; `None` while it is in progress and if it succeeded. An error
-        that was read here is not raised again by the next save.
+    def cancelled(self) -> bool:
+        """Whether it was dropped on all ranks: by an abort, a restart in place, or a `close` whose
+        time ran out.
         """
-        self._seen = self._seen or self.done
-        return self._error
+        return self._dropped
+
+    def result(self, timeout: Duration | None = None) -> T:
+        """Waits for the end, and returns the result.
+
+        Raises:
+            TimeoutError: the built-in one, if it takes longer than `timeout`.
+            CancelledError: if it was dropped; the error is also a `CheckpointError`.
+            CheckpointError: if it failed; names rank, host and cause.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result(0.0)
+
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
+        """Waits for the end, and returns the error if it failed, else `None`. An error that was
+        read here is not raised again by the next save.
+
+        Raises:
+            TimeoutError, CancelledError: as `result`.
+        """
+        limit = as_wait("timeout", timeout)
+        if not self._await_end(None if limit is None else limit.total_seconds()):
+            raise builtins.TimeoutError(f"{self._what()} not committed after {limit}")
+        self._seen = True
+        error = self._failure()
+        if error is not None and self._dropped:
+            raise error
+        return error
 
     @property
     def unseen_error(self) -> Exception | None:
         """Why it failed, if no caller has read or raised the error."""
-        return None if self._seen or not self.done else self._error
+        return None if self._seen or not self.done() else self._failure()
 
-    def _outcome(self, timeout: Duration | None, what: str) -> None:
-        """Waits, and raises as `wait` does. `what` begins the message of a timeout."""
-        limit = as_wait("timeout", timeout)
-        if not self._ended.wait(None if limit is None else limit.total_seconds()):
-            raise TimeoutError(f"{what} not committed after {limit}")
-        self._seen = True
-        if self._error is not None:
-            raise self._error
+    def _failure(self) -> Exception | None:
+        """Why it failed, once it has ended. Does not count as reading the error."""
+        error = super().exception(0.0)
+        assert error is None or isinstance(error, Exception)
+        return error
+
+    def _what(self) -> str:
+        """The subject of the message of a timeout, with its verb."""
+        return "it is"
 
     def _await_end(self, timeout_s: float | None) -> bool:
         """Waits for the end; returns whether it came in time. Raises no error of the operation."""
-        return self._ended.wait(timeout_s)
+        try:
+            super().exception(timeout_s)
+        except (builtins.TimeoutError, FutureTimeout):
+            return False
+        return True
 
-    def _end(self, error: Exception | None) -> None:
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
+    def _end(self, error: Exception | None, result: T) -> None:
+        """Ends it with the error, or with the result if there is no error; at most once."""
+        if self.done():
+            return
+        self._dropped = isinstance(error, CancelledError)
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
     @property
-    def _state(self) -> str:
-        return "in progress" if not self.done else "failed" if self._error else "committed"
+    def _state_text(self) -> str:
+        if not self.done():
+            return "in progress"
+        return "dropped" if self._dropped else "failed" if self._failure() else "committed"
 
 
-class SaveHandle(Handle):
+class SaveHandle(Handle[int]):
     """A save in progress. Any thread may use it.
+
+    Call `result`, `exception` and `wait` on the training thread, or while that thread is not
+    training: they seal an overlapped snapshot that no optimizer step has sealed yet.
+    `concurrent.futures.wait` does not: in the training thread, use it for eager saves only.
 
     Attributes:
         step: the training step.
@@ -72,18 +119,33 @@ class SaveHandle(Handle):
         self.step = step
         self._seal = seal
 
-    def wait(self, timeout: Duration | None = None) -> None:
-        """Waits until the checkpoint is committed: durable, on all ranks.
-
-        Call it on the training thread, or while that thread is not training: it seals an overlapped
-        snapshot that no optimizer step has sealed yet.
+    def result(self, timeout: Duration | None = None) -> int:
+        """Waits until the checkpoint is committed: durable, on all ranks. Returns its step.
 
         Raises:
-            TimeoutError: if it takes longer than `timeout`.
+            TimeoutError: the built-in one, if it takes longer than `timeout`.
+            SaveCancelled: if the save was dropped: a `CancelledError` and a `CheckpointError`.
             CheckpointError: if the save failed; names rank, host and cause.
         """
+        return super().result(timeout)
+
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
+        """Waits for the end of the save, and returns its error; `None` if it is committed. An error
+        that was read here is not raised again by the next save.
+
+        Raises:
+            TimeoutError, SaveCancelled: as `result`.
+        """
+        as_wait("timeout", timeout)  # checked before the wait for the copy
         self._seal()
-        self._outcome(timeout, f"the checkpoint of step {self.step} is")
+        return super().exception(timeout)
+
+    def wait(self, timeout: Duration | None = None) -> None:
+        """`result`, without its value."""
+        self.result(timeout)
+
+    def _what(self) -> str:
+        return f"the checkpoint of step {self.step} is"
 
     def __repr__(self) -> str:
-        return f"<SaveHandle step={self.step} {self._state}>"
+        return f"<SaveHandle step={self.step} {self._state_text}>"

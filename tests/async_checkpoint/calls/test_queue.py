@@ -130,7 +130,7 @@ def test_close_raises_what_failed_and_finalizes_the_rest(make: Make, tmp_path: P
         queue.close()
     assert finalized == [1]
     queue.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(ValueError, match="closed"):
         queue.schedule_async_request(request_of(None))
 
 

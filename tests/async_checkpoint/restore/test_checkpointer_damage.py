@@ -216,7 +216,7 @@ def test_with_all_damaged_each_is_named(path: Path) -> None:
     with Checkpointer(path) as checkpointer:
         with pytest.raises(CheckpointError) as error:
             checkpointer.restore(blank())
-        assert [info.step for info in checkpointer.list()] == [1]
+        assert [info.step for info in checkpointer.checkpoints()] == [1]
     message = str(error.value)
     assert "no checkpoint in" in message
     assert f"{folder_of(path, 2)}/manifest.json is missing" in message

@@ -203,7 +203,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_what_it_leads_to_sta
     LocalStorage(str(folder)).remove("step-00000001")
     assert (archive / "manifest.json").exists()
     with Checkpointer(folder) as checkpointer:
-        assert checkpointer.list() == []
+        assert checkpointer.checkpoints() == []
 
 
 def test_a_checkpoint_that_was_put_aside_is_put_back(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_is_committed_when_the_store_goes_has_not_failed(
         assert committed == [1, 2]
         assert not any(isinstance(event, CheckpointFailed) for event in sink.events)
         # Another checkpointer may own the folder by now: nothing is removed from it.
-        assert [info.step for info in checkpointer.list()] == [1, 2]
+        assert [info.step for info in checkpointer.checkpoints()] == [1, 2]
         checkpointer.save(3, {"w": full(3.0)}).wait(NET)
     with Checkpointer(tmp_path, keep=keep) as checkpointer:
-        assert [info.step for info in checkpointer.list()] == [3]
+        assert [info.step for info in checkpointer.checkpoints()] == [3]

@@ -120,7 +120,7 @@ def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None
     with Checkpointer(tmp_path) as second:
         with pytest.raises(ValueError, match="closed"):
             first.save(3, state_of(3))
-        assert handle._ended.wait(60)
+        assert handle._await_end(60)
         state = blank()
         assert (
             second.restore(state) == 2
@@ -156,7 +156,7 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
             with pytest.raises(KeyboardInterrupt):
                 first.abort()
         second = Checkpointer(tmp_path)
-        assert handle._ended.wait(60)
+        assert handle._await_end(60)
         assert first._pipeline._thread is not None
         first._pipeline._thread.join(60)
         assert not first._pipeline._thread.is_alive()

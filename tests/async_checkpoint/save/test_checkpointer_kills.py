@@ -130,9 +130,9 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
             killer = threading.Timer(chance.uniform(0, 1.3 * usual), os.kill, (pid, signal.SIGKILL))
             handle = checkpointer.save(step, state)
             killer.start()
-            assert handle._ended.wait(60)
+            assert handle._await_end(60)
             killer.join()
-            error = str(handle.exception or "")
+            error = str(handle.exception(NET) or "")
             assert not error or "killed by SIGKILL" in error or "was not committed" in error
             outcomes[not error] += 1
             found = valid_steps(tmp_path)

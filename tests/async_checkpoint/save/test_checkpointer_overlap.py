@@ -119,7 +119,7 @@ def check_state_at_the_save(path: Path, kind: str, held: HeldCopy) -> None:
             expected[step] = copy_of(training.state())
             handle = checkpointer.save(step, training.state())
             assert held.begun.wait(60)
-            assert not handle.done
+            assert not handle.done()
             training.backward()  # the statistics change, the parameters do not
             training.step()  # waits for the copy
         checkpointer.wait(NET)
@@ -450,7 +450,7 @@ def test_an_aborted_snapshot_leaves_no_hook(tmp_path: Path, held: HeldCopy) -> N
     handle = checkpointer.save(1, training.state())
     assert held.begun.wait(60)
     checkpointer.abort()
-    assert handle._ended.wait(60)
+    assert handle._await_end(60)
     assert hooks() == 0
     with Checkpointer(tmp_path):
         assert valid_steps(tmp_path) == []

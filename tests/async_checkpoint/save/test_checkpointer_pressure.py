@@ -60,10 +60,10 @@ def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
         gate = plan.gate()
         handles = [checkpointer.save(step, state_of(step)) for step in range(max_in_flight)]
         gate.arrived()
-        assert not any(handle.done for handle in handles)
+        assert not any(handle.done() for handle in handles)
         with opened_when_blocked(plan):
             last: SaveHandle = checkpointer.save(9, state_of(9))
-            done = handles[0].done
+            done = handles[0].done()
         last.wait(NET)
         assert done
         assert len(checkpointer._session.pool.buffers) == max_in_flight

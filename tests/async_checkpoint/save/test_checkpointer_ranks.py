@@ -84,7 +84,7 @@ def test_a_lost_rank_does_not_delay_an_abort(ranks: Ranks, tmp_path: Path) -> No
         (tmp_path / "plan" / "lost").touch()
         assert job.wait(0) == 0, job.errors(0)
         (message,) = said(job, 0, "raised", "message")
-        assert "aborted: it was dropped for all ranks" in message
+        assert "the save of step 1 was dropped for all ranks by rank 0 on" in message
     assert valid_steps(tmp_path / "c") == []
 
 

@@ -12,9 +12,11 @@ from procs import Job
 
 RESTARTS = 100
 
+Ranks = Callable[..., Job]
+
 
 @pytest.mark.slow
-def test_restarts_with_a_save_in_flight(ranks: Callable[..., Job], tmp_path: Path) -> None:
+def test_restarts_with_a_save_in_flight(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "c"
     with ranks("restarts", "restarts", str(path), str(RESTARTS)) as job:
         job.start_all()
@@ -39,3 +41,17 @@ def test_restarts_with_a_save_in_flight(ranks: Callable[..., Job], tmp_path: Pat
                 done = line["step"]
     assert valid_steps(path)[-1] == stories[0][-1] + 1
     assert left_over(path) == []
+
+
+def test_a_save_that_a_restart_drops_is_no_error(ranks: Ranks, tmp_path: Path) -> None:
+    """Not in the log of any rank, whether the save was dropped or committed just in time."""
+    with ranks("restarts", "restarts", str(tmp_path / "c"), "4") as job:
+        job.start_all()
+        assert job.wait_all(60) == {0: 0, 1: 0}, (job.errors(0) + job.errors(1))[-4000:]
+        for rank in range(2):
+            assert [line["iteration"] for line in job.lines(rank) if line["event"] == "began"] == [
+                *range(5)
+            ]
+            assert "save of step" not in job.errors(rank)
+            assert "was not saved" not in job.errors(rank)
+    assert left_over(tmp_path / "c") == []

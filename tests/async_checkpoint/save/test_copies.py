@@ -194,7 +194,7 @@ def test_a_write_by_another_thread_is_detected(
             handle = checkpointer.save(1, state)
         with pytest.raises(CheckpointError, match="by another thread"):
             handle.wait(NET)
-        assert checkpointer.list() == []
+        assert checkpointer.checkpoints() == []
 
 
 class Told:

@@ -19,7 +19,7 @@ from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots
 from outlast.chaos.storage import flip_byte
-from outlast.errors import CheckpointError, TimeoutError
+from outlast.errors import CheckpointError
 
 
 def saves(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
             checkpointer.save(step, state_of(step)).wait(NET)
         (folder_of(tmp_path, 2) / "manifest.json").unlink()
         checkpointer.save(3, state_of(3)).wait(NET)
-        assert [info.step for info in checkpointer.list()] == [1, 3]
+        assert [info.step for info in checkpointer.checkpoints()] == [1, 3]
 
 
 def test_events_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_events_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OUTLAST_EVENTS_DIR", str(tmp_path / "events"))
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        size = checkpointer.list()[0].size_bytes
+        size = checkpointer.checkpoints()[0].size_bytes
         plan.set({"op": "write_at", "do": "ENOSPC"})
         failed = checkpointer.save(2, state_of(2))
         with pytest.raises(CheckpointError):

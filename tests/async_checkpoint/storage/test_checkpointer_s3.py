@@ -55,7 +55,7 @@ def test_saved_restored_replaced_and_tidied(s3: Server) -> None:
                 step, state(step, megabytes=20 if step == 2 else 1), metric=step / 2
             ).wait()
         checkpointer.save(3, state(33)).wait()
-        assert [info.step for info in checkpointer.list()] == [2, 3]
+        assert [info.step for info in checkpointer.checkpoints()] == [2, 3]
         assert checkpointer.verify(3).tensors == 2
     with Checkpointer(url) as checkpointer:
         # The replaced checkpoint was removed at the latest when the folder was opened.
@@ -74,7 +74,7 @@ def test_plain_torch_reads_it(s3: Server) -> None:
     url = s3.new_url()
     with Checkpointer(url) as checkpointer:
         checkpointer.save(7, state(7)).wait()
-        (info,) = checkpointer.list()
+        (info,) = checkpointer.checkpoints()
     loaded = state(0)
     reader = FsspecReader(f"{url}/{info.folder}", skip_instance_cache=True)
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
@@ -93,7 +93,7 @@ def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> Non
         assert "step-00000002-" in s3.held()
         assert any(key.startswith("step-00000002-") for key in keys(url))
         assert [step for step, _ in folders.candidates(other)] == [1]
-        assert [info.step for info in checkpointer.list()] == [1]
+        assert [info.step for info in checkpointer.checkpoints()] == [1]
         s3.let(verdict)
         if verdict == "go":
             handle.wait()
@@ -101,7 +101,7 @@ def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> Non
             with pytest.raises(CheckpointError, match=r"manifest\.json"):
                 handle.wait()
         left = [1, 2] if verdict == "go" else [1]
-        assert [info.step for info in checkpointer.list()] == left
+        assert [info.step for info in checkpointer.checkpoints()] == left
         assert {key.split("/")[0][:13] for key in keys(url)} - {".owner", ".id"} == {
             f"step-{step:08d}" for step in left
         }
@@ -140,10 +140,10 @@ def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -
         with pytest.raises(CheckpointError, match="killed by SIGKILL"):
             handle.wait()
         s3.let("drop")
-        assert [info.step for info in checkpointer.list()] == [1]
+        assert [info.step for info in checkpointer.checkpoints()] == [1]
         checkpointer.verify(1)
         checkpointer.save(3, state(3)).wait()
-        assert [info.step for info in checkpointer.list()] == [1, 3]
+        assert [info.step for info in checkpointer.checkpoints()] == [1, 3]
     assert uploads(url) == []
     with Checkpointer(url) as checkpointer:
         loaded = state(0)
@@ -158,7 +158,7 @@ def test_a_damaged_one_is_passed_over(s3: Server) -> None:
     with Checkpointer(url) as checkpointer:
         checkpointer.save(1, state(1)).wait()
         checkpointer.save(2, state(2)).wait()
-        folder = checkpointer.list()[-1].folder
+        folder = checkpointer.checkpoints()[-1].folder
     with closing(RemoteStorage(url)) as storage:
         content = bytearray(storage.get(folder, "__0_0.distcp"))
         content[len(content) // 2] ^= 1

@@ -226,7 +226,7 @@ def main() -> None:
             model.train()
         train(job, model, optimizer)
         job.checkpointer.wait()
-        committed = [info.step for info in job.checkpointer.list()]
+        committed = [info.step for info in job.checkpointer.checkpoints()]
     if PLAN["virtual"]:
         model.average_statistics()
     moments = moments_of(optimizer)

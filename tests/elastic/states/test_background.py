@@ -14,7 +14,7 @@ import pytest
 from elastic.text_state import Text
 from outlast.elastic import load_state, save_all_states
 from outlast.elastic.states import save as saving_module
-from outlast.errors import CheckpointError, TimeoutError
+from outlast.errors import CheckpointError
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def test_it_saves_what_was_there(folder: Path, may_write: threading.Event) -> No
     handle = save_all_states(asynchronous=True)
     assert handle is not None
     assert state.calls == ["sync", "save"]
-    assert not handle.done
-    assert handle.exception is None
+    assert not handle.done()
     assert handle.directory is None
     with pytest.raises(TimeoutError, match="not committed after"):
         handle.wait(datetime.timedelta(milliseconds=1))
     state.text = "later"
     may_write.set()
     handle.wait()
-    assert handle.done
-    assert handle.directory == str(folder / "states-00000001")
+    assert handle.done()
+    assert handle.directory == handle.result() == str(folder / "states-00000001")
+    assert handle.exception() is None
     assert load_state(state)
     assert state.text == "then"
 
@@ -58,7 +58,7 @@ def test_a_second_one_waits_for_the_first(folder: Path, may_write: threading.Eve
     opener.start()
     state.text = "2"
     second = save_all_states(asynchronous=True)  # at most one copy is in memory
-    assert first.done
+    assert first.done()
     opener.join()
     assert second is not None
     second.wait()
@@ -75,7 +75,7 @@ def test_a_load_waits_for_it(folder: Path, may_write: threading.Event) -> None:
     opener.start()
     state.text = ""
     assert load_state(state)
-    assert handle.done
+    assert handle.done()
     assert state.text == "1"
     opener.join()
 
@@ -87,7 +87,7 @@ def test_a_failure_is_the_handles(folder: Path) -> None:
     assert handle is not None
     with pytest.raises(CheckpointError, match=r"the save into .* failed: FileExistsError"):
         handle.wait()
-    assert isinstance(handle.exception, CheckpointError)
+    assert isinstance(handle.exception(), CheckpointError)
     assert "failed" in repr(handle)
     folder.unlink()
     assert save_all_states() is not None

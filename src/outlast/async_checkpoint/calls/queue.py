@@ -30,7 +30,7 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
-from outlast.system.arguments import Duration, as_wait
+from outlast.system.arguments import Duration, as_int, as_wait
 from outlast.system.error_text import describe, traceback_text
 
 __all__ = ["AsyncCallsQueue"]
@@ -58,6 +58,7 @@ class AsyncCallsQueue:
         nice: niceness of the background processes, 0 to 19.
 
     Raises:
+        TypeError: if `max_unfinalized` or `nice` is not an integer.
         ValueError: if `max_unfinalized` is below 1, or `on_failure` is neither.
     """
 
@@ -70,10 +71,11 @@ class AsyncCallsQueue:
         max_unfinalized: int | None = None,
         nice: int = 10,
     ) -> None:
-        if max_unfinalized is not None and max_unfinalized < 1:
-            raise ValueError(f"max_unfinalized is {max_unfinalized}, and must be 1 or more")
+        if max_unfinalized is not None:
+            max_unfinalized = as_int("max_unfinalized", max_unfinalized, at_least=1)
         if on_failure != "raise" and not isinstance(on_failure, FailurePolicy):
-            raise ValueError(f"on_failure is {on_failure!r}: 'raise' or a FailurePolicy")
+            raise ValueError(f"on_failure must be 'raise' or a FailurePolicy, not {on_failure!r}")
+        nice = as_int("nice", nice, at_least=0)
         self._group = group
         self._policy = None if isinstance(on_failure, str) else on_failure
         self._max_unfinalized = max_unfinalized
@@ -103,7 +105,7 @@ class AsyncCallsQueue:
             TypeError: if the function cannot be pickled for a persistent worker; names it.
             AsyncCallError: if another rank has scheduled a different function as this call.
             OSError: if the system cannot start another process.
-            RuntimeError: if the queue is closed.
+            ValueError: if the queue is closed.
             StoreError: if the store cannot be reached.
         """
         ledger, reporter = self._open()
@@ -240,7 +242,7 @@ class AsyncCallsQueue:
 
     def _open(self) -> tuple[CallLedger, Reporter]:
         if self._closed:
-            raise RuntimeError("the queue is closed")
+            raise ValueError("this AsyncCallsQueue is closed: create a new one")
         if self._ledger is None:
             self._ledger = connect_ledger("async_calls", self._group)
         if self._reporter is None:

@@ -13,7 +13,7 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, SaveCancelled, StoreError
 from outlast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -25,6 +25,13 @@ from outlast.events import (
 log = logging.getLogger("outlast.checkpoint")
 
 _NOT_REMOVED = "old checkpoints could not be removed"
+
+
+def is_due_to_restart(error: Exception) -> bool:
+    """Whether a save has ended without a fault of its own: it was dropped, or the store was lost.
+    Such an error is raised if the caller continues, but not logged.
+    """
+    return isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError)
 
 
 class SaveOutcomes:
@@ -50,10 +57,11 @@ class SaveOutcomes:
     def raise_unseen(self) -> None:
         """Raises the first error that no caller has seen, unless the policy tolerates it."""
         unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
-        self._unseen = [handle for handle in self._unseen if not handle.done]
+        self._unseen = [handle for handle in self._unseen if not handle.done()]
         for handle in unseen:
-            error = handle.exception
+            error = handle.unseen_error
             assert error is not None
+            handle._seen = True
             if self._policy is None or self._policy.in_a_row > self._policy.max_in_a_row:
                 raise error
 
@@ -79,8 +87,12 @@ class SaveOutcomes:
                 seconds=seconds,
                 queued=queued,
             )
-            if self._policy is None or not self._policy.failed(error):
-                log.error("step %d was not saved: %s", save.step, error)
+            if is_due_to_restart(error):
+                # A restart in place drops the saves in progress, and the store may be gone before
+                # this process is told. If training goes on, the next call raises the error.
+                log.debug("%s", error)
+            elif self._policy is None or not self._policy.failed(error):
+                log.error("%s", error)
         self._emitter.emit(event)
 
     def apply_retention(self, manifest: Manifest) -> None:

@@ -48,7 +48,8 @@ from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.clock import Clock
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
-from outlast.errors import CheckpointError, OutlastError, StoreError
+from outlast.errors import CheckpointError, OutlastError, SaveCancelled, StoreError
+from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -104,6 +105,8 @@ class SavePipeline:
             snapshot = self._snapshotter.take(
                 index, step, state_dict, agreed.structure, agreed.leaves
             )
+        except StoreError as e:
+            raise CheckpointError(f"the {save_name(step)} failed: {describe(e)}") from e
         except Exception as e:
             self._refuse(index, step, e)
             raise
@@ -187,11 +190,10 @@ class SavePipeline:
         error: Exception | None = None
         try:
             size_bytes, manifest = self._carry_out(save)
-        except (OutlastError, OSError) as e:
+        except CheckpointError as e:
             error = e
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
-            error = CheckpointError(f"the save of step {save.step} failed: {e!r}")
-            error.__cause__ = e
+            error = self._failed(save, e)
         with self._lock:
             self._pending.remove(save)
             queued = len(self._pending)
@@ -202,11 +204,22 @@ class SavePipeline:
                 SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
             )
         self._session.pool.give_back(buffer, save.snapshot.turn)
-        save.handle._end(error)
+        save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
         # Last, so that nothing waits for it.
         if manifest is not None and not self._aborted:
             self._outcomes.apply_retention(manifest)
+
+    def _failed(self, save: Save, cause: Exception) -> CheckpointError:
+        """The error of a save that this rank could not carry out. Only rank 0 commits: it knows
+        that it did not, and the other ranks cannot know without the store.
+        """
+        text = f"the {save.name} failed: {describe(cause)}"
+        if isinstance(cause, StoreError) and self._ledger.rank != 0:
+            text = f"it is not known whether the {save.name} was committed: {describe(cause)}"
+        error = CheckpointError(text)
+        error.__cause__ = cause
+        return error
 
     def _carry_out(self, save: Save) -> tuple[int, Manifest | None]:
         """Saves and commits; returns the size of the checkpoint, and on rank 0 its manifest, if
@@ -221,7 +234,8 @@ class SavePipeline:
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
-            ledger.fail(index, save.failure_of(e))
+            # After an abort, whatever this is, the abort caused it: it kills the writer.
+            ledger.fail(index, save.failure(ABORTED) if self._aborted else save.failure_of(e))
         else:
             ledger.finish(index, part)
         verdict = self._await_verdict(save)
@@ -246,10 +260,13 @@ class SavePipeline:
             result = self._await_conclusion(save)
         with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
             ledger.forget(index)
+        if "dropped" in result:
+            raise SaveCancelled(f"the {save.name} was {result['dropped']}")
+        if "unknown" in result:
+            text = f"it is not known whether the {save.name} was committed: {result['unknown']}"
+            raise CheckpointError(text)
         if "error" in result:
-            raise CheckpointError(
-                f"the save of step {save.step} was not committed: {result['error']}"
-            )
+            raise CheckpointError(f"the {save.name} was not committed: {result['error']}")
         return int(result["size_bytes"]), manifest
 
     def _write(self, save: Save) -> bytes:
@@ -291,25 +308,27 @@ class SavePipeline:
 
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
         """Commits the checkpoint, on rank 0. Returns the manifest, if it is committed, and the
-        result for the other ranks: the `size_bytes` of the checkpoint or an `error`.
+        result for the other ranks: the `size_bytes` of the checkpoint, or why it is not committed
+        (`error`, `dropped`).
         """
         try:
             manifest, commit = commit_of(save, self._ledger.parts(save.index))
             self._session.writer.request(commit)
         except (OutlastError, OSError, Dropped) as e:
             self._remove_files(save)
+            if self._aborted:
+                return None, {
+                    "dropped": "dropped for all ranks by rank 0, while it was being committed"
+                }
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
         return manifest, {"size_bytes": manifest.size_bytes}
 
     def _await_conclusion(self, save: Save) -> dict[str, Any]:
-        """The result that rank 0 sends: see `_commit`."""
+        """The result that rank 0 sends: see `_commit`. `unknown`: why it has sent none."""
         try:
             return dict(json.loads(self._ledger.await_conclusion(save.index, self._timeout)))
         except KeyTimeout:
-            return {"error": f"rank 0 did not say within {self._timeout:g} s whether it was"}
-        except StoreError as e:
-            text = f"step {save.step}: rank 0 could not say whether it is committed: {e}"
-            raise CheckpointError(text) from e
+            return {"unknown": f"rank 0 did not report it within {self._timeout:g} s"}
 
     def _remove_files(self, save: Save) -> None:
         """Removes the files of a save that failed. If that fails too, the next job does it."""
@@ -327,7 +346,7 @@ class SavePipeline:
         self._aborted = True
         pending = self.pending
         for save in pending:
-            save.snapshot.call_off(CheckpointError(ABORTED))
+            save.snapshot.call_off(SaveCancelled(ABORTED))
         if pending:
             self._session.writer.tell(DropSaves())
             threading.Thread(
@@ -349,7 +368,7 @@ class SavePipeline:
             late = [s for s in saves if not self._ledger.fail(s.index, s.failure(ABORTED))]
             for save in late:
                 if not save.handle._await_end(_CONCLUDE_S):
-                    result = {"error": "rank 0 did not say whether it was committed"}
+                    result = {"unknown": "rank 0 did not report it before the restart"}
                     self._ledger.conclude(save.index, json.dumps(result).encode())
         except StoreError:
             pass  # the thread of the saves, which waits on the store, gets the same error

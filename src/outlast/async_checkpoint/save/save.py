@@ -22,10 +22,11 @@ from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import Commit
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, OutlastError
+from outlast.errors import CheckpointError, OutlastError, SaveCancelled
 
 _METADATA = ".metadata"
 ABORTED = "aborted: it was dropped for all ranks"
+"""The cause of the failure of a save that a rank dropped (`SavePipeline.abort`)."""
 
 
 @dataclasses.dataclass
@@ -62,7 +63,7 @@ class Save:
 
     def failure_of(self, error: Exception) -> CallFailure:
         """The failure of this rank by this error."""
-        if isinstance(error, Dropped):
+        if isinstance(error, Dropped | SaveCancelled):
             return self.failure(ABORTED)
         if isinstance(error, OutlastError):
             traceback = error.remote_traceback if isinstance(error, WriterFailed) else ""
@@ -76,7 +77,11 @@ def save_name(step: int) -> str:
 
 
 def error_of(failure: CallFailure) -> CheckpointError:
-    """The error that every rank raises when one has failed."""
+    """The error that every rank raises when one has failed or dropped the save."""
+    if failure.cause == ABORTED:
+        return SaveCancelled(
+            f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
+        )
     text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
     return CheckpointError(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, SaveCancelled
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
@@ -187,7 +187,7 @@ class OverlappedCopy:
 
     def _found(self) -> CheckpointError | None:
         if self._called_off:
-            return CheckpointError("the snapshot was called off")
+            return SaveCancelled("the snapshot was called off")
         if self._error is None and not self._copied:
             return CheckpointError("the snapshot was never copied")
         if self._error is not None:

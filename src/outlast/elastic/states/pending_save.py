@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from outlast.async_checkpoint.handle import Handle
 from outlast.elastic.replicas.replica_group import Replicas
+from outlast.errors import CheckpointError, StoreError
 from outlast.system.arguments import Duration
 
 STALE_S = 10.0
@@ -19,18 +20,20 @@ STALE_S = 10.0
 log = logging.getLogger("outlast.elastic")
 
 
-class PendingSave(Handle):
-    """A save of all states in the background. Any thread may use it."""
+class PendingSave(Handle["str | None"]):
+    """A save of all states in the background. Any thread may use it.
+
+    Its result is the directory of the checkpoint; `None` on a replica that does not know it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._directory: str | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def directory(self) -> str | None:
         """The checkpoint, once it is committed; `None` on a replica that does not know it."""
-        return self._directory
+        return super().result(0.0) if self.done() and self._failure() is None else None
 
     def wait(self, timeout: Duration | None = None) -> None:
         """Waits until the checkpoint is committed.
@@ -39,11 +42,22 @@ class PendingSave(Handle):
             TimeoutError: if it is not committed within `timeout`.
             CheckpointError: if the save has failed; names rank, host and cause.
         """
+        self.result(timeout)
+
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
+        """Waits for the end of the save, and returns its error; `None` if it is committed.
+
+        Raises:
+            TimeoutError: as `wait`.
+        """
         try:
-            self._outcome(timeout, "the states are")
+            return super().exception(timeout)
         finally:
-            if self.done:
+            if self.done():
                 self._join()
+
+    def _what(self) -> str:
+        return "the states are"
 
     def _join(self) -> None:
         """Waits until the save has ended, and its thread with it. Raises nothing."""
@@ -53,16 +67,20 @@ class PendingSave(Handle):
             thread.join()
 
     def _run(self, work: Callable[[], str | None]) -> None:
+        directory: str | None = None
         error: Exception | None = None
         try:
-            self._directory = work()
+            directory = work()
         except Exception as e:  # noqa: BLE001 - raised by `wait`
             log.error("a save in the background failed: %s", e)
             error = e
-        self._end(error)
+            if isinstance(e, StoreError):
+                error = CheckpointError(f"a save in the background failed: {e}")
+                error.__cause__ = e
+        self._end(error, directory)
 
     def __repr__(self) -> str:
-        return f"<PendingSave {self._state}>"
+        return f"<PendingSave {self._state_text}>"
 
 
 _last: tuple[PendingSave, Replicas] | None = None
