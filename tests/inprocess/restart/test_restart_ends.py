@@ -11,7 +11,7 @@ import pytest
 from inprocess.job_output import errors, events, full, returned, views
 from outlast.events import Fault
 from outlast.events.report import load
-from procs import Job
+from procs import Job, free_port
 
 Ranks = Callable[..., Job]
 
@@ -96,3 +96,14 @@ def test_a_call_gives_back_its_descriptors_without_a_garbage_collection(ranks: R
         assert job.wait_all() == {0: 0}, errors(job)
         (line,) = events(job, 0, "held")
         assert len(set(line["descriptors"][2:])) == 1, line
+
+
+def test_a_function_is_called_again_after_an_abort_with_the_same_port(ranks: Ranks) -> None:
+    with ranks("ends", "called_again_after_an_abort", str(free_port())) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert returned(job) == {0: 0, 1: 1}
+        for rank in (0, 1):
+            raised = [(line["type"], line["message"]) for line in events(job, rank, "raised")]
+            assert [kind for kind, _ in raised] == ["RestartAbort"] * 5
+            assert all(f"call {n}" in message for n, (_, message) in enumerate(raised)), raised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -13,6 +14,7 @@ from typing import Any
 from rank import main, report, say, scenario, wrapped
 from rank_actions import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 
+from outlast.errors import RestartAbort
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.store import FileStore
 
@@ -160,6 +162,35 @@ def many_calls() -> None:
         train()  # type: ignore[call-arg]
         held.append(len(os.listdir("/proc/self/fd")))
     say("held", descriptors=held)
+
+
+@scenario
+def called_again_after_an_abort() -> None:
+    """Calls one after another on a fixed port. Every call but the last is aborted: by rank 0 or
+    rank 1 in turn, before or after the others are in the function.
+    """
+    calls = 6
+    for number in range(calls):
+
+        def train(call: CallWrapper, number: int = number) -> int:
+            if number == calls - 1:
+                join_group()
+                return finish()
+            if number % 4 < 2:
+                join_and_meet()
+            if rank() == number % 2:
+                raise RestartAbort(f"planned end of call {number}")
+            wait_forever()
+            return -1
+
+        restarted = wrapped(store_kwargs={"port": int(sys.argv[2])})(train)
+        with contextlib.suppress(RestartAbort):
+            restarted()
+
+
+def join_and_meet() -> None:
+    join_group()
+    collective()
 
 
 if __name__ == "__main__":

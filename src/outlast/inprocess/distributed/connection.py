@@ -86,8 +86,17 @@ def connect(
         StoreError: if the server is not such a store.
     """
     deadline = time.monotonic() + timeout
+    retried = not ready
     while True:
-        connection = _connect_once(factory, kwargs, endpoint, max(0.1, deadline - time.monotonic()))
+        remaining = max(0.1, deadline - time.monotonic())
+        try:
+            connection = _connect_once(factory, kwargs, endpoint, remaining)
+        except StoreError:
+            # The previous call's server may end between the probe and the connection: once.
+            if retried:
+                raise
+            retried = True
+            continue
         if not ready:
             return connection
         try:

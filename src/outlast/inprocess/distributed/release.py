@@ -83,6 +83,14 @@ class Releaser:
         if self._sockets & set(gloo_sockets.pair_sockets().values()):
             gc.collect()
 
+    def end(self, *, completed: bool) -> None:
+        """Ends the call. A call that has failed on this rank leaves no group behind, so that the
+        function can be called again.
+        """
+        if not completed:
+            self.release()
+        self.join()
+
 
 def _drain() -> None:
     """Waits until gloo's threads have left their waits; usually the first check finds none."""

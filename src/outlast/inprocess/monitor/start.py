@@ -7,6 +7,9 @@ main process's process group does not reach it. It exits by itself, when the mai
 it, or has ended and been reported. A monitor that serves the store stays until every member has
 said goodbye or is known to be lost.
 
+A call that failed on this rank does not wait for that: the other ranks may still be leaving it. The
+next call of this process on the same port waits instead, until the port is free.
+
 Its work while it runs: `monitor/loop.py`.
 """
 
@@ -20,22 +23,32 @@ import os
 import socket
 import sys
 
+import psutil
+
 from outlast.errors import StoreError
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
+from outlast.system.processes import open_process
 from outlast.system.waiting import readable
+
+# Monitor processes that outlived a call of this process, because other ranks need the store that
+# they serve, and the port of that store. Not by descriptor: nothing is held open between calls.
+_earlier_servers: list[tuple[psutil.Process, int]] = []
 
 
 class MonitorHandle:
     """The main process's side of its monitor process."""
 
-    def __init__(self, pid: int, end: socket.socket, endpoint: tuple[str, int] | None) -> None:
+    def __init__(
+        self, pid: int, end: socket.socket, endpoint: tuple[str, int] | None, serves: bool
+    ) -> None:
         self.pid = pid
         self.socket = end  # readable when the monitor process has ended
         # Of the store; if the monitor serves it, with the port that the system chose.
         self.endpoint = endpoint
+        self._serves = serves
 
     def watch_threads(self) -> None:
         """Makes the monitor watch the threads whose ids are in the shared page."""
@@ -52,6 +65,9 @@ class MonitorHandle:
         self.socket.close()
         if ended:
             self.reap()
+        elif self._serves and self.endpoint is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended just now
+                _earlier_servers.append((psutil.Process(self.pid), self.endpoint[1]))
 
     def reap(self) -> None:
         """Reaps a monitor that has ended, so that no zombie remains."""
@@ -66,6 +82,8 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     Raises:
         StoreError: naming host and port, if the store cannot be served there.
     """
+    if plan.serve and plan.endpoint is not None:
+        _await_earlier_servers(plan.endpoint, plan.patience)
     ours, theirs = socket.socketpair()
     main = os.getpid()
     pid = fork_detached(lambda: _run_child(plan, main, theirs), new_session=True)
@@ -83,7 +101,33 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     endpoint = plan.endpoint
     if plan.serve and endpoint is not None:
         endpoint = (endpoint[0], reply["port"])
-    return MonitorHandle(pid, ours, endpoint)
+    return MonitorHandle(pid, ours, endpoint, plan.serve)
+
+
+def _await_earlier_servers(endpoint: tuple[str, int], timeout: float) -> None:
+    """Waits until no monitor process of an earlier call serves a store on this port.
+
+    It ends once every rank has left that call; none of them waits for this rank, which has left it.
+    """
+    for entry in list(_earlier_servers):
+        process, port = entry
+        pidfd = open_process(process.pid) if process.is_running() else None
+        if pidfd is not None:
+            try:
+                ended = readable(pidfd, timeout=timeout if port == endpoint[1] else 0.0)
+            finally:
+                os.close(pidfd)
+            if not ended:
+                if port != endpoint[1]:
+                    continue
+                raise StoreError(
+                    f"the store cannot be served at {endpoint[0]}:{port}: process {process.pid} "
+                    f"still serves the store of an earlier call there, because other ranks have "
+                    f"not left that call within {timeout} s"
+                )
+            with contextlib.suppress(ChildProcessError):  # reaped by the program
+                os.waitpid(process.pid, 0)
+        _earlier_servers.remove(entry)
 
 
 def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:

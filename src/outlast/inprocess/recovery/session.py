@@ -113,7 +113,8 @@ class _Session:
             )
             stack.callback(lambda: self.monitor.dismiss(completed=self.completed))
             stack.callback(host.iteration_store.close)
-            stack.callback(host.releaser.join)
+            # After the monitor thread, which runs the abort, has ended.
+            stack.callback(lambda: host.releaser.end(completed=self.completed))
             self.endpoint = self.monitor.endpoint
             control = self._connect()
             stack.callback(control.close)
