@@ -14,6 +14,7 @@ count until they have been trained on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -121,8 +122,9 @@ class ElasticLoader:
         return self.sampler.epoch
 
     def __len__(self) -> int:
-        """The number of global batches left in the current epoch."""
-        return len(self.sampler)
+        """The number of global batches in a whole epoch; an epoch that was resumed yields fewer."""
+        # Frameworks and schedulers ask once, maybe in a resumed epoch, for all epochs.
+        return math.ceil(self.sampler.epoch_length / self.sampler.global_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         self.done()
