@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +108,45 @@ def test_a_function_is_called_again_after_an_abort_with_the_same_port(ranks: Ran
             raised = [(line["type"], line["message"]) for line in events(job, rank, "raised")]
             assert [kind for kind, _ in raised] == ["RestartAbort"] * 5
             assert all(f"call {n}" in message for n, (_, message) in enumerate(raised)), raised
+
+
+def test_the_log_tells_each_step_and_the_monitor_its_start_and_end(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with ranks("ends", "logs", str(tmp_path)) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+    for rank in (0, 1):
+        text = job.errors(rank)
+        log = [line for line in text.splitlines() if line.startswith("LOG outlast.inprocess")]
+        failed = rank == 1
+        steps = [
+            f"rank {rank} of 2: call 0 begins",
+            f"iteration 0: assigned rank {rank} of 2, 2 active",
+            f"rank {rank}: waiting at the barrier start",
+            f"rank {rank}: health check after None",
+            f"rank {rank}: iteration 0: calling the function",
+            f"rank {rank}: the iteration is over (restart): abort",
+            f"rank {rank}: iteration 0: finalize",
+            f"rank {rank}: waiting at the barrier term",
+            "restart of iteration 0: rank 1 on ",
+            f"rank {rank}: iteration 1: calling the function",
+            f"rank {rank}: iteration 1: the function returned",
+            f"rank {rank}: the call is complete on all ranks",
+        ]
+        at = [next((n for n, line in enumerate(log) if step in line), -1) for step in steps]
+        assert -1 not in at, (steps[at.index(-1)], text)
+        assert at == sorted(at), text
+        own = "recording a fault: ValueError: a planned fault" if failed else "interrupting the fun"
+        assert own in text
+        (monitor,) = {line["pid"] for line in events(job, rank, "monitor")}
+        main = events(job, rank, "entered")[0]["pid"]
+        lines = (tmp_path / f"monitor-{rank}.log").read_text().splitlines()
+        name = f"monitor process {monitor} of process {main}"
+        for line, end in (
+            (lines[0], f"{name}, rank {rank} of 2: start"),
+            (lines[-1], f"{name}: end"),
+        ):
+            time, _, words = line.partition(" ")
+            assert words == end
+            assert datetime.datetime.fromisoformat(time).tzinfo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import signal
@@ -16,6 +17,8 @@ from rank_actions import SHORT, collective, die, finish, join_group, rank, secon
 
 from outlast.errors import RestartAbort
 from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.health_check import FaultCounter
+from outlast.inprocess.initialize import RetryController
 from outlast.inprocess.store import FileStore
 
 FIRST_RANK = int(os.environ["RANK"])
@@ -162,6 +165,29 @@ def many_calls() -> None:
         train()  # type: ignore[call-arg]
         held.append(len(os.listdir("/proc/self/fd")))
     say("held", descriptors=held)
+
+
+@scenario
+def logs() -> None:
+    """Rank 1 fails once, with logging at DEBUG and a log file of the monitor."""
+    logging.basicConfig(level=logging.DEBUG, format="LOG %(name)s %(levelname)s %(message)s")
+
+    @wrapped(
+        initialize=RetryController(),
+        health_check=FaultCounter(),
+        monitor_process_logfile=sys.argv[2] + "/monitor-{rank}.log",
+    )
+    def train(call: CallWrapper) -> int:
+        say("monitor", pid=call.monitor_pid)
+        if call.iteration == 0:
+            if rank() == 1:
+                call.state.store.wait(["inside"])
+                raise ValueError("a planned fault")
+            call.state.store.set("inside", "1")
+            wait_forever()
+        return rank()
+
+    train()
 
 
 @scenario

@@ -205,6 +205,7 @@ class MonitorThread:
         self._mark_leaving()
         self._atomic_section.begin_termination()
         self._mark_leaving()
+        log.debug("rank %d: the iteration is over (%s): abort", self._page.rank, reason)
         start, error = self._emitter.clock.now(), ""
         try:
             self._abort(False)
@@ -212,6 +213,7 @@ class MonitorThread:
             log.exception("abort raised an exception; the restart continues")
             error = repr(e)
         seconds = self._emitter.clock.now() - start
+        log.debug("rank %d: abort done after %.6f s", self._page.rank, seconds)
         self._emitter.emit(AbortDone(seconds=seconds, error=error))
         self._interrupt(watch)
 
@@ -225,6 +227,7 @@ class MonitorThread:
         while not watch.left.is_set():
             how = self._interrupter.request()
             if how not in ("none", reported):
+                log.debug("rank %d: interrupting the function (%s)", self._page.rank, how)
                 self._emit(InterruptSent(how=how))
                 reported = how
             if watch.left.wait(pause):

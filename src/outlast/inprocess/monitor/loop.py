@@ -20,6 +20,7 @@ from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
+from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
 from outlast.inprocess.monitor.store_access import StoreAccess
 from outlast.inprocess.monitor.store_service import StoreService
@@ -51,8 +52,18 @@ class MonitorLoop:
 
     def run(self) -> None:
         """Returns when this process has nothing left to do."""
+        names = f"monitor process {os.getpid()} of process {self._main}"
+        write_line(f"{names}, rank {self._plan.rank} of {self._plan.world_size}: start")
+        try:
+            self._run()
+        finally:
+            write_line(f"{names}: end")
+
+    def _run(self) -> None:
         self._store.connect(give_up=lambda: self._pidfd is None or bool(self._poll.poll(0)))
         dismissed = self._watch_main_process()
+        how = "was dismissed" if dismissed else "main process ended"
+        write_line(f"{how} in iteration {self._page.iteration}")
         if not self._main_alive and self._page.activity != Activity.DONE:
             self._reports.death()
         elif dismissed and self._page.member < 0:
@@ -110,5 +121,5 @@ def _sink(plan: MonitorPlan) -> Sink:
         try:
             return JsonlSink(Path(plan.events_dir) / f"monitor-{os.getpid()}.jsonl")
         except OSError as e:
-            print(e)  # the main process, which has the same directory, raises it
+            write_line(e)  # the main process, which has the same directory, raises it
     return NullSink()

@@ -27,6 +27,7 @@ import psutil
 
 from outlast.errors import StoreError
 from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
@@ -137,6 +138,7 @@ def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
         try:
             server = plan.factory.serve(**plan.kwargs)
         except (StoreError, RuntimeError) as e:
+            write_line(first_line(e))
             end.send(json.dumps({"error": first_line(e)}).encode())
             return
         port = server.port

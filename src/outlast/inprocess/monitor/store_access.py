@@ -13,6 +13,7 @@ from outlast.coordination.view import ViewRecord
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.logfile import write_line
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class StoreAccess:
                     plan.factory, plan.kwargs, plan.endpoint, 1.0, plan.ready
                 )
             except (StoreError, TimeoutError) as e:
-                print(e)
+                write_line(e)
                 if give_up():
                     return
 
@@ -54,7 +55,7 @@ class StoreAccess:
         try:
             return drive(coroutine, perform_on(self._connection))
         except StoreError as e:
-            print(e)
+            write_line(e)
             self._connection = None
             return None
 

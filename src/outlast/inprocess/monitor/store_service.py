@@ -12,6 +12,7 @@ from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
+from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.store_access import StoreAccess
 from outlast.inprocess.store import TCPStore
 from outlast.system.waiting import readable
@@ -49,7 +50,7 @@ class StoreService:
         try:
             server = TCPStore.serve(host_name=self._plan.address, port=port)
         except (StoreError, RuntimeError) as e:
-            print(e)
+            write_line(e)
             return
         self._stay_until(done_key(f"term/{self._page.iteration}"), deadline)
         del server
@@ -85,5 +86,5 @@ class StoreService:
             connection = connect(plan.factory, plan.kwargs, plan.endpoint, plan.patience)
             connection.wait_for(plan.prefix + key, None)
         except (StoreError, TimeoutError) as e:
-            print(e)
+            write_line(e)
         os.write(writable, b"x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 
 from outlast.coordination.records import FaultRecord
@@ -14,6 +15,8 @@ from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
 from outlast.system.error_text import first_line, traceback_text
+
+log = logging.getLogger("outlast.inprocess")
 
 _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
@@ -78,6 +81,7 @@ class RankFaults:
             idle=sample.idle,
             testimony=True,
         )
+        log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
         self.emitter.emit(fault_event(record))
         return record
 
@@ -89,5 +93,6 @@ class RankFaults:
             traceback=traceback_text(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
         )
+        log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
         self.emitter.emit(fault_event(record))
         return record

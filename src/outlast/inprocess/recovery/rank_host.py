@@ -108,6 +108,7 @@ class RankHost(RankFaults):
         self.page.iteration, self.page.member = iteration, member
         self.page.activity = Activity.WAITING
         self.emitter.place(iteration=iteration, member=member)
+        log.debug("rank %d: iteration %d: %s", self.state.rank, iteration, state.value)
         if state is RecoveryState.JOIN and not self.joining:
             self.joining = True
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
@@ -133,6 +134,14 @@ class RankHost(RankFaults):
                 active=state.active,
                 seconds=self.clock.now() - start,
             )
+        )
+        log.debug(
+            "iteration %d: assigned rank %d of %d, %d active (initial rank %d)",
+            record.iteration,
+            state.rank,
+            state.world_size,
+            state.active_world_size,
+            state.initial_rank,
         )
         return AssignedRank(state.rank, state.world_size, state.active)
 
@@ -172,6 +181,7 @@ class RankHost(RankFaults):
         watch, page = self._present_watch(), self.page
         self.state.status = Status.ACTIVE
         self.emitter.emit(Entered())
+        log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
         page.progress = self.clock.now()
         page.activity = Activity.FUNCTION
         value: Any = None
@@ -194,7 +204,9 @@ class RankHost(RankFaults):
         if not watch.ending.is_set():
             page.activity = Activity.WAITING
         outcome = self._classify(value, error, watch.ending.is_set())
-        self.emitter.emit(LeftFunction(outcome=type(outcome).__name__.lower()))
+        how = type(outcome).__name__.lower()
+        log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
+        self.emitter.emit(LeftFunction(outcome=how))
         return outcome
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
@@ -217,6 +229,7 @@ class RankHost(RankFaults):
         train_ex = None if error is None or is_consequence(error) else error
         if error is not None:
             release_frames(error)
+        log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
         with self._user_code(), self.emitter.span(FinalizeDone):
             self.releaser.release()
             if self.settings.finalize is not None:
@@ -255,6 +268,7 @@ class RankHost(RankFaults):
         del self.monitor_thread
 
     def timing(self, name: str) -> AbstractContextManager[object]:
+        log.debug("rank %d: waiting at the barrier %s", self.state.rank, name)
         return self.emitter.span(BarrierPassed, name=name)
 
     def _present_watch(self) -> IterationWatch:
@@ -290,6 +304,7 @@ class RankHost(RankFaults):
         check = self.settings.health_check
         if check is None:
             return
+        log.debug("rank %d: health check after %r", self.state.rank, train_ex)
         with self._user_code(), self.emitter.span(HealthCheckDone):
             self.state = self._kept(check(self.state, train_ex))
 

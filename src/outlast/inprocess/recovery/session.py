@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -41,6 +42,8 @@ from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.state import State
+
+log = logging.getLogger("outlast.inprocess")
 
 _calls = itertools.count()
 _running = threading.Lock()
@@ -135,6 +138,14 @@ class _Session:
             self.notice.running()
             self.monitor.start_heartbeat(control)
             stack.callback(self.monitor.stop_heartbeat)
+            log.debug(
+                "rank %d of %d: call %d begins in process %d, with monitor process %d",
+                self.launch.rank,
+                self.launch.world_size,
+                self.number,
+                os.getpid(),
+                self.monitor.pid,
+            )
             host.replace_lost_monitor = lambda: self.monitor.replace_if_lost(control)
             host.call_function = self._call_function
             for part in self._abort_parts():
@@ -151,6 +162,7 @@ class _Session:
         try:
             value = drive(machine.run(), perform)
         except BaseException as e:
+            log.debug("rank %d: leaving the call: %r", host.state.rank, e)
             self.emitter.emit(Lost(reason=repr(e)))
             if isinstance(e, RestartAbort):
                 with contextlib.suppress(RuntimeError):  # the store is lost: `e` is the error
@@ -162,6 +174,7 @@ class _Session:
             self._check_that_the_store_is_new()
         self.completed = True
         self.page.store_port = 0
+        log.debug("rank %d: the call is complete on all ranks", host.state.rank)
         if not host.joining:
             self.emitter.emit(Completed())
         # The process that serves the store may end as soon as all have said goodbye. From here on,
