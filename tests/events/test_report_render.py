@@ -12,7 +12,8 @@ from rich.console import Console
 from events.synthetic_run import SyntheticRun
 from outlast.events import JsonlSink, Note, WorkerExited
 from outlast.events.report import build, load, render, to_json
-from outlast.events.report.sentences import duration, one_line, plural, share
+from outlast.events.report.sentences import one_line, plural, share
+from outlast.system.units import duration_text
 
 
 def a_run() -> SyntheticRun:
@@ -50,9 +51,12 @@ def printed(folder: Path, width: int = 100) -> str:
 def test_the_story_of_a_run(tmp_path: Path) -> None:
     text = printed(log(a_run(), tmp_path))
     assert "5 ranks · 1 host · 3 restarts · 1 lost, 1 replaced" in text
-    assert "Rank 2 on a raised an exception: ValueError: [bold]no markup[/bold]" in text
+    whole = " ".join(text.split())
+    assert "Rank 2 (pid 1002, host a) raised an exception: ValueError: [bold]no markup" in whole
+    assert ("a long message " * 12).strip() in whole, "wrapped, not cut"
+    assert "…" not in text
     assert "(train.py, line 41, in step)" in " ".join(text.split())
-    assert "Rank 1 on a died: main process ended [killed by SIGKILL]." in text
+    assert "Rank 1 (pid 1001, host a) was killed by SIGKILL." in text
     assert "Probably as a consequence, rank 0 failed: connection closed by peer." in text
     assert "Lost: rank 1 on a (terminated)." in text
     assert "Joined: rank 3 on a." in text
@@ -117,8 +121,8 @@ def test_a_consequence_without_its_fault_is_reported_as_such(tmp_path: Path) -> 
     message = "RuntimeError: [/some/where/gloo/pair.cc:553] Connection closed by peer"
     run.fault(0, at=1.0, cause=message, consequence=True)
     run.restart(at=1.0)
-    text = printed(log(run, tmp_path))
-    assert "Rank 0 on a raised an exception: RuntimeError: Connection closed by peer." in text
+    text = " ".join(printed(log(run, tmp_path)).split())
+    assert "Rank 0 (pid 1000, host a) raised an exception: RuntimeError: Connection closed" in text
     assert "the consequence of a fault that is not in the logs" in text
 
 
@@ -130,7 +134,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [duration(s) for s in (0.0005, 0.0123, 4.56, 200.0)] == [
+    assert [duration_text(s) for s in (0.0005, 0.0123, 4.56, 200.0)] == [
         "500 µs",
         "12.3 ms",
         "4.56 s",

@@ -152,6 +152,11 @@ class Checkpointer:
         self._at_exit = _close_at_exit(self)
         self._session.owner = self
 
+    @property
+    def emitter(self) -> Emitter:
+        """The emitter of this checkpointer's events; `outlast.Job` writes its own events there."""
+        return self._emitter
+
     # ------------------------------------------------------------------------------ saving
 
     def save(

@@ -37,8 +37,12 @@ __all__ = [
     "Lost",
     "MonitorRestarted",
     "Note",
+    "NothingToRestore",
     "Seen",
+    "StepsDone",
+    "StopRequested",
     "WorkerExited",
+    "WorkerFailed",
     "WorkerStarted",
     "event_from_dict",
     "event_to_dict",
@@ -80,8 +84,8 @@ class Fault(Event, kind="fault"):
 
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
     if the fault looks like the consequence of another one (a peer's closed connection). For a hung
-    rank, `testimony` is true if the rank itself reports it, and `pings` and `collectives` give its
-    progress (see `hang_report.py`).
+    rank, `testimony` is true if the rank itself reports it, `pings` and `collectives` give its
+    progress (see `hang_report.py`), and `idle` is how long it had made none, in seconds.
     """
 
     interruption: str = ""
@@ -91,6 +95,7 @@ class Fault(Event, kind="fault"):
     testimony: bool = False
     pings: int = 0
     collectives: int = -1
+    idle: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +129,12 @@ class InterruptSwallowed(Event, kind="interrupt_swallowed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftFunction(Event, kind="left_function"):
-    """The thread left the training function. `outcome`: returned, raised, interrupted."""
+    """The thread left the training function. `outcome`: returned, raised, interrupted. `pings` is
+    the number of calls of `CallWrapper.ping` in this iteration.
+    """
 
     outcome: str = ""
+    pings: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +160,9 @@ class HealthCheckDone(Event, kind="health_check"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BarrierPassed(Event, kind="barrier"):
-    """A barrier was passed. `name`: start, term(ination), complete(tion)."""
+    """A barrier was passed, or a wait of the restart ended. `name`: start, term(ination),
+    complete(tion), replacements (the wait for the replacements of lost ranks).
+    """
 
     name: str = ""
     seconds: float = 0.0
@@ -224,6 +234,37 @@ class WorkerExited(Event, kind="worker_exited"):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event, kind="worker_failed"):
+    """A process of the launcher failed, and what the launcher did: `decision` is a value of
+    `outlast.launch.agent.decisions.Decision`. `failed_time` is when the process failed, which may
+    be before its end; `message` is the last line of its traceback or of its standard error.
+    """
+
+    worker_pid: int = -1
+    exit_code: int = 0
+    decision: str = ""
+    failed_time: float = 0.0
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopRequested(Event, kind="stop_requested"):
+    """The whole job was told to stop; the launcher or each rank of a `Job` writes it."""
+
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepsDone(Event, kind="steps_done"):
+    """This rank has completed the steps after `first` up to and including `last`; `Job` writes it
+    every few seconds and when it ends, with the same `first`.
+    """
+
+    first: int = 0
+    last: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointCommitted(Event, kind="checkpoint_committed"):
     """A checkpoint is durable and visible, on all ranks.
 
@@ -257,6 +298,11 @@ class CheckpointRestored(Event, kind="checkpoint_restored"):
     step: int = -1
     source: str = ""
     seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NothingToRestore(Event, kind="nothing_to_restore"):
+    """A restore found no checkpoint: training begins with the initial state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

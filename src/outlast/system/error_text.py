@@ -53,3 +53,8 @@ def signal_name(number: int) -> str:
 def exit_text(code: int) -> str:
     """`exited with code 3`, or `was killed by SIGKILL` for a code below 0."""
     return f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+
+
+def exit_summary(code: int) -> str:
+    """Like `exit_text`, in two or three words: `exit code 3`, `killed by SIGKILL`."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"

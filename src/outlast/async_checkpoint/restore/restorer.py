@@ -31,7 +31,7 @@ from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
-from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter
+from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -125,6 +125,7 @@ class Restorer:
         if not found:
             if step is not None:
                 raise CheckpointError(f"{where} has no checkpoint of step {step}")
+            self._emitter.emit(NothingToRestore())
             return None
         request = _Request(state_dict, strict, optional, weights_only)
         errors: list[str] = []

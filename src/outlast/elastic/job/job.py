@@ -30,9 +30,11 @@ from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
+from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
+from outlast.events import StopRequested
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
@@ -109,6 +111,7 @@ class Job:
         )
         self._ledger = connect_ledger("job", self._group)
         self._schedule = SaveSchedule(every, self._ledger)
+        self._step_events = StepEvents(self.checkpointer.emitter)
         self._stop: StopAgreement | None = None
         self._signal_handlers: SignalHandlers | None = None
         self._seconds_since = time.monotonic()
@@ -176,6 +179,7 @@ class Job:
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         self._last_saved = self.steps
         self._schedule.start(self.steps)
+        self._step_events.begin(self.steps)
         self._start_listening()
         if _stopping:  # decided before a restart in place: the other ranks have left
             raise SystemExit(self._exit_code)
@@ -195,6 +199,7 @@ class Job:
         """
         stop = self._start_listening()
         self.steps += 1
+        self._step_events.completed(self.steps)
         trained = self.loader.done() if hasattr(self.loader, "done") else None
         if samples is not None:
             trained = as_int("samples", samples, at_least=0)
@@ -230,6 +235,7 @@ class Job:
             CheckpointError: if a save failed.
         """
         self._stop_listening()
+        self._step_events.write()
         _set_stopping(False)
         self.checkpointer.close()
 
@@ -238,6 +244,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
+        self._step_events.write()
         if kind is None and self.steps and self._last_saved != self.steps:
             self.save()
         self.checkpointer.__exit__(kind)
@@ -248,6 +255,7 @@ class Job:
         """Saves for the last time, and ends the process."""
         _set_stopping(True)
         log.warning("stopping after step %d: %s", self.steps, reason)
+        self.checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._last_saved != self.steps:
             self.save()
         self.checkpointer.wait(self._grace)

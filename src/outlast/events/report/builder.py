@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import statistics
+import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from outlast.events.report.call_history import CallHistory, exits_of
+from outlast.events.report.figures.goodput import measure
+from outlast.events.report.figures.phases import measure_phases
+from outlast.events.report.figures.redone_steps import any_restored, redone_steps
+from outlast.events.report.figures.saves import summarize_saves
+from outlast.events.report.history.call_history import CallHistory, exits_of, launcher_ranks_of
+from outlast.events.report.history.launcher_history import LauncherHistory
+from outlast.events.report.history.split_calls import split_calls
+from outlast.events.report.history.stops import ended_by_stop, find_stop
+from outlast.events.report.history.stretches import Stretch, stretches_of
+from outlast.events.report.intervals import Interval
 from outlast.events.report.log_reader import TORN_LINE
-from outlast.events.report.model import HostTime, Party, Report, Restart, Saves
-from outlast.events.report.phases import measure_phases, productive_time
-from outlast.events.report.split_calls import split_calls
+from outlast.events.report.model import Party, Report, Restart
 from outlast.events.types import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointPassedOver,
-    CheckpointRestored,
     Completed,
     Entered,
     Event,
@@ -27,6 +30,25 @@ from outlast.events.types import (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Course:
+    """The course of a run, from the wrapper's events or from those of the launcher alone.
+
+    Attributes:
+        segments: when each iteration (or round of processes) began, by host.
+        numbers: the position of each restart's iteration in `segments`.
+    """
+
+    source: str
+    world_size: int
+    restarts: Sequence[Restart]
+    completed: int
+    segments: Sequence[Mapping[str, float]]
+    numbers: Sequence[int]
+    stretches: dict[str, list[Stretch]]
+    walls: dict[str, list[Interval]]
+
+
 def build(events: Iterable[Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""
     events = list(events)
@@ -36,31 +58,85 @@ def build(events: Iterable[Event]) -> Report:
     origins: dict[str, float] = {}
     for event in events:
         origins[event.host] = min(event.time, origins.get(event.host, event.time))
-    exits = exits_of(events)
-    calls = [CallHistory(i, part, origins, exits) for i, part in enumerate(split_calls(events))]
-    restarts = tuple(restart for call in calls for restart in _restarts(call))
-    hosts = _hosts(calls)
-    wall = sum(host.wall_seconds for host in hosts)
-    productive = sum(host.productive_seconds for host in hosts)
+    exits, ranks = exits_of(events), launcher_ranks_of(events)
+    parts = split_calls(events)
+    calls = [CallHistory(i, part, origins, exits, ranks) for i, part in enumerate(parts)]
+    launcher = LauncherHistory(events)
+    wrapped = any(call.views for call in calls) or not launcher.rounds
+    course = _course_of_calls(calls, events) if wrapped else _course_of_launcher(launcher, events)
+    counts, steps_from = redone_steps(course.segments, events)
+    restarts = tuple(
+        dataclasses.replace(restart, redone_steps=counts[number])
+        for restart, number in zip(course.restarts, course.numbers, strict=True)
+    )
+    hosts = measure(course.stretches, course.walls, events)
+    longest = max(hosts, key=lambda host: host.wall_seconds, default=None)
     lost = sum(len(restart.lost) for restart in restarts)
     joined = sum(len(restart.joined) for restart in restarts)
     return Report(
+        source=course.source,
         events=len(events),
         calls=len(calls),
         hosts=hosts,
-        world_size=max((call.world_size(k) for call in calls for k in call.views), default=0),
+        world_size=course.world_size,
         restarts=restarts,
         lost=lost,
         joined=joined,
         replaced=min(lost, joined),
         recovery_seconds=sum(restart.phases.total or 0.0 for restart in restarts),
-        goodput=productive / wall if wall > 0 else None,
+        goodput=None if longest is None else longest.goodput,
+        redone_steps=_sum([restart.redone_steps for restart in restarts if restart.resumed]),
+        steps_from=steps_from,
+        redone_known=any_restored(course.segments, events),
+        stop=find_stop(events, origins),
         waiting=_waiting(calls),
-        completed=len({e.member for e in calls[-1].events if isinstance(e, Completed)}),
+        completed=course.completed,
         monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
-        saves=_summarize_saves(events),
+        saves=summarize_saves(events),
+    )
+
+
+def _course_of_calls(calls: Sequence[CallHistory], events: Sequence[Event]) -> _Course:
+    iterations = [(call, k) for call in calls for k in call.iterations()]
+    places = {(call.number, k): place for place, (call, k) in enumerate(iterations)}
+    restarts = [
+        restart
+        for call in calls
+        for restart in _restarts(call)
+        if not ended_by_stop(call, restart.iteration, events)
+    ]
+    stretches: dict[str, list[Stretch]] = defaultdict(list)
+    walls: dict[str, list[Interval]] = defaultdict(list)
+    for call in calls:
+        for host, found in stretches_of(call).items():
+            stretches[host] += found
+        for host, wall in call.walls().items():
+            walls[host].append(wall)
+    return _Course(
+        source="wrapper",
+        world_size=max((call.world_size(k) for call, k in iterations), default=0),
+        restarts=restarts,
+        completed=len({e.member for e in calls[-1].events if isinstance(e, Completed)}),
+        segments=[call.begins(k) for call, k in iterations],
+        numbers=[places[restart.call, restart.iteration] for restart in restarts],
+        stretches=stretches,
+        walls=walls,
+    )
+
+
+def _course_of_launcher(launcher: LauncherHistory, events: Sequence[Event]) -> _Course:
+    restarts = launcher.restarts(stopped=find_stop(events, {}) is not None)
+    return _Course(
+        source="launcher",
+        world_size=launcher.world_size,
+        restarts=restarts,
+        completed=launcher.completed,
+        segments=launcher.segments(),
+        numbers=[restart.iteration for restart in restarts],
+        stretches=launcher.stretches(),
+        walls=launcher.walls(),
     )
 
 
@@ -84,7 +160,7 @@ def _restarts(call: CallHistory) -> list[Restart]:
                 cause=causes[0] if causes else None,
                 others=tuple(causes[1:]),
                 reason=seen[0].reason if seen else "",
-                phases=measure_phases(call, iteration, faults[0] if faults else None),
+                phases=measure_phases(call, iteration, faults[0] if causes else None),
                 lost=lost,
                 joined=joined,
                 world_size_before=call.world_size(iteration),
@@ -98,24 +174,6 @@ def _restarts(call: CallHistory) -> list[Restart]:
     return found
 
 
-def _hosts(calls: Sequence[CallHistory]) -> tuple[HostTime, ...]:
-    wall: dict[str, float] = defaultdict(float)
-    productive: dict[str, float] = defaultdict(float)
-    for call in calls:
-        for host, (wall_s, productive_s) in productive_time(call).items():
-            wall[host] += wall_s
-            productive[host] += productive_s
-    return tuple(
-        HostTime(
-            host=host,
-            wall_seconds=wall_s,
-            productive_seconds=productive[host],
-            goodput=productive[host] / wall_s if wall_s > 0 else None,
-        )
-        for host, wall_s in sorted(wall.items())
-    )
-
-
 def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
     placed = {member for call in calls for view in call.views.values() for member in view}
     return tuple(
@@ -126,22 +184,7 @@ def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
     )
 
 
-def _summarize_saves(events: Iterable[Event]) -> Saves | None:
-    """The checkpoints in an event log; `None` if there are no checkpoint events."""
-    own = [event for event in events if event.rank == 0]
-    done = [event for event in own if isinstance(event, CheckpointCommitted)]
-    failed = [event for event in own if isinstance(event, CheckpointFailed)]
-    restored = [event for event in own if isinstance(event, CheckpointRestored)]
-    skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
-    if not (done or failed or restored or skipped):
-        return None
-    return Saves(
-        committed=len(done),
-        size_bytes=max(done, key=lambda e: e.time).size_bytes if done else 0,
-        blocked_median=statistics.median(e.blocked_seconds for e in done) if done else 0.0,
-        blocked_worst=max((e.blocked_seconds for e in done), default=0.0),
-        durable_median=statistics.median(e.seconds for e in done) if done else 0.0,
-        failed=tuple((e.step, e.cause) for e in failed),
-        restored=tuple((e.step, e.source) for e in restored),
-        passed_over=tuple((e.step, e.cause) for e in skipped),
-    )
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """The sum; `None` if one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

@@ -17,6 +17,9 @@ class Cause:
         rank: the member's rank in the iteration that the fault ended.
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
         message: the fault's message.
+        pid: the process; -1 if it is not known.
+        launcher_rank: the rank in the launcher's messages, which never changes; -1 if the launcher
+            did not record it.
         exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
         consequence: whether it looks like the consequence of another fault (a peer's closed
             connection).
@@ -31,6 +34,8 @@ class Cause:
     exit: str = ""
     consequence: bool = False
     at: float = 0.0
+    pid: int = -1
+    launcher_rank: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ class Restart:
         reason: why the survivors left the iteration, as they recorded it.
         resumed: whether any member entered the function in the next iteration.
         swallowed: places in user code that caught the interrupt and continued.
+        redone_steps: how many completed steps the following restore discarded; `None` if unknown.
     """
 
     call: int
@@ -99,6 +105,30 @@ class Restart:
     world_size_after: int = 0
     resumed: bool = True
     swallowed: tuple[str, ...] = ()
+    redone_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostTime:
+    """The wall time of a host that advanced nothing, in seconds, by its first reason.
+
+    Attributes:
+        restart: not every active rank of the host was in the function, or the host knew of a fault.
+        replacements: the part of `restart` in which the restart waited for replacements.
+        hang: from the last progress of the hung ranks to the timeout that ended the iteration.
+        setup: from the entry into the function to the end of the restore.
+        saves: `save` blocked training.
+        redone: the resulting state was discarded, since a later restore went back further.
+        reduced: the share of the ranks that the job lacked, of the rest.
+    """
+
+    restart: float
+    replacements: float
+    hang: float
+    setup: float
+    saves: float
+    redone: float
+    reduced: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +137,7 @@ class HostTime:
 
     Attributes:
         wall_seconds: from the first entry into the function to the end, summed over the calls.
-        productive_seconds: the part in which every active rank of the host was in the function
-            and the host knew of no fault.
+        productive_seconds: the wall time without the lost time.
         goodput: productive time divided by wall time; `None` without wall time.
     """
 
@@ -116,6 +145,7 @@ class HostTime:
     wall_seconds: float
     productive_seconds: float
     goodput: float | None
+    lost: LostTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +173,38 @@ class Saves:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stop:
+    """A request to end the whole job, which it obeyed.
+
+    Attributes:
+        reason: who asked for it, and how.
+        host: where it was recorded first.
+        exits: how each process ended, by launcher rank, if the launcher recorded it.
+    """
+
+    reason: str
+    host: str
+    at: float
+    exits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The report of a run.
 
     Attributes:
+        source: `wrapper`: the events of the wrapped function's ranks; `launcher`: the script does
+            not use `Wrapper`, so only the starts and exits of its processes are known, a restart is
+            one of all processes, and `rank` is the launcher's.
         restarts: every iteration that ended in a restart, or should have.
         replaced: number of members that joined in place of lost ones.
         recovery_seconds: sum of the totals of the restarts.
-        goodput: over all hosts.
+        goodput: of the host with the longest wall time.
+        redone_steps: over all restarts; `None` if it is not known for each of them.
+        steps_from: what `redone_steps` is based on: `steps` (recorded by `Job`), `pings` (one for
+            each step, so it is approximate), or empty.
+        redone_known: whether lost time includes redone work: a restart restored a checkpoint.
+        stop: the request that ended the job, if one did.
         waiting: members that asked to join and were in no iteration.
         completed: number of members that completed the last call.
         notes: number of notes of each name.
@@ -158,6 +212,7 @@ class Report:
         saves: the checkpoints; `None` if there are no checkpoint events.
     """
 
+    source: str
     events: int
     calls: int
     hosts: tuple[HostTime, ...]
@@ -168,6 +223,10 @@ class Report:
     replaced: int
     recovery_seconds: float
     goodput: float | None
+    redone_steps: int | None
+    steps_from: str
+    redone_known: bool
+    stop: Stop | None
     waiting: tuple[Party, ...]
     completed: int
     monitors_restarted: int

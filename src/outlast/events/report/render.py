@@ -1,4 +1,6 @@
-"""Prints a report: the run in one line, two tables, and a few sentences for each restart; or JSON.
+"""Prints a report: the run in one line, tables, and a few sentences for each restart; or JSON.
+
+Everything fits 80 columns. What is longer is wrapped: nothing is cut.
 
 Text from logs is printed literally: never as markup and without control characters, since a
 message may contain anything.
@@ -19,17 +21,19 @@ from rich.text import Text
 
 from outlast.events.report.builder import build
 from outlast.events.report.log_reader import load
-from outlast.events.report.model import Party, Report, Restart
+from outlast.events.report.model import HostTime, Party, Report, Restart
 from outlast.events.report.sentences import (
     cause_text,
+    describe_redone,
     describe_restart,
     describe_saves,
-    duration,
+    describe_stop,
     one_line,
     plural,
     restart_title,
     share,
 )
+from outlast.system.units import duration_text
 
 _PHASES = {
     "detect": "detection",
@@ -62,16 +66,22 @@ def render(directory: str | os.PathLike[str], console: Console) -> None:
 def render_report(report: Report, console: Console) -> None:
     """Prints `report` to `console`."""
     console.print(_summary(report))
+    if report.source == "launcher":
+        console.print(Text("As the launcher saw it: the script does not use outlast.inprocess."))
     if report.restarts:
         console.print()
-        console.print(_restart_table(report.restarts, console.width))
-        console.print(_phase_table(report.restarts))
+        console.print(_restart_table(report.restarts))
+        if report.source == "wrapper":
+            console.print(_phase_table(report.restarts))
         console.print()
         for number, restart in enumerate(report.restarts, start=1):
-            console.print(Text(restart_title(number, restart, report.calls), style="bold"))
-            for sentence in describe_restart(restart):
+            console.print(Text(restart_title(number, restart, report), style="bold"))
+            for sentence in describe_restart(restart, report):
                 console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     console.print()
+    for host in report.hosts:
+        if host.goodput is not None:
+            console.print(_time_table(host, report))
     for sentence in _ending(report):
         console.print(Text(sentence))
 
@@ -82,26 +92,27 @@ def _summary(report: Report) -> Text:
         plural(len(report.hosts), "host"),
         plural(len(report.restarts), "restart"),
         f"{report.lost} lost, {report.replaced} replaced",
-        f"{duration(report.recovery_seconds)} in recovery",
+        f"{duration_text(report.recovery_seconds)} in recovery",
     ]
+    if report.source == "launcher":
+        del parts[3]  # all processes are restarted together
     if report.goodput is not None:
         parts.append(f"goodput {share(report.goodput)}")
     return Text(" · ".join(parts), style="bold")
 
 
-def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
+def _restart_table(restarts: Iterable[Restart]) -> Table:
     table = _table("What happened")
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("at", justify="right", no_wrap=True)
-    # The only column without a limit: it gets the width left by the others at their widest.
-    table.add_column("first cause", no_wrap=True, overflow="ellipsis", max_width=width - 54)
-    table.add_column("lost", no_wrap=True, overflow="ellipsis", max_width=10)
-    table.add_column("joined", no_wrap=True, overflow="ellipsis", max_width=10)
+    table.add_column("first cause", overflow="fold")
+    table.add_column("lost", overflow="fold", max_width=10)
+    table.add_column("joined", overflow="fold", max_width=10)
     table.add_column("ranks", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
         seconds = restart.phases.total
-        total = "-" if seconds is None else duration(seconds)
+        total = "-" if seconds is None else duration_text(seconds)
         table.add_row(
             str(number),
             f"{restart.at:.3f} s",
@@ -114,11 +125,40 @@ def _restart_table(restarts: Iterable[Restart], width: int) -> Table:
     return table
 
 
+def _time_table(host: HostTime, report: Report) -> Table:
+    """What the wall time of a host was used for."""
+    lost = host.lost
+    in_launcher = report.source == "launcher"
+    begin = "the first start" if in_launcher else "the first entry"
+    table = _table(f"Time on {one_line(host.host)}, from {begin} to the end")
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.show_header = False
+    outside = "not all processes ran" if in_launcher else "not all ranks in the function"
+    if lost.replacements:
+        outside += f" (waiting for replacements: {duration_text(lost.replacements)})"
+    rows = {
+        "productive": host.productive_seconds,
+        outside: lost.restart,
+        "hangs, until the timeout": lost.hang,
+        "set-up and restore": lost.setup,
+        "blocked by saves": lost.saves,
+        "done again after a restore": lost.redone,
+        "missing ranks": lost.reduced,
+        "total": host.wall_seconds,
+    }
+    for name, seconds in rows.items():
+        if seconds > 0 or name in ("productive", "total"):
+            table.add_row(name, duration_text(seconds), share(seconds / host.wall_seconds))
+    return table
+
+
 def _phase_table(restarts: Iterable[Restart]) -> Table:
     table = _table("Duration of each phase (of the slowest survivor, in ms)")
     table.add_column("#", justify="right", no_wrap=True)
     for name in _PHASES:
-        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+        table.add_column(name, justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
         seconds = (getattr(restart.phases, field) for field in _PHASES.values())
         table.add_row(str(number), *map(_milliseconds, seconds))
@@ -140,14 +180,16 @@ def _table(title: str) -> Table:
 
 
 def _ending(report: Report) -> list[str]:
-    completed = plural(report.completed, "rank") if report.completed else "No rank is known to have"
-    sentences = [f"{completed} completed the function."]
-    for host in report.hosts:
-        if host.goodput is not None:
-            sentences.append(
-                f"{one_line(host.host)}: {duration(host.wall_seconds)} from the first entry to the "
-                f"end, {share(host.goodput)} of it with all current ranks in the function."
-            )
+    sentences = []
+    if report.stop is not None:
+        sentences.append(describe_stop(report.stop))
+    if report.source == "launcher":
+        sentences.append(f"{plural(report.completed, 'process')} ended with exit code 0.")
+    elif report.completed or report.stop is None:
+        who = plural(report.completed, "rank") if report.completed else "No rank is known to have"
+        sentences.append(f"{who} completed the function.")
+    if redone := describe_redone(report):
+        sentences.append(redone)
     if report.saves is not None:
         sentences += [one_line(sentence) for sentence in describe_saves(report.saves)]
     if report.monitors_restarted:
@@ -174,4 +216,6 @@ def _ranks(parties: Iterable[Party]) -> str:
 def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
+    if seconds >= 10:  # all columns must fit
+        return f"{seconds:.0f} s"
     return f"{seconds * 1000:.1f}" if seconds < 1 else f"{seconds * 1000:,.0f}"

@@ -1,25 +1,33 @@
-"""The sentences of a report: the faults, the recovery that followed, the checkpoints."""
+"""The sentences of a report: the faults, the recovery that followed, the checkpoints, the stop."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-from outlast.events.report.model import Cause, Party, Restart, Saves
+from outlast.events.report.model import Cause, Party, Report, Restart, Saves, Stop
+from outlast.system.units import duration_text, size_text
 
 _FAILURES = {
     "EXCEPTION": "raised an exception",
     "BASE_EXCEPTION": "left the job",
-    "SOFT_TIMEOUT": "made no progress (soft timeout)",
-    "HARD_TIMEOUT": "made no progress and was ended (hard timeout)",
+    "SOFT_TIMEOUT": "hung",
+    "HARD_TIMEOUT": "hung and was terminated",
     "TERMINATED": "died",
     "UNRESPONSIVE": "stopped responding",
 }
-_LONG = 240
-_SHORT = 100
+_IN_SHORT = {
+    "SOFT_TIMEOUT": "no progress",
+    "HARD_TIMEOUT": "no progress",
+    "TERMINATED": "died",
+    "UNRESPONSIVE": "no heartbeat",
+}
+_ENDED_BY_ITSELF = ("TERMINATED", "WORKER_FAILED")  # the exit code says more than the message
 _LISTED = 8
 _SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
 """The path of a source file in a torch or gloo message; it is long and of no use here."""
+_EXCEPTION = re.compile(r"(?:\w+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
+"""The type of an exception at the beginning of a message, after "initialize: "."""
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 
 
@@ -27,17 +35,6 @@ def plural(count: int, noun: str) -> str:
     """`count` and the noun: 1 rank, 2 ranks, 2 processes."""
     ending = "" if count == 1 else ("es" if noun.endswith("s") else "s")
     return f"{count} {noun}{ending}"
-
-
-def duration(seconds: float) -> str:
-    """A duration with its unit: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s."""
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    if seconds < 120:
-        return f"{seconds:.2f} s"
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
 
 
 def share(part: float) -> str:
@@ -53,28 +50,35 @@ def one_line(text: str) -> str:
 
 
 def cause_text(restart: Restart) -> str:
-    """The first cause in a few words, for a table."""
+    """The first cause in a few words, for a table; `describe_restart` has all of it."""
     cause = restart.cause
     if cause is not None:
-        what = cause.message or cause.exit or cause.interruption
-        return f"rank {cause.rank}: {one_line(what)}"
+        short = _IN_SHORT.get(_kind(cause), "")
+        what = cause.exit or short or _EXCEPTION.match(one_line(cause.message))
+        if isinstance(what, re.Match):
+            what = what["type"]
+        return f"rank {cause.rank}: {what or _FAILURES.get(_kind(cause), 'failed')}"
     if restart.joined:
         return "new ranks joined"
     return one_line(restart.reason) or "not recorded"
 
 
-def restart_title(number: int, restart: Restart, calls: int) -> str:
+def restart_title(number: int, restart: Restart, report: Report) -> str:
     """A heading: number of the restart, its iteration, and its call if there are several."""
-    call = f", call {restart.call}" if calls > 1 else ""
-    return f"{number}. End of iteration {restart.iteration}{call}, {restart.at:.3f} s into the run"
+    call = f", call {restart.call}" if report.calls > 1 else ""
+    what = f"End of iteration {restart.iteration}{call}"
+    if report.source == "launcher":
+        what = "Restart of all processes" if restart.resumed else "End of the job"
+    return f"{number}. {what}, {restart.at:.3f} s into the run"
 
 
-def describe_restart(restart: Restart) -> list[str]:
+def describe_restart(restart: Restart, report: Report) -> list[str]:
     """Sentences about one restart."""
     sentences = [*_describe_failure(restart)]
     detection, total = restart.phases.detection, restart.phases.total
     if detection is not None:
-        sentences.append(f"Detected by every survivor on its host after {duration(detection)}.")
+        after = duration_text(detection)
+        sentences.append(f"Detected by every survivor on its host after {after}.")
     for place in restart.swallowed:
         sentences.append(f"User code swallowed the interrupt at {one_line(place)}.")
     if restart.lost:
@@ -82,12 +86,16 @@ def describe_restart(restart: Restart) -> list[str]:
         sentences.append(f"Lost: {_parties(restart.lost, known)}.")
     if restart.joined:
         sentences.append(f"Joined: {_parties(restart.joined, set())}.")
+    if restart.redone_steps:
+        sentences.append(f"{_steps(restart.redone_steps, report)} had to be done again.")
+    in_launcher = report.source == "launcher"
     if not restart.resumed:
-        return [*sentences, "No rank entered the function again."]
-    since = "it was first detected" if restart.phases.total_from_seen else "the fault"
-    when = "" if total is None else f" {duration(total)} after {since}"
-    ranks = plural(restart.world_size_after, "rank")
-    return [*sentences, f"{ranks} back in the function{when}."]
+        no_more = "No process was started again." if in_launcher else ""
+        return [*sentences, no_more or "No rank entered the function again."]
+    when = "" if total is None else f" {duration_text(total)} after {_start_of_total(restart)}"
+    ranks = plural(restart.world_size_after, "process" if in_launcher else "rank")
+    place = "started again" if in_launcher else "back in the function"
+    return [*sentences, f"{ranks} {place}{when}."]
 
 
 def describe_saves(saves: Saves) -> list[str]:
@@ -95,10 +103,10 @@ def describe_saves(saves: Saves) -> list[str]:
     sentences = []
     if saves.committed:
         sentences.append(
-            f"{plural(saves.committed, 'checkpoint')} of {saves.size_bytes / 1e6:.3g} MB "
-            f"committed: each blocked training for {duration(saves.blocked_median)} (median; "
-            f"{duration(saves.blocked_worst)} at worst) and was durable after "
-            f"{duration(saves.durable_median)}."
+            f"{plural(saves.committed, 'checkpoint')} of {size_text(saves.size_bytes)} "
+            f"committed: each blocked training for {duration_text(saves.blocked_median)} (median; "
+            f"{duration_text(saves.blocked_worst)} at worst) and was durable after "
+            f"{duration_text(saves.durable_median)}."
         )
     if saves.failed:
         steps = ", ".join(str(step) for step, _ in saves.failed)
@@ -112,6 +120,43 @@ def describe_saves(saves: Saves) -> list[str]:
     return sentences
 
 
+def describe_redone(report: Report) -> str:
+    """A sentence about redone steps; empty if there are none."""
+    resumed = sum(restart.resumed for restart in report.restarts)
+    if not resumed:
+        return ""
+    if not report.redone_known:
+        return (
+            "Redone steps cannot be known, and count as productive: no restart restored a "
+            "checkpoint of outlast."
+        )
+    if report.redone_steps is None:
+        return (
+            "The number of redone steps is not known, only the time they took: `outlast.Job` "
+            "records steps, and so do pings."
+        )
+    return f"{_steps(report.redone_steps, report)} had to be done again, after all restarts."
+
+
+def describe_stop(stop: Stop) -> str:
+    """A sentence about the request to stop."""
+    exits = f" The processes ended: {_listed(stop.exits)}." if stop.exits else ""
+    return (
+        f"The job was told to stop, {stop.at:.3f} s into the run: {one_line(stop.reason)}.{exits}"
+    )
+
+
+def _steps(count: int, report: Report) -> str:
+    about = "About " if report.steps_from == "pings" and count else ""
+    return f"{about}{plural(count, 'step')}"
+
+
+def _start_of_total(restart: Restart) -> str:
+    if restart.cause is None:
+        return "the end of the iteration"
+    return "it was first detected" if restart.phases.total_from_seen else "the fault"
+
+
 def _describe_failure(restart: Restart) -> Iterable[str]:
     cause = restart.cause
     if cause is None:
@@ -121,30 +166,51 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
         else:
             yield f"No process recorded a fault{f'; a survivor saw: {reason}' if reason else ''}."
         return
-    yield f"Rank {cause.rank} on {one_line(cause.host)} {_failure(cause)}."
+    yield f"{_name(cause)} {_failure(cause)}."
     if cause.consequence:
         yield "That looks like the consequence of a fault that is not in the logs."
     for other in restart.others:
         if not other.consequence:
-            yield f"Rank {other.rank} also {_failure(other)}."
+            yield f"{_name(other)} also {_failure(other)}."
     consequences = [other for other in restart.others if other.consequence]
     if consequences:
         ranks = _listed([str(other.rank) for other in consequences])
-        message = _cut(one_line(consequences[0].message), _SHORT)
         noun = "rank" if len(consequences) == 1 else "ranks"
+        # Its first sentence: torch adds advice about the connection.
+        message = one_line(consequences[0].message).partition(". ")[0]
+        message = _without_end(message)
         yield f"Probably as a consequence, {noun} {ranks} failed: {message}."
 
 
+def _name(cause: Cause) -> str:
+    """The rank as the launcher names it in its messages, whose rank may be another."""
+    where = [f"pid {cause.pid}"] if cause.pid >= 0 else []
+    where.append(f"host {one_line(cause.host)}")
+    if cause.launcher_rank not in (-1, cause.rank):
+        where.append(f"rank {cause.launcher_rank} of the launcher")
+    return f"Rank {cause.rank} ({', '.join(where)})"
+
+
 def _failure(cause: Cause) -> str:
-    verb = _FAILURES.get(cause.interruption.upper().rpartition(".")[2], "failed")
-    message = _cut(one_line(cause.message), _LONG)
-    text = f"{verb}: {message}" if message else verb
+    message = _without_end(one_line(cause.message))
+    text = _FAILURES.get(_kind(cause), "failed")
+    ended = f"was {cause.exit}" if cause.exit.startswith("killed") else f"ended with {cause.exit}"
+    if cause.exit and _kind(cause) in _ENDED_BY_ITSELF:
+        text = ended
+        message = message if _kind(cause) == "WORKER_FAILED" else ""
+    elif cause.exit:
+        text = f"{text} and {ended}"
+    text = f"{text}: {message}" if message else text
     frames = list(_LAST_FRAME.finditer(cause.traceback))
     if frames:
         frame = frames[-1]
         file = one_line(frame["file"]).rpartition("/")[2]
         text += f" ({file}, line {frame['line']}, in {one_line(frame['name'])})"
-    return f"{text} [{cause.exit}]" if cause.exit else text
+    return text
+
+
+def _kind(cause: Cause) -> str:
+    return cause.interruption.upper().rpartition(".")[2]
 
 
 def _parties(parties: Iterable[Party], known: set[str]) -> str:
@@ -165,5 +231,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1].rstrip(" .") + "…"
+def _without_end(text: str) -> str:
+    """Without the period that a sentence adds."""
+    return text.removesuffix(".")

@@ -14,7 +14,7 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 def fault_event(fault: FaultRecord) -> Fault:
     """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    del values["pid"], values["idle"]  # an event's pid is its writer's
+    del values["pid"]  # an event's pid is its writer's
     return Fault(**values)
 
 
@@ -37,12 +37,14 @@ class FaultReports:
 
     def death(self) -> None:
         """The main process has ended without leaving the wrapped call."""
+        idle = 0.0
         if self._page.killed_hard:
             kind, cause = Interruption.HARD_TIMEOUT, self.hard_timeout_cause
+            idle = self._emitter.clock.now() - self._page.progress
         else:
             kind = Interruption.TERMINATED
             cause = f"process {self._main} ended without a report (killed or crashed)"
-        fault = self._fault(kind, cause)
+        fault = dataclasses.replace(self._fault(kind, cause), idle=idle)
         self._emit_lost(fault)
         self._report_killed(fault.member, fault)
 
@@ -66,6 +68,7 @@ class FaultReports:
             pid=-1,
             interruption=Interruption.UNRESPONSIVE.value,
             cause=f"no heartbeat for {self._plan.heartbeat:.3f} s (heartbeat timeout)",
+            idle=self._plan.heartbeat,
         )
         self._emit_lost(fault)
         lost = LostRecord(member, fault.cause)

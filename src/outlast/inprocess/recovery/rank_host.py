@@ -206,7 +206,7 @@ class RankHost(RankFaults):
         outcome = self._classify(value, error, watch.ending.is_set())
         how = type(outcome).__name__.lower()
         log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
-        self.emitter.emit(LeftFunction(outcome=how))
+        self.emitter.emit(LeftFunction(outcome=how, pings=page.pings))
         return outcome
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:

@@ -214,7 +214,8 @@ class Machine:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         self.cause = first_cause(faults) or self.cause
         if self.host.limits.await_size:
-            await hold_for_replacements(self.membership, self.host, k)
+            with self.host.timing("replacements"):
+                await hold_for_replacements(self.membership, self.host, k)
         self.record = await self.membership.propose(
             k + 1, grow=self.host.grow is not GrowPolicy.NEVER
         )

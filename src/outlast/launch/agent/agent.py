@@ -24,6 +24,7 @@ import signal
 import time
 
 from outlast.clock import Clock
+from outlast.events import StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.death_log import DeathLog
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
@@ -93,6 +94,7 @@ class Agent:
             self._on_children_ended()
         elif self._phase in (Phase.RUNNING, Phase.RESTARTING):
             self._received = number
+            self._resources.emitter.emit(StopRequested(reason=f"{number.name} to the launcher"))
             grace_s = self._resources.job.grace_s
             self._say(
                 f"{number.name}: forwarded; workers still running after {grace_s:g} s are killed"
@@ -145,11 +147,13 @@ class Agent:
             # This worker may have failed before the one that ended the job, and ended later.
             by_itself = self._received is None and when <= self._stopped_at
             if self._phase is Phase.ENDING and by_itself:
-                self._deaths.record(worker, code, when, Decision.FATAL)
+                death = self._deaths.record(worker, code, when, Decision.FATAL)
+                self._resources.emitter.emit(death.event())
             return
         job = self._resources.store.job()
         decision = self._deaths.decide(worker, code, job)
         death = self._deaths.record(worker, code, when, decision)
+        self._resources.emitter.emit(death.event())
         what = f"rank {death.rank} (pid {death.pid}) {exit_text(code)}"
         if decision is Decision.REPLACED:
             self._say(f"{what}: {self._deaths.budget(job)}")

@@ -8,6 +8,7 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
+from outlast.events import WorkerFailed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
 from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_text
@@ -34,6 +35,18 @@ class Death:
     decision: Decision
     last_output: str = ""
     source: str = ""
+
+    def event(self) -> WorkerFailed:
+        """The death as an event."""
+        *_, message = self.last_output.strip().splitlines() or [""]
+        return WorkerFailed(
+            rank=self.rank,
+            worker_pid=self.pid,
+            exit_code=self.exit_code,
+            decision=self.decision.value,
+            failed_time=self.when,
+            message=message,
+        )
 
 
 class DeathLog:

@@ -43,6 +43,7 @@ class JobResources:
     store: JobStore
     console: Console
     workers: WorkerGroup
+    emitter: Emitter
 
     def __init__(
         self, job: JobSpec, on_signal: Callable[[signal.Signals], None], clock: Clock | None
@@ -101,8 +102,8 @@ class JobResources:
         stack.callback(become_subreaper, False)
         self._start_orphan_killer()
         stack.callback(self._stop_orphan_killer)
-        emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
-        self.workers = WorkerGroup(job, folder, self.loop, self.console, emitter)
+        self.emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
+        self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)
         stack.callback(self.workers.close)
         if job.log_dir is None and job.routes.any_file:
             self.console.say(f"output files are in {folder}")

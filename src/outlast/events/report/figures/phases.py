@@ -1,10 +1,10 @@
-"""Measures the phases of a restart for its survivors, and the productive time of a call."""
+"""Measures the phases of a restart for its survivors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from outlast.events.report.call_history import CallHistory
+from outlast.events.report.history.call_history import CallHistory
 from outlast.events.report.model import Phases
 from outlast.events.types import (
     AbortDone,
@@ -17,7 +17,6 @@ from outlast.events.types import (
     HealthCheckDone,
     InitializeDone,
     LeftFunction,
-    Lost,
     Seen,
 )
 
@@ -49,40 +48,6 @@ def measure_phases(call: CallHistory, iteration: int, fault: Fault | None) -> Ph
         total=total,
         total_from_seen=from_seen,
     )
-
-
-def productive_time(call: CallHistory) -> dict[str, tuple[float, float]]:
-    """For each host: the seconds from its first entry to the end, and the productive ones."""
-    hosts: dict[str, tuple[float, float]] = {}
-    own = [event for event in call.events if event.member >= 0]  # without those of a launcher
-    for host in {event.host for event in own if isinstance(event, Entered)}:
-        here = [event for event in own if event.host == host]
-        first = next(event for event in here if isinstance(event, Entered))
-        end = here[-1].time
-        productive = 0.0
-        for iteration in call.views:
-            productive += _productive(call.during(iteration), host, end)
-        hosts[host] = end - first.time, productive
-    return hosts
-
-
-def _productive(events: Iterable[Event], host: str, end: float) -> float:
-    """Seconds from the entry of the last active rank until the host learns of the end of the
-    iteration or an active rank leaves the function.
-    """
-    here = [event for event in events if event.member >= 0 and event.host == host]
-    entered = [event for event in here if isinstance(event, Entered)]
-    working = [event for event in entered if event.active] or entered
-    if not working:
-        return 0.0
-    members = {event.member for event in working}
-    stops = [
-        event.time
-        for event in here
-        if isinstance(event, Fault | Seen | Lost)
-        or (isinstance(event, LeftFunction) and event.member in members)
-    ]
-    return max(0.0, min(stops, default=end) - working[-1].time)
 
 
 def _detection(windows: list[list[Event]], fault: Fault | None) -> float | None:

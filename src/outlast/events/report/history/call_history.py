@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from outlast.events.hang_report import HUNG, hung_ranks
+from outlast.events.report.history.split_calls import Process, main_processes
+from outlast.events.report.intervals import Interval
 from outlast.events.report.model import Cause, Party
-from outlast.events.report.split_calls import Process, main_processes
 from outlast.events.types import (
     Assigned,
     Completed,
@@ -24,8 +25,15 @@ from outlast.events.types import (
     Lost,
     Seen,
     WorkerExited,
+    WorkerStarted,
 )
-from outlast.system.error_text import signal_name
+from outlast.system.error_text import exit_summary
+
+
+def launcher_ranks_of(events: Iterable[Event]) -> dict[Process, int]:
+    """The rank of each process in the launcher's messages."""
+    starts = [event for event in events if isinstance(event, WorkerStarted)]
+    return {(event.host, event.worker_pid): event.rank for event in starts}
 
 
 def exits_of(events: Iterable[Event]) -> dict[Process, str]:
@@ -33,9 +41,7 @@ def exits_of(events: Iterable[Event]) -> dict[Process, str]:
     exits = {}
     for event in events:
         if isinstance(event, WorkerExited):
-            code = event.exit_code
-            text = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
-            exits[event.host, event.worker_pid] = text
+            exits[event.host, event.worker_pid] = exit_summary(event.exit_code)
     return exits
 
 
@@ -46,6 +52,7 @@ class CallHistory:
         number: the number of the call in the run, from 0.
         origins: the time of the first event of each host.
         exits: the result of `exits_of` for the whole run.
+        launcher_ranks: the rank of each process in the launcher's messages.
 
     Attributes:
         views: the members of each iteration, each with the event that assigned its rank.
@@ -57,11 +64,13 @@ class CallHistory:
         events: Sequence[Event],
         origins: Mapping[str, float],
         exits: Mapping[Process, str],
+        launcher_ranks: Mapping[Process, int],
     ) -> None:
         self.number = number
         self.events = sorted(events, key=lambda event: (event.time, event.host, event.pid))
         self._origins = origins
         self._exits = exits
+        self._launcher_ranks = launcher_ranks
         self._processes: dict[int, Process] = {}
         self.views: dict[int, dict[int, Assigned | Entered]] = defaultdict(dict)
         self._in_iteration: dict[int, list[Event]] = defaultdict(list)
@@ -141,6 +150,7 @@ class CallHistory:
 
     def cause(self, fault: Fault) -> Cause:
         """The fault as the report shows it."""
+        process = self._processes.get(fault.member, ("", -1))
         return Cause(
             rank=fault.rank,
             member=fault.member,
@@ -151,7 +161,22 @@ class CallHistory:
             exit=self._exit(fault.member, fault.iteration),
             consequence=fault.consequence,
             at=self.at(fault),
+            pid=process[1],
+            launcher_rank=self._launcher_ranks.get(process, -1),
         )
+
+    def walls(self) -> dict[str, Interval]:
+        """From the first entry into the function to the end of the call, on each host."""
+        own = [event for event in self.events if event.member >= 0]  # without those of a launcher
+        ends = {event.host: event.time for event in own}
+        entries = [event for event in reversed(own) if isinstance(event, Entered)]
+        return {event.host: (event.time, ends[event.host]) for event in entries}
+
+    def begins(self, iteration: int) -> dict[str, float]:
+        """When each host was assigned its ranks in the iteration."""
+        view = self.views.get(iteration, {}).values()
+        latest_first = sorted(view, key=lambda event: -event.time)
+        return {event.host: event.time for event in latest_first}
 
     def lost(self, iteration: int) -> tuple[Party, ...]:
         """The members of the iteration that are in no later one."""

@@ -1,0 +1,1 @@
+"""The figures of a report: goodput, redone steps, phases of restarts, checkpoints."""

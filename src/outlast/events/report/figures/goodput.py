@@ -1,0 +1,129 @@
+"""Goodput: divides the wall time of a host into productive time and the kinds of lost time.
+
+Each moment belongs to the first kind that applies, so the parts add up to the wall time:
+
+    restart   not every active rank of the host was in the function, or the host knew of a fault
+    hang      from the last progress of the hung ranks to the timeout that ended the iteration
+    setup     from the entry into the function to the end of the restore
+    saves     `save` blocked training
+    redone    the state of this moment was discarded: a later restore went back to a state before it
+    reduced   of the rest: the share of the ranks that the job had before, and lacked now
+
+A restore of step S discards the time since the job's state was that of step S: since the save of S
+began, or since an earlier restore of S. So redone work is measured without the times of steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from outlast.events.report.history.stretches import Stretch
+from outlast.events.report.intervals import Interval, difference, intersection, length, union
+from outlast.events.report.model import HostTime, LostTime
+from outlast.events.types import (
+    BarrierPassed,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRestored,
+    Event,
+    NothingToRestore,
+)
+
+REPLACEMENTS = "replacements"
+"""The name of the `BarrierPassed` event that ends the wait for replacements."""
+
+Save = CheckpointCommitted | CheckpointFailed
+Restore = CheckpointRestored | NothingToRestore
+
+
+def measure(
+    stretches: dict[str, list[Stretch]],
+    walls: dict[str, list[Interval]],
+    events: Iterable[Event],
+) -> tuple[HostTime, ...]:
+    """The productive and the lost time of each host; `events` are those of the whole run."""
+    by_host: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.time):
+        by_host[event.host].append(event)
+    return tuple(
+        _measure_host(host, stretches.get(host, []), union(walls[host]), by_host[host])
+        for host in sorted(walls)
+    )
+
+
+def _measure_host(
+    host: str, stretches: Sequence[Stretch], wall: list[Interval], events: Sequence[Event]
+) -> HostTime:
+    worked = union((each.start, each.end) for each in stretches)
+    outside = difference(wall, worked)
+    waits = union(_during(e) for e in events if isinstance(e, BarrierPassed) and _is_wait(e))
+    layers = {
+        "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
+        "setup": _set_up(stretches, events),
+        "saves": union(_blocked(e) for e in events if isinstance(e, Save)),
+        "redone": _discarded(events, wall[0][0] if wall else 0.0),
+    }
+    lost: dict[str, float] = {"restart": length(outside)}
+    rest = worked
+    for name, layer in layers.items():
+        lost[name] = length(intersection(rest, layer))
+        rest = difference(rest, layer)
+    productive = 0.0
+    for size in {each.size for each in stretches}:
+        of_size = union((each.start, each.end) for each in stretches if each.size == size)
+        productive += size * length(intersection(rest, of_size))
+    lost["reduced"] = length(rest) - productive
+    wall_s = length(wall)
+    return HostTime(
+        host=host,
+        wall_seconds=wall_s,
+        productive_seconds=productive,
+        goodput=productive / wall_s if wall_s > 0 else None,
+        lost=LostTime(**lost, replacements=length(intersection(outside, waits))),
+    )
+
+
+def _set_up(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
+    """From the start of each stretch to the end of the first restore of the slowest process."""
+    starts = [each.start for each in stretches]
+    ends: dict[int, dict[int, float]] = defaultdict(dict)
+    for event in events:
+        number = bisect_right(starts, event.time) - 1
+        if isinstance(event, Restore) and number >= 0:
+            ends[number].setdefault(event.pid, event.time)
+    return union((starts[number], max(times.values())) for number, times in ends.items())
+
+
+def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
+    """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
+    moments = [(_began(event), event.step) for event in events if isinstance(event, Save)]
+    restored = [event for event in events if isinstance(event, Restore)]
+    moments += [(e.time, e.step) for e in restored if isinstance(e, CheckpointRestored)]
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for time, step in sorted(moments):
+        by_step[step].append(time)
+    found = []
+    for event in restored:
+        step = event.step if isinstance(event, CheckpointRestored) else -1
+        start = event.time - (event.seconds if isinstance(event, CheckpointRestored) else 0.0)
+        before = by_step[step][: bisect_right(by_step[step], start)]
+        found.append((before[-1] if before else begin, start))
+    return union(found)
+
+
+def _is_wait(event: BarrierPassed) -> bool:
+    return event.name == REPLACEMENTS
+
+
+def _during(event: BarrierPassed) -> Interval:
+    return event.time - event.seconds, event.time
+
+
+def _began(save: Save) -> float:
+    return save.time - save.seconds
+
+
+def _blocked(save: Save) -> Interval:
+    return _began(save), _began(save) + save.blocked_seconds

@@ -1,0 +1,1 @@
+"""What happened in a run: calls, iterations and stops, from its events."""

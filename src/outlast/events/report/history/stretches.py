@@ -1,0 +1,78 @@
+"""The productive part of each iteration on each host: all active ranks are in the function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from outlast.events.report.history.call_history import CallHistory
+from outlast.events.report.intervals import Interval
+from outlast.events.types import Assigned, Entered, Event, Fault, LeftFunction, Lost, Seen
+
+_HUNG = ("SOFT_TIMEOUT", "HARD_TIMEOUT", "UNRESPONSIVE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """One iteration on one host: the time in which all its active ranks were in the function.
+
+    Attributes:
+        size: the share of ranks that were active, of the largest number so far.
+        hung_from: the last progress of hung ranks; infinity if no rank hung.
+    """
+
+    start: float
+    end: float
+    size: float = 1.0
+    hung_from: float = float("inf")
+
+
+def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
+    """The iterations of a call of a wrapped function, by host."""
+    found: dict[str, list[Stretch]] = defaultdict(list)
+    own = [event for event in call.events if event.member >= 0]  # without those of a launcher
+    ends = {event.host: event.time for event in own}
+    largest = 0
+    for iteration in sorted(call.views):
+        active = _active_ranks(call, iteration)
+        largest = max(largest, active)
+        hung = [fault for fault in call.faults(iteration) if fault.interruption in _HUNG]
+        for host in {event.host for event in call.during(iteration) if isinstance(event, Entered)}:
+            here = [e for e in call.during(iteration) if e.host == host and e.member >= 0]
+            start, end = _time_in_function(here, ends[host])
+            stretch = Stretch(start, end, active / largest, _hung_from(hung, host, end))
+            found[host].append(stretch)
+    return found
+
+
+def _active_ranks(call: CallHistory, iteration: int) -> int:
+    view = call.views[iteration].values()
+    sizes = [event.active_world_size for event in view if isinstance(event, Assigned)]
+    return max(sizes, default=0) or len(view)
+
+
+def _time_in_function(here: Sequence[Event], end: float) -> Interval:
+    """From the entry of the host's last active rank until the host learns of the end of the
+    iteration or an active rank leaves the function; `end` is the host's last event in the call.
+    """
+    entered = [event for event in here if isinstance(event, Entered)]
+    working = [event for event in entered if event.active] or entered
+    members = {event.member for event in working}
+    stops = [
+        event.time
+        for event in here
+        if isinstance(event, Fault | Seen | Lost)
+        or (isinstance(event, LeftFunction) and event.member in members)
+    ]
+    start = max(event.time for event in working)
+    return start, max(start, min(stops, default=end))
+
+
+def _hung_from(hung: Sequence[Fault], host: str, end: float) -> float:
+    """When the hung ranks made their last progress. On a host without a hung rank the time was
+    lost too, in the wait for one; clocks of hosts are not compared, so only its length is known.
+    """
+    here = [fault.time - fault.idle for fault in hung if fault.host == host and fault.idle > 0]
+    anywhere = [end - fault.idle for fault in hung if fault.idle > 0]
+    return max(here or anywhere, default=float("inf"))
