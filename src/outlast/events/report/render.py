@@ -129,12 +129,12 @@ def _time_table(host: HostTime, report: Report) -> Table:
     """What the wall time of a host was used for."""
     lost = host.lost
     in_launcher = report.source == "launcher"
-    begin = "the first start" if in_launcher else "the first entry"
-    table = _table(f"Time on {one_line(host.host)}, from {begin} to the end")
+    table = _table(f"Time on {one_line(host.host)}")
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.show_header = False
+    total = f"total, from the first {'start' if in_launcher else 'entry'} to the end"
     outside = "not all processes ran" if in_launcher else "not all ranks in the function"
     if lost.replacements:
         outside += f" (waiting for replacements: {duration_text(lost.replacements)})"
@@ -146,10 +146,10 @@ def _time_table(host: HostTime, report: Report) -> Table:
         "blocked by saves": lost.saves,
         "done again after a restore": lost.redone,
         "missing ranks": lost.reduced,
-        "total": host.wall_seconds,
+        total: host.wall_seconds,
     }
     for name, seconds in rows.items():
-        if seconds > 0 or name in ("productive", "total"):
+        if seconds > 0 or name == "productive":
             table.add_row(name, duration_text(seconds), share(seconds / host.wall_seconds))
     return table
 
@@ -183,9 +183,9 @@ def _ending(report: Report) -> list[str]:
     sentences = []
     if report.stop is not None:
         sentences.append(describe_stop(report.stop))
-    if report.source == "launcher":
+    if report.source == "launcher" and (report.completed or report.stop is None):
         sentences.append(f"{plural(report.completed, 'process')} ended with exit code 0.")
-    elif report.completed or report.stop is None:
+    elif report.source == "wrapper" and (report.completed or report.stop is None):
         who = plural(report.completed, "rank") if report.completed else "No rank is known to have"
         sentences.append(f"{who} completed the function.")
     if redone := describe_redone(report):

@@ -53,11 +53,11 @@ def cause_text(restart: Restart) -> str:
     """The first cause in a few words, for a table; `describe_restart` has all of it."""
     cause = restart.cause
     if cause is not None:
-        short = _IN_SHORT.get(_kind(cause), "")
-        what = cause.exit or short or _EXCEPTION.match(one_line(cause.message))
-        if isinstance(what, re.Match):
-            what = what["type"]
-        return f"rank {cause.rank}: {what or _FAILURES.get(_kind(cause), 'failed')}"
+        error = _EXCEPTION.match(one_line(cause.message))
+        what = _IN_SHORT.get(_kind(cause)) or (error["type"] if error is not None else "failed")
+        if cause.exit and (cause.exit.startswith("killed") or error is None):
+            what = cause.exit
+        return f"rank {cause.rank}: {what}"
     if restart.joined:
         return "new ranks joined"
     return one_line(restart.reason) or "not recorded"

@@ -5,6 +5,7 @@ code, and the summary that the launcher prints.
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from collections.abc import Sequence
 
@@ -13,6 +14,10 @@ from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_text
 
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before each line of a traceback."""
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
+"""The line of a traceback with the exception; C++ code may write more lines after it."""
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -38,7 +43,9 @@ class Death:
 
     def event(self) -> WorkerFailed:
         """The death as an event."""
-        *_, message = self.last_output.strip().splitlines() or [""]
+        lines = [_RANK.sub("", line) for line in self.last_output.splitlines()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        *_, message = errors or lines or [""]
         return WorkerFailed(
             rank=self.rank,
             worker_pid=self.pid,

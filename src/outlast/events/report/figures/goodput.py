@@ -70,10 +70,11 @@ def _measure_host(
     for name, layer in layers.items():
         lost[name] = length(intersection(rest, layer))
         rest = difference(rest, layer)
-    productive = 0.0
-    for size in {each.size for each in stretches}:
+    productive, left = 0.0, rest
+    for size in sorted({each.size for each in stretches}):
         of_size = union((each.start, each.end) for each in stretches if each.size == size)
-        productive += size * length(intersection(rest, of_size))
+        productive += size * length(intersection(left, of_size))
+        left = difference(left, of_size)
     lost["reduced"] = length(rest) - productive
     wall_s = length(wall)
     return HostTime(

@@ -1,0 +1,40 @@
+"""The report of real jobs: the redone steps are those that the faults caused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast.events.report import build, load
+from outlast.events.report.sentences import describe_redone
+from procs import Job
+
+
+def test_redone_steps_are_counted_and_their_time_is_lost(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    logs, fails = tmp_path / "events", [4, 9, 14]
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    arguments = [str(tmp_path / "checkpoints"), "16", json.dumps(fails)]
+    with ranks("redone", *arguments, nprocs=2, env=env) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, [job.errors(rank) for rank in range(2)]
+    report = build(load(logs))
+    # Saves after every fifth step: steps 1 to 3, 6 to 8 and 11 to 13 were executed twice.
+    assert [restart.redone_steps for restart in report.restarts] == [3, 3, 3]
+    assert (report.redone_steps, report.steps_from) == (9, "steps")
+    assert describe_redone(report) == "9 steps had to be done again, after all restarts."
+    (host,) = report.hosts
+    lost = dataclasses.asdict(host.lost)
+    del lost["replacements"]
+    assert host.lost.redone > 0
+    assert host.lost.setup > 0
+    assert host.lost.saves > 0
+    assert host.productive_seconds + sum(lost.values()) == pytest.approx(host.wall_seconds)
+    assert report.goodput is not None
+    assert report.goodput <= 1 - host.lost.redone / host.wall_seconds
