@@ -47,12 +47,13 @@ def test_each_record_once_per_epoch_at_another_size(
 ) -> None:
     epochs: dict[int, list[int]] = {}
     left: Any = None
+    trained = 0
     for size in sizes:
         ranks = train(size, 0 if size == sizes[-1] else steps)
         if left is not None:
             assert left["epoch"] == 0
             assert any(left["offsets"]), "saved within an epoch"
-            assert of_all(ranks, "loaded") == left
+            assert of_all(ranks, "loaded") == {**left, "global_batch_size": 2 * size}
         for together in rounds(ranks):
             items = [item for line in together for item in line["items"]]
             (epoch,) = {line["epoch"] for line in together}
@@ -60,7 +61,10 @@ def test_each_record_once_per_epoch_at_another_size(
             for line in together:
                 assert line["mean"] == pytest.approx(sum(items) / len(items))
         left = of_all(ranks, "left")
+        (count,) = {line["trained"] for lines in ranks for line in lines if "trained" in line}
+        trained += count
     assert left["epoch"] == EPOCHS
+    assert trained == EPOCHS * RECORDS
     assert sorted(epochs) == list(range(EPOCHS))
     for items in epochs.values():
         assert sorted(items) == list(range(RECORDS))

@@ -63,10 +63,10 @@ def test_a_number_is_that_of_the_newest_checkpoints(tmp_path: Path) -> None:
             one.step()
             one.checkpointer.wait()
     with outlast.Checkpointer(tmp_path, keep=2) as checkpointer:
-        assert [info.step for info in checkpointer.list()] == [4, 5, 6]
+        assert [info.step for info in checkpointer.checkpoints()] == [4, 5, 6]
         checkpointer.save(7, {})
     with outlast.Checkpointer(tmp_path) as checkpointer:
-        assert [info.step for info in checkpointer.list()] == [6, 7]
+        assert [info.step for info in checkpointer.checkpoints()] == [6, 7]
 
 
 def test_numpy_integers_are_integers(tmp_path: Path) -> None:

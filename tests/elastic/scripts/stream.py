@@ -53,7 +53,7 @@ def main(path: Path, steps: int) -> None:
             if done == steps:
                 break
     state = stream.state_dict()
-    say("left", state=state)
+    say("left", state=state, trained=stream.trained)
     dist.barrier()  # all ranks have read the file
     if dist.get_rank() == 0:
         path.write_text(json.dumps(state))

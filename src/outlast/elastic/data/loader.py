@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.elastic import environment
+from outlast.elastic.data.batch_size_change import warn_if_changed
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
 from outlast.system.arguments import as_int, check_options, options_of
@@ -72,6 +73,8 @@ class ElasticLoader:
         weight: the factor of the mean loss of the current part.
         boundary: whether the current part is the last of a global batch.
         part: the number of the current part, among the `virtual_replicas` if there are any.
+        trained: the number of samples, over all replicas, that were trained on since this object
+            was created.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class ElasticLoader:
         self.weight = 1.0
         self.boundary = False
         self.part = 0
+        self.trained = 0
         self._dataset = dataset
         self._options = options
         self._handed_out = 0
@@ -169,6 +173,7 @@ class ElasticLoader:
         samples, self._handed_out = self._handed_out, 0
         if samples:
             self.sampler.advance(samples)
+            self.trained += samples
         return samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +182,17 @@ class ElasticLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position; see `ElasticSampler.load_state_dict`."""
+        """Continues from a saved position; see `ElasticSampler.load_state_dict`. Logs a warning on
+        rank 0 if it was saved with another global batch size.
+        """
         self.sampler.load_state_dict(state)
+        sampler = self.sampler
+        warn_if_changed(
+            sampler.global_batch_size,
+            int(state.get("global_batch_size", sampler.global_batch_size)),
+            rank=self.rank,
+            place=f"sample {sampler.position} of {sampler.epoch_length} of epoch {sampler.epoch}, "
+            f"with {len(sampler)} steps left in it",
+        )
         self._handed_out = 0
         self._iteration += 1  # an iteration in progress has fetched from another position

@@ -147,6 +147,7 @@ class ElasticSampler:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "global_batch_size": self.global_batch_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from outlast.elastic.data.batch_size_change import warn_if_changed
 from outlast.elastic.data.loader import rank_and_replicas
 from outlast.system.arguments import as_int
 
@@ -37,6 +38,8 @@ class ShardedStream:
 
     Attributes:
         weight: the factor of the mean loss of the current batch.
+        trained: the number of items, over all replicas, that were trained on since this object was
+            created.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class ShardedStream:
         self.rank, self.replicas = rank_and_replicas(rank, replicas)
         self.epoch = 0
         self.weight = 1.0
+        self.trained = 0
         self._read = read
         self._collate = collate
         self._group = group
         self._offsets = torch.zeros(len(shards), dtype=torch.int64)
         self._handed_out: list[tuple[int, int]] = []
+        self._handed_out_count = 0  # of items, over all replicas
 
     def __iter__(self) -> Iterator[Any]:
         self.done()
@@ -80,26 +85,37 @@ class ShardedStream:
                 last = [self._any_item()]
             # Makes DDP's mean over the replicas the mean over all items of these batches.
             self.weight = len(batch) * self.replicas / total
-            self._handed_out = offsets
+            self._handed_out, self._handed_out_count = offsets, total
             yield self._collate(batch or last)
             self.done()
         self.epoch += 1
         self._offsets.zero_()
 
-    def done(self) -> None:
-        """Records that the last batch was trained on."""
+    def done(self) -> int:
+        """Records that the last batch was trained on. Returns its number of items over all
+        replicas, or 0 if already recorded.
+        """
         offsets, self._handed_out = self._handed_out, []
+        count, self._handed_out_count = self._handed_out_count, 0
         for shard, offset in offsets:
             self._offsets[shard] = offset
+        self.trained += count
+        return count
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all replicas. A collective, if there are several."""
         self.done()
         self._exchange()
-        return {"epoch": self.epoch, "shards": list(self.shards), "offsets": self._offsets.tolist()}
+        return {
+            "epoch": self.epoch,
+            "shards": list(self.shards),
+            "offsets": self._offsets.tolist(),
+            "global_batch_size": self.batch_size * self.replicas,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position.
+        """Continues from a saved position. Logs a warning on rank 0 if the replicas together had
+        another batch size.
 
         Raises:
             ValueError: if the shards differ.
@@ -111,7 +127,14 @@ class ShardedStream:
             )
         self.epoch = int(state["epoch"])
         self._offsets = torch.tensor(state["offsets"], dtype=torch.int64)
-        self._handed_out = []
+        self._handed_out, self._handed_out_count = [], 0
+        size = self.batch_size * self.replicas
+        warn_if_changed(
+            size,
+            int(state.get("global_batch_size", size)),
+            rank=self.rank,
+            place=f"item {int(self._offsets.sum())} of epoch {self.epoch}",
+        )
 
     def _items(self, shards: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
         for shard in shards:

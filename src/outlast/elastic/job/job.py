@@ -29,13 +29,14 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
+from outlast.elastic.job.sample_count import SampleCount
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 from outlast.errors import CheckpointError
 from outlast.events import StopRequested
-from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
+from outlast.system.arguments import Duration, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -91,9 +92,9 @@ class Job:
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
         every = check_interval(every)
+        self.path = os.fspath(path)
         check_stateful(loader, states or {})
         self.steps = 0
-        self.samples = 0
         self.seconds = 0.0
         self._signals = tuple(signals)
         self._grace = as_timedelta("grace", grace, allow_zero=True)
@@ -116,6 +117,8 @@ class Job:
         self._signal_handlers: SignalHandlers | None = None
         self._seconds_since = time.monotonic()
         self._last_saved = -1
+        self._samples = SampleCount(loader)
+        self._may_save = False  # restored, or there is nothing to restore
 
     @property
     def rank(self) -> int:
@@ -147,6 +150,15 @@ class Job:
         """The additional objects that are saved, by name."""
         return self._training.states
 
+    @property
+    def samples(self) -> int:
+        """The number of samples that were trained on, over all ranks and since the first run.
+
+        Raises:
+            ValueError: if it is unknown: see `step`.
+        """
+        return self._samples.total
+
     def restore(self, step: int | None = None) -> int:
         """Loads the newest valid checkpoint, or that of `step`. Call it on all ranks, before the
         first step.
@@ -173,6 +185,7 @@ class Job:
             self._training.roll_back(backup)
             self._set_counters(counters)
             raise
+        self._may_save = True
         if found is None:
             self._training.roll_back(backup)
             self.save().wait()
@@ -190,27 +203,32 @@ class Job:
         if any rank was told to stop.
 
         Args:
-            samples: the number of samples of this step, over all ranks, for the counter; by
-                default, the value of the loader's `done()`, if it has one (`ElasticLoader`).
+            samples: the number of samples of this step, over all ranks, for the counter. An
+                `ElasticLoader` or a `ShardedStream` counts them; with another loader, `samples` of
+                the job is unknown unless each step says how many.
 
         Raises:
+            ValueError: at the first step, if there are checkpoints and `restore` was not called.
             SystemExit: after the last save, if the job was told to stop.
             CheckpointError: if an earlier save failed.
         """
+        self._check_restored()
         stop = self._start_listening()
         self.steps += 1
         self._step_events.completed(self.steps)
-        trained = self.loader.done() if hasattr(self.loader, "done") else None
-        if samples is not None:
-            trained = as_int("samples", samples, at_least=0)
-        self.samples += trained or 0
+        self._samples.add_step(samples)
         if stop.is_last(self.steps, self._grace.total_seconds()):
             self._exit(stop.reason)
         elif self._schedule.is_due(self.steps):
             self.save()
 
     def save(self, metric: float | None = None) -> SaveHandle:
-        """Saves now, in the background. Call it on all ranks."""
+        """Saves now, in the background. Call it on all ranks.
+
+        Raises:
+            ValueError: if there are checkpoints and `restore` was not called.
+        """
+        self._check_restored()
         if self._last_saved == self.steps:
             self.checkpointer.wait()  # `step` has just saved: this save replaces that one
         if isinstance(self.model, ConsistentDDP):
@@ -292,15 +310,33 @@ class Job:
         if first != no_rank:
             raise CheckpointError(f"rank {first} could not load its state: see its own error")
 
+    def _check_restored(self) -> None:
+        """Raises if a save would replace the checkpoints of a run that this job does not continue.
+        The first time, all ranks call it.
+        """
+        if self._may_save:
+            return
+        newest = max((info.step for info in self.checkpointer.checkpoints()), default=0)
+        newest = int(self._ledger.agree("newest-unrestored", str(newest)))
+        if newest > self.steps:
+            raise ValueError(
+                f"{self.path} has checkpoints up to step {newest}, and this job is at step "
+                f"{self.steps}, because restore() was not called: its saves would replace them. "
+                "Call job.restore() before the first step. To start over, use another folder, or "
+                "delete the checkpoints first (outlast checkpoint rm)"
+            )
+        self._may_save = True
+
     def _counters(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
-            "samples": self.samples,
+            "samples": self._samples.saved(),
             "seconds": self.seconds + time.monotonic() - self._seconds_since,
         }
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        self.steps, self.samples = int(counters["steps"]), int(counters["samples"])
+        self.steps = int(counters["steps"])
+        self._samples.load(counters["samples"])
         self.seconds = float(counters["seconds"])
         self._seconds_since = time.monotonic()
 

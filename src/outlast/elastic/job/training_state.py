@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
 from outlast.elastic.job.backup import Backup
@@ -23,7 +24,7 @@ from outlast.errors import CheckpointError
 
 log = logging.getLogger("outlast.elastic")
 
-_OPTIONAL = ("random.", "states.", "parts.")
+_OPTIONAL = ("random.", "states.", "parts.", "loader.global_batch_size")
 
 
 class TrainingState:
@@ -221,4 +222,12 @@ def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
     for name, each in {"loader": loader, **states}.items():
         lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(each, m)]
         if each is not None and lacks:
-            raise ValueError(f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}")
+            hint = ""
+            if isinstance(each, DataLoader):
+                hint = (
+                    ": use outlast.elastic.ElasticLoader or torchdata's StatefulDataLoader, or "
+                    "leave it out, and a job that resumes begins its epoch again"
+                )
+            raise ValueError(
+                f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}{hint}"
+            )

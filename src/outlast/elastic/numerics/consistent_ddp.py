@@ -65,7 +65,7 @@ class ConsistentDDP(nn.Module):
         self, module: nn.Module, virtual_replicas: int, *, group: Any = None, seed: int = 0
     ) -> None:
         super().__init__()
-        virtual_replicas = as_int("virtual_replicas", virtual_replicas, at_least=1)
+        virtual_replicas = as_int("virtual_replicas", virtual_replicas)
         if dist.is_available() and dist.is_initialized():
             self._rank, self._replicas = dist.get_rank(group), dist.get_world_size(group)
         else:

@@ -1,0 +1,63 @@
+"""A job that forgot `restore()` replaces no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outlast
+
+
+def job(path: Path, **options: Any) -> outlast.Job:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return outlast.Job(path, model=model, optimizer=optimizer, signals=(), keep=2, **options)
+
+
+def steps_in(path: Path) -> list[int]:
+    with outlast.Checkpointer(path) as checkpointer:
+        return [info.step for info in checkpointer.checkpoints()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A folder with the checkpoint of step 7."""
+    with job(tmp_path) as one:
+        for _ in range(7):  # an empty folder: there is nothing to restore
+            one.step()
+    assert steps_in(tmp_path) == [7]
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", [lambda job: job.step(), lambda job: job.save()])
+def test_a_job_that_forgot_to_restore_saves_nothing(
+    path: Path, first: Callable[[outlast.Job], object]
+) -> None:
+    def train() -> None:
+        with job(path, every=1) as one:
+            first(one)
+
+    message = rf"^{path} has checkpoints up to step 7, and this job is at step 0.*job\.restore\(\)"
+    with pytest.raises(ValueError, match=message):
+        train()
+    assert steps_in(path) == [7]
+
+
+def test_a_restored_job_saves(path: Path) -> None:
+    with job(path, every=1) as one:
+        assert one.restore() == 7
+        one.step()
+    assert steps_in(path) == [7, 8]
+
+
+def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
+    """It has loaded what it needs with other code, and set the step."""
+    with job(path, every=1) as one:
+        one.steps = 7
+        one.step()
+    assert steps_in(path) == [7, 8]
