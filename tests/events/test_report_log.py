@@ -82,5 +82,5 @@ def test_an_empty_log_is_a_log(tmp_path: Path) -> None:
 def test_a_directory_without_logs(tmp_path: Path) -> None:
     with pytest.raises(EventLogError, match="no event logs"):
         load(tmp_path)
-    with pytest.raises(EventLogError, match="no such directory"):
+    with pytest.raises(EventLogError, match="is not a folder: it does not exist"):
         load(tmp_path / "missing")

@@ -72,7 +72,7 @@ def test_other_folders_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "20260101-120000.000-file").write_text("")
     with pytest.raises(EventLogError, match="no event logs"):
         runs_in(tmp_path)
-    with pytest.raises(EventLogError, match="no such directory"):
+    with pytest.raises(EventLogError, match="is not a folder: it does not exist"):
         load(tmp_path / "nowhere")
 
 

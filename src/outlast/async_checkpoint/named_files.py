@@ -50,13 +50,14 @@ from outlast.async_checkpoint.storage.manifest import (
     pieces,
 )
 from outlast.async_checkpoint.storage.open import open_storage
-from outlast.async_checkpoint.storage.protocol import STATES, Storage, step_of
+from outlast.async_checkpoint.storage.protocol import STATES, STEP, Storage, step_of
 from outlast.errors import CheckpointError
 from outlast.system.files import fsync_folder
 
 __all__ = [
     "MANIFEST",
     "STATES",
+    "STEP",
     "FileCheckpoint",
     "Found",
     "LocalStorage",

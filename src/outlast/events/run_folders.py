@@ -76,7 +76,9 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
     """
     root = Path(directory)
     if not root.is_dir():
-        raise EventLogError(f"{root}: no such directory")
+        why = "" if root.exists() else "it does not exist; "
+        where = "the directory of `outlast run --events-dir`"
+        raise EventLogError(f"{root} is not a folder: {why}give {where}")
     runs = []
     for folder in root.iterdir():
         match = _NAME.fullmatch(folder.name)
@@ -90,7 +92,7 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
         at = datetime.datetime.fromtimestamp(written, datetime.timezone.utc)
         runs.append(Run(root, OWN, "", at))
     if not runs:
-        raise EventLogError(f"{root}: no event logs (*.jsonl) here")
+        raise EventLogError(f"{root} has no event logs (*.jsonl)")
     return sorted(runs, key=lambda run: (run.at, run.name))
 
 

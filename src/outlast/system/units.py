@@ -22,6 +22,15 @@ def duration_text(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
+def age_text(seconds: float) -> str:
+    """How long ago, in its largest unit: 12 s, 3 min, 5 h, 2 d. A clock may be a little behind."""
+    whole = max(0, int(seconds))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if whole >= 2 * length or (whole >= length and unit == "min"):
+            return f"{whole // length} {unit}"
+    return f"{whole} s"
+
+
 def size_text(size_bytes: int) -> str:
     """A size with its decimal unit: 8 bytes, 2.6 kB, 25.2 MB."""
     if size_bytes < 1000:

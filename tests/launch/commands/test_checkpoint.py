@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -57,25 +59,33 @@ def test_a_table_of_all_that_is_there(storage: LocalStorage) -> None:
     flip(storage, 20, MANIFEST, at=-3)
     (storage.root / "step-00000030" / FILE).write_bytes(b"short")
     storage.make(".tmp-step-00000040-aa")
+    for step, age_s in ((10, 2 * 3600 + 60), (20, 3 * 60 + 5)):
+        path = storage.root / f"step-{step:08d}" / MANIFEST
+        os.utime(path, (0, time.time() - age_s))
     result = outlast("ls", storage.root)
     assert result.exit_code == 0
     title, *rows = result.stdout.splitlines()
-    assert title.split() == ["step", "size", "world", "size", "metric", "tensors", "state"]
-    assert rows[0].split() == ["10", "2.6", "kB", "2", "1.25", "1", "whole"]
-    assert rows[1].split()[:5] == ["20", "-", "-", "-", "-"]
-    assert "damaged: manifest.json is damaged: its checksum does not match" in rows[1]
-    assert f"damaged: {FILE}: 5 bytes instead of 2560" in rows[2]
-    assert "not committed: .tmp-step-00000040-aa" in rows[3]
-    assert len(rows) == 4
+    assert title.split() == ["step", "age", "size", "ranks", "metric", "tensors", "state"]
+    assert rows[0].split() == ["10", "2", "h", "2.6", "kB", "2", "1.25", "1", "whole"]
+    assert rows[1].split() == ["20", "3", "min", "-", "-", "-", "-", "damaged"]
+    assert rows[2].split()[-1] == "damaged"
+    # Below the table, so that they need not fit into a column.
+    assert rows[3] == "damaged: step 20: manifest.json is damaged: its checksum does not match"
+    assert rows[4] == f"damaged: step 30: {FILE}: 5 bytes instead of 2560"
+    assert rows[5] == "not committed: .tmp-step-00000040-aa"
+    assert len(rows) == 6
+    assert all(len(line) <= 80 for line in (title, *rows))
 
 
 def test_the_same_as_json(storage: LocalStorage) -> None:
     flip(storage, 20, MANIFEST, at=-3)
     storage.make(".tmp-step-00000040-aa")
+    os.utime(storage.root / "step-00000010" / MANIFEST, (0, 1_000_000_000))
     found = json.loads(outlast("ls", "--json", storage.root).stdout)
     assert found[0] == {
         "step": 10,
         "folder": "step-00000010",
+        "saved_at": "2001-09-09T01:46:40+00:00",
         "size_bytes": 2560,
         "world_size": 2,
         "metric": 1.25,
@@ -227,8 +237,7 @@ def test_an_object_store_of_which_another_machine_may_be_the_user() -> None:
     assert "(a training), as far as one can know" in error(outlast("rm", "--yes", url, 20))
     assert outlast("rm", "--yes", "--take-over", url, 20).exit_code == 0
     result = outlast("ls", url)
-    assert [line.split()[-1] for line in result.stdout.splitlines()[1:]] == [
-        "whole",
-        "step-00000040-aa",
-    ]
+    _, row, left = result.stdout.splitlines()
+    assert re.fullmatch(r" *30 +\d+ (s|min) +2\.6 kB +2 +- +1 +whole", row), row
+    assert left == "not committed: step-00000040-aa"
     assert outlast("verify", url).exit_code == 0

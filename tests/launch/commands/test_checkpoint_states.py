@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import BinaryIO
 
+import fsspec
 import pytest
 
 from async_checkpoint.made import save
@@ -39,10 +41,11 @@ def test_a_folder_of_states_is_listed(states: Path) -> None:
     result = outlast("ls", states)
     assert result.exit_code == 0
     title, row, left = result.stdout.splitlines()
-    assert title.split() == ["number", "size", "world", "size", "states", "state"]
-    assert row.split() == ["3", "8", "bytes", "2", "2", "whole"]
-    assert left.split()[-3:] == ["not", "committed:", ".tmp-states-00000004-abcdef"]
+    assert title.split() == ["number", "age", "size", "ranks", "states", "state"]
+    assert row.split()[:1] + row.split()[3:] == ["3", "8", "bytes", "2", "2", "whole"]
+    assert left == "not committed: .tmp-states-00000004-abcdef"
     first, second = json.loads(outlast("ls", "--json", states).stdout)
+    assert first.pop("saved_at").startswith("20")
     assert first == {
         "step": None,
         "number": 3,
@@ -60,11 +63,13 @@ def test_what_is_damaged(states: Path) -> None:
     path = states / "states-00000003" / "model.state"
     path.write_bytes(b"123")
     said = outlast("ls", states).stdout
-    assert "damaged: model.state: 3 bytes instead of 4" in said
+    assert "damaged: states 3: model.state: 3 bytes instead of 4" in said
     path.unlink()
-    assert "damaged: model.state: No such file or directory" in outlast("ls", states).stdout
+    assert (
+        "damaged: states 3: model.state: No such file or directory" in outlast("ls", states).stdout
+    )
     (path.parent / MANIFEST).write_bytes(b"nonsense")
-    assert "damaged: manifest.json" in outlast("ls", states).stdout
+    assert "damaged: states 3: manifest.json" in outlast("ls", states).stdout
 
 
 def test_every_byte_is_verified(states: Path) -> None:
@@ -89,6 +94,22 @@ def test_both_kinds_in_one_folder(states: Path) -> None:
     assert [line.split()[0] for line in lines] == ["step", "10", "number", "3"]
     found = json.loads(outlast("ls", "--json", states).stdout)
     assert [one["folder"] for one in found] == ["step-00000010", "states-00000003"]
+
+
+def test_states_that_were_copied_to_an_object_store(states: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    fsspec.filesystem("memory").put(f"{states}/", f"{url}/", recursive=True)
+    title, row = outlast("ls", url).stdout.splitlines()
+    assert title.split() == ["number", "age", "size", "ranks", "states", "state"]
+    assert row.split()[:1] + row.split()[3:] == ["3", "8", "bytes", "2", "2", "whole"]
+    (found,) = json.loads(outlast("ls", "--json", url).stdout)
+    assert (found["number"], found["states"], found["state"]) == (3, 2, "whole")
+    good = "states 3: every byte is as it was written, 8 bytes\n"
+    assert outlast("verify", url).stdout == good
+    assert "holds checkpoints of states" in error(outlast("rm", "--yes", url, 3))
+    path = f"{url}/states-00000003/model.state"
+    fsspec.filesystem("memory").pipe_file(path, b"1235")
+    assert "model.state: damaged between bytes 0 and 4" in error(outlast("verify", url))
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

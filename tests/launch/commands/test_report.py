@@ -35,6 +35,22 @@ def test_a_folder_without_logs_is_an_error_that_names_it(tmp_path: Path) -> None
     assert tmp_path.name in result.output
 
 
+def test_a_folder_that_is_not_there_is_an_error_in_the_style_of_all_commands(
+    tmp_path: Path,
+) -> None:
+    missing = tmp_path / "missing"
+    (tmp_path / "file").touch()
+    commands = (["report"], ["checkpoint", "ls"], ["checkpoint", "verify"])
+    for command in commands:
+        for path, why in ((missing, "it does not exist; "), (tmp_path / "file", "")):
+            result = CliRunner().invoke(app, [*command, str(path)])
+            assert (result.exit_code, result.stdout) == (1, ""), result.output
+            assert result.stderr.startswith(
+                f"outlast: error: {path} is not a folder: {why}give the "
+            ), result.stderr
+            assert result.stderr.count("\n") == 1
+
+
 def two_runs(folder: Path) -> tuple[str, str]:
     names = ("20260101-120000.000-first", "20260102-120000.000-second")
     for name in names:

@@ -69,13 +69,14 @@ class CheckpointInfo:
 class Found:
     """A directory in the storage, and what it is: `step` of the committed checkpoint, if it is one,
     its `manifest`, unless that is damaged, and what is `wrong`, as far as can be seen without
-    reading the files.
+    reading the files. `saved_at` is when it was committed: see `Storage.saved_at`.
     """
 
     folder: str
     step: int | None
     manifest: Manifest | None
     wrong: str
+    saved_at: float | None = None
 
 
 def candidates(storage: Storage) -> list[tuple[int, str]]:
@@ -173,7 +174,7 @@ def survey(storage: Storage) -> list[Found]:
                 wrong = "not committed"
         if wrong:
             found.append(Found(folder, None, None, wrong))
-    return found
+    return [dataclasses.replace(one, saved_at=storage.saved_at(one.folder)) for one in found]
 
 
 def _look(storage: Storage, step: int, folder: str) -> Found:

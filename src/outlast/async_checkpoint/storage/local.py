@@ -23,6 +23,7 @@ import threading
 import uuid
 from pathlib import Path
 
+from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.protocol import IDENTITY, STATES, STEP, step_of
 from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
 from outlast.errors import CheckpointError
@@ -98,6 +99,12 @@ class LocalStorage:
 
     def size(self, folder: str, name: str) -> int:
         return self._inside(folder, name).stat().st_size
+
+    def saved_at(self, folder: str) -> float | None:
+        for path in (self._inside(folder, MANIFEST), self._inside(folder)):
+            with contextlib.suppress(OSError):
+                return path.stat().st_mtime
+        return None
 
     def recycle(self, folder: str) -> None:
         if not self._recycled.keep(self._inside(folder)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.protocol import Storage
+from outlast.async_checkpoint.storage.protocol import STEP, Storage
 
 
-def open_storage(url: str) -> Storage:
+def open_storage(url: str, prefix: str = STEP) -> Storage:
     """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
+    `prefix` is that of the checkpoints in it.
 
     Raises:
         ModuleNotFoundError: if fsspec, or its implementation for this URL, is missing; names it.
@@ -15,8 +16,8 @@ def open_storage(url: str) -> Storage:
     """
     path = url.removeprefix("file://")
     if "://" not in path:
-        return LocalStorage(path)
+        return LocalStorage(path, prefix)
     # fsspec is an optional dependency.
     from outlast.async_checkpoint.storage.remote import RemoteStorage
 
-    return RemoteStorage(url)
+    return RemoteStorage(url, prefix)

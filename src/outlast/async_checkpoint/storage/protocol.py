@@ -125,6 +125,12 @@ class Storage(Protocol):
         over, until `tidy`.
         """
 
+    def saved_at(self, folder: str) -> float | None:
+        """When the manifest of a checkpoint was written, or, without one, when its directory was
+        last changed: seconds since 1970, by the storage's clock; `None` if the storage does not
+        say.
+        """
+
     def tidy(self) -> None:
         """Removes the files that `recycle` kept."""
 

@@ -54,9 +54,8 @@ class RemoteStorage:
         ValueError: if the kind of URL is unknown, or it contains a wildcard.
     """
 
-    prefix = STEP
-
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, prefix: str = STEP) -> None:
+        self.prefix = prefix
         self.where = _PASSWORD.sub("***@", url.rstrip("/"))
         if _WILDCARDS.search(url):
             raise ValueError(
@@ -123,7 +122,7 @@ class RemoteStorage:
         # The checkpoint is committed: an error here would deny that. What cannot be removed now
         # is removed by the next commit or the next job.
         with suppress(OSError):
-            for folder in self._replaced(but=step_of(final)):
+            for folder in self._replaced(but=step_of(final, self.prefix)):
                 self.remove(folder)
 
     def get(self, folder: str, name: str) -> bytes:
@@ -142,6 +141,9 @@ class RemoteStorage:
             if found["type"] != "file":
                 raise FileNotFoundError(f"{self.where}/{folder}/{name} is not a file")
             return int(found["size"])
+
+    def saved_at(self, folder: str) -> float | None:
+        return self._committed_at(folder) or None
 
     def hide(self, folder: str) -> str:
         path = self._inside(folder)
@@ -210,11 +212,11 @@ class RemoteStorage:
         """Sorts by step, and the checkpoints of one step by the time of their commits."""
         ages = {
             folder: self._committed_at(folder)
-            for several in _by_step(folders).values()
+            for several in _by_step(folders, self.prefix).values()
             if len(several) > 1  # rare; otherwise the store is not asked
             for folder in several
         }
-        return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))
+        return sorted(folders, key=lambda f: (step_of(f, self.prefix) or 0, ages.get(f, 0.0), f))
 
     def _committed_at(self, folder: str) -> float:
         """By the store's clock, in seconds; 0.0 if not committed, or the store does not say."""
@@ -227,7 +229,7 @@ class RemoteStorage:
     def _replaced(self, but: int | None) -> list[str]:
         """The checkpoints of a step that has a later one, except those of step `but`."""
         found: list[str] = []
-        for step, several in _by_step(self.folders()).items():
+        for step, several in _by_step(self.folders(), self.prefix).items():
             if step != but and len(several) > 1:
                 found += [folder for folder in several if self._committed_at(folder)][:-1]
         return found
@@ -251,10 +253,10 @@ def _connect(url: str, where: str) -> tuple[Any, str]:
     return fs, root
 
 
-def _by_step(folders: list[str]) -> dict[int, list[str]]:
+def _by_step(folders: list[str], prefix: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for folder in folders:
-        step = step_of(folder)
+        step = step_of(folder, prefix)
         if step is not None:
             found.setdefault(step, []).append(folder)
     return found

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +17,12 @@ import typer
 
 from outlast.errors import CheckpointError
 from outlast.launch.commands import checkpoint_output as output
+from outlast.launch.commands.error_exit import exit_on
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.named_files import Storage
 
+_ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
 _NAMED = 5  # files named in the error about a folder with other contents
 
 Directory = Annotated[
@@ -47,21 +49,22 @@ def ls(
 
     Only the sizes of the files are checked; `verify` reads their contents.
     """
-    with _exit_on_error(), _open(directory) as storage:
+    with exit_on(*_ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import named_files
 
-        found = {kind.prefix: named_files.survey(kind) for kind in _kinds(storage)}
+        kinds = _open_kinds(directory, stack)
+        found = {storage.prefix: named_files.survey(storage) for storage in kinds}
         if not any(found.values()):
-            _refuse_unrelated_folder(storage)
+            _refuse_unrelated_folder(kinds[0])
         if as_json:
             rows = [output.as_json(one, prefix) for prefix in found for one in found[prefix]]
             typer.echo(json.dumps(rows, indent=2))
             return
         for prefix, folders in found.items():
             if folders:
-                output.print_table(folders, prefix)
+                output.print_table(folders, prefix, time.time())
         if not any(found.values()):
-            typer.echo(f"no checkpoints in {storage.where}")
+            typer.echo(f"no checkpoints in {kinds[0].where}")
 
 
 def verify(
@@ -74,13 +77,14 @@ def verify(
 
     The exit code is 1 if a checkpoint is damaged or none exists.
     """
-    with _exit_on_error(), _open(directory) as storage:
+    with exit_on(*_ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import named_files
 
+        storage, states = _open_kinds(directory, stack)
         known = {one.step: one for one in named_files.survey(storage) if one.step is not None}
-        if not known and len(_kinds(storage)) > 1:
-            storage = _kinds(storage)[1]
-            known = {one.step: one for one in named_files.survey(storage) if one.step is not None}
+        of_states = {one.step: one for one in named_files.survey(states) if one.step is not None}
+        if of_states and not known:
+            storage, known = states, of_states
         if not known and not steps:
             _refuse_unrelated_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
@@ -118,13 +122,14 @@ def rm(
     ] = False,
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
-    with _exit_on_error(), _open(directory) as storage:
+    with exit_on(*_ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import named_files
 
+        storage, states = _open_kinds(directory, stack)
         chosen = list(dict.fromkeys(steps))
         found = {one.step for one in named_files.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
-        if missing and not found and any(named_files.survey(kind) for kind in _kinds(storage)[1:]):
+        if missing and not found and named_files.survey(states):
             raise CheckpointError(
                 f"{storage.where} holds checkpoints of states; every save_all_states() removes the "
                 "earlier ones, so there is nothing to delete: to start anew, remove the folder"
@@ -155,35 +160,19 @@ def rm(
             storage.unlock()
 
 
-@contextmanager
-def _exit_on_error() -> Iterator[None]:
-    """Turns an expected exception into one line on stderr and exit code 1."""
-    try:
-        yield
-    except (CheckpointError, OSError, ModuleNotFoundError, ValueError) as e:
-        typer.echo(f"outlast: error: {e}", err=True)
-        raise typer.Exit(1) from e
-
-
-def _open(directory: str) -> closing[Storage]:
-    from outlast.async_checkpoint.named_files import open_storage
+def _open_kinds(directory: str, stack: ExitStack) -> list[Storage]:
+    """The storage for each kind of checkpoint: those of a checkpointer, and those of elastic states
+    (`save_all_states`), which may be in the same folder. `stack` closes them.
+    """
+    from outlast.async_checkpoint.named_files import STATES, STEP, open_storage
 
     path = directory.removeprefix("file://")
     if "://" not in path and not Path(path).expanduser().is_dir():
         why = "" if Path(path).expanduser().exists() else "it does not exist; "
         raise CheckpointError(f"{path} is not a folder: {why}give the folder the job saves into")
-    return closing(open_storage(directory))
-
-
-def _kinds(storage: Storage) -> list[Storage]:
-    """The storage for each kind of checkpoint: those of a checkpointer and, for a folder in a file
-    system, those of elastic states (`save_all_states`).
-    """
-    from outlast.async_checkpoint.named_files import STATES, LocalStorage
-
-    if not isinstance(storage, LocalStorage):
-        return [storage]
-    return [storage, LocalStorage(storage.where, STATES)]
+    return [
+        stack.enter_context(closing(open_storage(directory, prefix))) for prefix in (STEP, STATES)
+    ]
 
 
 def _refuse_unrelated_folder(storage: Storage) -> None:

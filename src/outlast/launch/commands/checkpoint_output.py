@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
+
+from outlast.system.units import age_text, size_text
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.named_files import Found
@@ -28,48 +31,58 @@ def as_json(found: Found, prefix: str) -> dict[str, object]:
     return {
         **({"step": None, "number": found.step} if of_states else {"step": found.step}),
         "folder": found.folder,
+        "saved_at": _iso(found.saved_at),
         **known,
         "state": found.wrong if found.step is None else state,  # "not committed", "replaced"
         "wrong": "" if found.step is None else found.wrong,
     }
 
 
-def print_table(found: Sequence[Found], prefix: str) -> None:
-    """Print a row for each folder. See `as_json`."""
+def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
+    """Print a row for each checkpoint, and a line for each folder that is none or is damaged.
+    `now` is the time since 1970. See `as_json`.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     of_states = prefix == "states"
     titles = ["number", "states"] if of_states else ["step", "metric", "tensors"]
-    titles[1:1] = ["size", "world size"]
+    titles[1:1] = ["age", "size", "ranks"]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("state", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    # Below the table, where they have the whole width.
+    remarks: list[str] = []
     for one in found:
-        about = ["-"] * (len(titles) - 1)
+        if one.step is None:
+            remarks.append(f"{one.wrong}: {one.folder}")
+            continue
+        about = ["-"] * (len(titles) - 2)
         if one.manifest is not None:
-            about = [_size_text(one.manifest.size_bytes), str(one.manifest.world_size)]
+            about = [size_text(one.manifest.size_bytes), str(one.manifest.world_size)]
             if of_states:
                 about.append(str(len(one.manifest.files)))
             else:
                 metric = one.manifest.metric
                 about += ["-" if metric is None else f"{metric:g}", str(len(one.manifest.tensors))]
-        if one.step is None:
-            state = Text(f"{one.wrong}: {one.folder}", style="dim")
-        elif one.wrong:
-            state = Text(f"damaged: {one.wrong}", style="red")
-        else:
-            state = Text("whole", style="green")
-        table.add_row("-" if one.step is None else str(one.step), *about, state)
+        if one.wrong:
+            remarks.append(f"damaged: {prefix} {one.step}: {one.wrong}")
+        state = Text("damaged", style="red") if one.wrong else Text("whole", style="green")
+        age = "-" if one.saved_at is None else age_text(now - one.saved_at)
+        table.add_row(str(one.step), age, *about, state)
     # Into a pipe, print full lines rather than lines cut to the width of a missing terminal.
-    Console(width=None if sys.stdout.isatty() else 500).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 500)
+    if table.row_count:
+        console.print(table)
+    for remark in remarks:
+        console.print(Text(remark), soft_wrap=True)
 
 
 def print_verified(name: str, size_bytes: int) -> None:
     """Report a checkpoint without damage."""
-    typer.echo(f"{name}: every byte is as it was written, {_size_text(size_bytes)}")
+    typer.echo(f"{name}: every byte is as it was written, {size_text(size_bytes)}")
 
 
 @contextmanager
@@ -89,8 +102,9 @@ def progress_bar(size_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda done_bytes: progress.advance(task, done_bytes)
 
 
-def _size_text(size_bytes: int) -> str:
-    """A size with its unit, e.g. `25.2 MB`."""
-    from rich.filesize import decimal
-
-    return decimal(size_bytes)
+def _iso(time: float | None) -> str | None:
+    """A time since 1970 in UTC, e.g. `2026-11-22T11:36:19+00:00`."""
+    if time is None:
+        return None
+    utc = datetime.datetime.fromtimestamp(time, datetime.timezone.utc)
+    return utc.isoformat(timespec="seconds")

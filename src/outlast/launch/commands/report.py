@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.errors import EventLogError
+from outlast.launch.commands.error_exit import exit_on
 
 if TYPE_CHECKING:
     from outlast.events.run_folders import Run
@@ -28,8 +29,6 @@ def report(
         typer.Argument(
             metavar="DIR",
             help="The directory given to `outlast run --events-dir`.",
-            exists=True,
-            file_okay=False,
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
@@ -51,7 +50,7 @@ def report(
 
     if every and run is not None:
         raise typer.BadParameter("--run and --all do not go together")
-    try:
+    with exit_on(EventLogError):
         runs = runs_in(directory)
         if every:
             _print_all(runs, as_json)
@@ -59,9 +58,6 @@ def report(
             chosen = choose_run(runs, run)
             _print_one(chosen, as_json)
             _list_others(chosen, runs, directory, as_json)
-    except EventLogError as e:
-        typer.echo(f"outlast: error: {e}", err=True)
-        raise typer.Exit(1) from e
 
 
 def _print_one(run: Run, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import typer
 
 from outlast.errors import LaunchError
+from outlast.launch.commands.error_exit import exit_on
 from outlast.launch.config.job_spec import job_from_options
 from outlast.launch.config.options import RunOptions
 
@@ -35,13 +36,10 @@ def run(options: RunOptions) -> None:
         job = job_from_options(options)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
-    try:
+    with exit_on(LaunchError):
         from outlast.launch.agent.agent import Agent  # torch comes with it
 
         code = Agent(job).run()
-    except LaunchError as e:
-        typer.echo(f"outlast: error: {e}", err=True)
-        raise typer.Exit(1) from e
     raise typer.Exit(code)
 
 
