@@ -44,15 +44,15 @@ OTHERS = {
     "run_within.timeout",  # called by parts that have checked theirs
     "seconds.value",
 }
+HANDLES, WAITS = ("PendingSave", "SaveHandle"), ("exception", "result", "wait")
 NONE_ALLOWED = {  # no limit, or none given
     "AsyncCallsQueue.close.timeout",
     "CallWrapper.long_phase.limit",
     "Checkpointer.close.timeout",
     "Checkpointer.wait.timeout",
     "Job.every",
-    "PendingSave.wait.timeout",
+    *(f"{handle}.{wait}.timeout" for handle in HANDLES for wait in WAITS),
     "PlannedFault.after_seconds",
-    "SaveHandle.wait.timeout",
     "fail_at.after_seconds",
 }
 NAMES = re.compile(
@@ -110,6 +110,14 @@ def on_checkpointer(call: Callable[[outlast.Checkpointer, Any], object]) -> Call
     return calls
 
 
+def on_save_handle(wait: str) -> Call:
+    return on_checkpointer(lambda one, value: getattr(one.save(1, {}), wait)(value))
+
+
+def on_pending_save(wait: str) -> Call:
+    return lambda path, value: getattr(elastic.PendingSave(), wait)(value)
+
+
 def on_queue(path: Path, value: Any) -> None:
     queue = async_checkpoint.AsyncCallsQueue()
     try:
@@ -152,11 +160,9 @@ CALLS: dict[str, Call] = {
     ),
     "Job.every": lambda path, value: job(path, every=value),
     "Job.grace": lambda path, value: job(path, grace=value),
-    "PendingSave.wait.timeout": lambda path, value: elastic.PendingSave().wait(value),
     "PlannedFault.after_seconds": lambda path, value: chaos.PlannedFault(
         rank=0, kind=chaos.Kind.EXCEPTION, after_seconds=value
     ),
-    "SaveHandle.wait.timeout": on_checkpointer(lambda one, value: one.save(1, {}).wait(value)),
     "Slow.seconds_per_write": lambda path, value: Slow(seconds_per_write=value),
     "TCPStore.timeout": lambda path, value: store.TCPStore(timeout=value),
     "ThreadedFinalize.timeout": lambda path, value: finalize.ThreadedFinalize(value, print),
@@ -165,6 +171,8 @@ CALLS: dict[str, Call] = {
     "load_state.timeout": lambda path, value: elastic.load_state(Kept("kept"), timeout=value),
     "save_all_states.timeout": lambda path, value: elastic.save_all_states(timeout=value),
     "save_state.timeout": lambda path, value: elastic.save_state(Kept("kept"), None, timeout=value),
+    **{f"PendingSave.{wait}.timeout": on_pending_save(wait) for wait in WAITS},
+    **{f"SaveHandle.{wait}.timeout": on_save_handle(wait) for wait in WAITS},
     **{f"Wrapper.{name}": wrapper(name) for name in options_of(inprocess.Wrapper)},
 }
 
@@ -177,7 +185,7 @@ def test_every_duration_is_known_here() -> None:
 def test_anything_but_a_duration_is_refused(tmp_path: Path, name: str) -> None:
     argument = name.rpartition(".")[2]
     wrong: list[Any] = ["5", [5], True, float("nan"), float("inf"), -1]
-    if name.endswith((".close.timeout", ".wait.timeout")):
+    if name.endswith((".close.timeout", *(f".{wait}.timeout" for wait in WAITS))):
         wrong.pop()  # the time left until a deadline that has passed
     if name not in NONE_ALLOWED:
         wrong.append(None)
