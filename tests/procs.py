@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -132,6 +133,9 @@ class Job:
         left = self._reap_leftovers()
         if left and error is None:
             raise AssertionError("processes outlived their job:\n" + "\n".join(left))
+        if error is None:
+            for rank in self._started:
+                assert not (noise := torch_noise(self.errors(rank))), f"rank {rank}:\n{noise}"
 
     # ------------------------------------------------------------------ starting and ending
 
@@ -282,6 +286,15 @@ class Job:
                 continue
         psutil.wait_procs(left, timeout=LINGER_S)
         return described
+
+
+def torch_noise(output: str) -> str:
+    """The lines of torch's C++ log in the output of a process: none, whatever the fault was."""
+    signs = re.compile(r"^(\[rank\d+\]:)?\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |^frame #\d+: ")
+    # Where no resolver answers, every connection of torch's may say so.
+    unresolved = "The hostname of the client socket cannot be retrieved"
+    noise = [line for line in output.splitlines() if signs.search(line) and unresolved not in line]
+    return "\n".join(noise)
 
 
 def marked(job_id: str) -> list[psutil.Process]:

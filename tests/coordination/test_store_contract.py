@@ -12,13 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
+from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
 
 Connect = Callable[[], Store]
 NET_S = 60.0
 
 
-@pytest.fixture(params=["memory", "tcp", "file"])
+@pytest.fixture(params=["memory", "tcp", "client", "file"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     """Opens connections to the same store, each for one thread."""
     if request.param == "memory":
@@ -29,10 +30,21 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     path = str(tmp_path / "store")
     held: Any = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if request.param == "tcp"
+        if request.param != "file"
         else dist.FileStore(path, -1)  # the last connection to close deletes the file
     )
-    port = held.port if request.param == "tcp" else 0
+    port = held.port if request.param != "file" else 0
+    if request.param == "client":
+        clients: list[TcpClient] = []
+
+        def client() -> Store:
+            clients.append(TcpClient("127.0.0.1", port, NET_S))
+            return clients[-1]
+
+        yield client
+        for each in clients:
+            each.close()
+        return
 
     def make() -> Store:
         made.append(
@@ -187,11 +199,14 @@ OPERATIONS: dict[str, Callable[[Store], Any]] = {
 }
 
 
+@pytest.mark.parametrize("client", ["torch", "own"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_error_names_the_place_of_a_store_that_is_gone(name: str) -> None:
+def test_an_error_names_the_place_of_a_store_that_is_gone(name: str, client: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = f"127.0.0.1:{server.port}"
-    store = TorchStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where)
+    store: Store = TcpClient("127.0.0.1", server.port, NET_S)
+    if client == "torch":
+        store = TorchStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), where)
     store.put("there", b"1")
     del server
     with pytest.raises(StoreError, match=where):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import zygote
 from outlast.launch.agent.job_store import JOB_KEY
-from procs import MARKER, NET_S, marked
+from procs import MARKER, NET_S, marked, torch_noise
 
 WORKER = '''
 """Reports that it is ready, then exits on a signal: SIGUSR1 with 0, SIGUSR2 with 3."""
@@ -108,6 +108,7 @@ class Run:
             stream.close()
         if error is None:
             assert not left, f"left behind: {left}\n{self.err}"
+            assert not (noise := torch_noise(self.err)), noise
 
     # ---------------------------------------------------------------------------- waiting
 

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from outlast.coordination import KeyTimeout, TorchStore
 from outlast.coordination.collectives import least
+from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
 from outlast.system.error_text import first_line
 
@@ -98,32 +99,36 @@ class GroupStore:
     afterwards: there are as many waiting connections as there were ever simultaneous waits, and
     only two connections in all where waits never overlap.
 
-    New connections are clones of the first one and not of the group's: nothing here keeps the store
-    of a destroyed group alive. A wait that is blocked then ends as soon as its key appears (an
-    abort fails the call, which sets the key) or the server ends, and with it the connections.
+    A connection to a TCP store is one of `TcpClient`, because connections end while they are used
+    (a restart in place, the death of the rank that serves the store); to any other store, it is a
+    clone of the first one and not of the group's: nothing here keeps the store of a destroyed group
+    alive. A wait that is blocked then ends as soon as its key appears (an abort fails the call,
+    which sets the key) or the server ends, and with it the connections.
     """
 
     def __init__(self, store: Any) -> None:
         base = _base(store)
-        tcp = isinstance(base, _torch.TCPStore)
-        self._where = f"{base.host}:{base.port}" if tcp else type(base).__name__
-        self._store = self._connect(store)
+        self._tcp = isinstance(base, _torch.TCPStore)
+        self._where = f"{base.host}:{base.port}" if self._tcp else type(base).__name__
+        if self._tcp:
+            self._address = base.host, base.port, base.timeout.total_seconds()
+        self._first = self._connect(store)
         self._idle = [self._connect(store)]  # taken and returned without a lock: see `wait_for`
-        self.put, self.claim, self.read = self._store.put, self._store.claim, self._store.read
-        self.add, self.append = self._store.add, self._store.append
-        self.delete = self._store.delete
+        self.put, self.claim, self.read = self._first.put, self._first.claim, self._first.read
+        self.add, self.append = self._first.add, self._first.append
+        self.delete = self._first.delete
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         """Any number of threads may wait at the same time."""
         try:
             connection = self._idle.pop()
         except IndexError:  # in one step: another thread may have taken the last one just now
-            # Connecting to a server that is gone would take minutes of attempts; the connection
-            # that exists reports its end at once.
+            # torch's client would try for minutes to connect to a server that is gone; the
+            # connection that exists reports its end at once.
             value = self.read(key)
             if value is not None:
                 return value
-            connection = self._connect(self._store.torch_store)
+            connection = self._connect(getattr(self._first, "torch_store", None))
         try:
             value = connection.wait_for(key, timeout)
         except KeyTimeout:
@@ -133,7 +138,11 @@ class GroupStore:
         self._idle.append(connection)
         return value
 
-    def _connect(self, store: Any) -> TorchStore:
+    def _connect(self, store: Any) -> TcpClient | TorchStore:
+        if self._tcp:
+            client = TcpClient(*self._address)
+            client.connect()
+            return client
         try:
             return TorchStore(_cloned(store, _base(store)), self._where)
         except RuntimeError as e:

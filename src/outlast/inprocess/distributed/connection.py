@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import StoreError, TimeoutError
+from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
 from outlast.system.error_text import first_line
 from outlast.system.sockets import shut_down, socket_inodes
@@ -134,7 +135,8 @@ def _connect_once(
     )
     limit.start()
     try:
-        store: Any = factory(**options)
+        with QuietTorchLog():
+            store: Any = factory(**options)
     except RuntimeError as e:
         raise StoreError(f"{where} does not answer as a store: {first_line(e)}") from e
     finally:

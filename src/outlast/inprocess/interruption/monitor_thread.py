@@ -26,6 +26,7 @@ from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.events import AbortDone, Emitter, Event, InterruptSent, InterruptSwallowed, Seen
 from outlast.inprocess.distributed.connection import Connection
+from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.stack_sample import StackSample, sample_stack
@@ -130,13 +131,14 @@ class MonitorThread:
 
     def close(self, timeout: float) -> None:
         """Ends the thread, breaking off any wait in progress."""
-        if self._pending[1] is not None:
-            self._connection.break_off()
-        self._tasks.put(None)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._connection.break_off()
+        with QuietTorchLog():
+            if self._pending[1] is not None:
+                self._connection.break_off()
+            self._tasks.put(None)
             self._thread.join(timeout)
+            if self._thread.is_alive():
+                self._connection.break_off()
+                self._thread.join(timeout)
         self._connection.close()
 
     def break_off(self) -> None:

@@ -33,6 +33,7 @@ from outlast.events import (
     LeftFunction,
 )
 from outlast.inprocess.distributed.release import Releaser
+from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
@@ -100,6 +101,7 @@ class RankHost(RankFaults):
             await_seconds=hold or 0.0,
         )
         self.releaser = Releaser()
+        self.torch_log = QuietTorchLog()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
@@ -252,6 +254,7 @@ class RankHost(RankFaults):
         # in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
+        self.torch_log.end()  # every operation that the abort ended has returned
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
         else:

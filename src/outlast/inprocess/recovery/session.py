@@ -132,6 +132,7 @@ class _Session:
                 self.emitter,
                 reconnect=self._connect,
             )
+            stack.callback(host.torch_log.end)
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
             self.notice = LauncherNotice(control, self.number, names_processes=self.launch.agent)
@@ -279,6 +280,7 @@ class _Session:
             for part in self._abort_parts():
                 part.again(self.host.state.copy())
             return
+        self.host.torch_log.begin()
         self.host.releaser.hold()
         if self.settings.abort is not None:
             self.settings.abort(self.host.state.copy())

@@ -1,0 +1,196 @@
+"""A client of torch's TCP store, in Python, for connections that end while they are in use.
+
+A restart in place ends the connections to the store of the old process groups, and the death of
+the rank that serves a store ends all of them. torch's own client then logs a warning with a C++
+stack trace for each operation, besides raising an error, and it waits in C++, where no signal
+arrives. This client raises a `StoreError`, logs nothing, and is interrupted by signals.
+
+It speaks the protocol of torch's server (`TCPStoreBackend.hpp`), unchanged from torch 2.6 to 2.13:
+a request is one byte, then its arguments in the machine's byte order; texts and values are preceded
+by their length. A key gets the prefix that torch's client gives it, so that both see the same keys.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from outlast.coordination.stores.store import KeyTimeout
+from outlast.errors import StoreError
+from outlast.system.waiting import readable
+
+T = TypeVar("T")
+
+_MAGIC = 0x3C85F7CE
+_NONCE = 0x6F75746C
+_LENGTH = struct.Struct("=Q")
+_NUMBER = struct.Struct("=q")
+_WORD = struct.Struct("=I")
+_ONE_KEY = _LENGTH.pack(1)
+_PRESENT = b"\0"
+
+
+class _Request(enum.IntEnum):
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    DELETE_KEY = 8
+    APPEND = 9
+    PING = 13
+
+
+class TcpClient:
+    """Performs the operations of `Store` on one connection, which is opened when it is needed.
+
+    Threads take turns; a wait occupies the connection, so each waiting thread needs its own client.
+
+    Args:
+        timeout: how long the server may take to answer a request other than a wait, in seconds.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        self.where = f"{host}:{port}"
+        self._address = (host, port)
+        self._timeout = timeout
+        self._connection: socket.socket | None = None
+        self._unfinished = False
+        self._turn = threading.Lock()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Opens the connection, if it is not open.
+
+        Raises:
+            StoreError: if nothing, or something other than torch's server, answers.
+        """
+        self._perform(lambda connection: None)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._perform(lambda connection: _send(connection, _Request.SET, _key(key), _bytes(value)))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        def work(connection: socket.socket) -> bytes:
+            absent = _bytes(b"")
+            _send(connection, _Request.COMPARE_SET, _key(key), absent, _bytes(value))
+            return _receive_bytes(connection)
+
+        return self._perform(work)
+
+    def read(self, key: str) -> bytes | None:
+        return self._perform(lambda connection: _read(connection, key))
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def work(connection: socket.socket) -> bytes:
+            # Repeated, because torch's server also ends the waits for a key when a claim on it is
+            # refused and leaves it absent.
+            while (value := _read(connection, key)) is None:
+                _send(connection, _Request.WAIT, _ONE_KEY, _key(key))
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not readable(connection.fileno(), timeout=left):
+                    raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}")
+                _receive(connection, 1)
+            return value
+
+        return self._perform(work)
+
+    def add(self, key: str, amount: int) -> int:
+        def work(connection: socket.socket) -> int:
+            _send(connection, _Request.ADD, _key(key), _NUMBER.pack(amount))
+            return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+
+        return self._perform(work)
+
+    def append(self, key: str, value: bytes) -> None:
+        self._perform(
+            lambda connection: _send(connection, _Request.APPEND, _key(key), _bytes(value))
+        )
+
+    def delete(self, key: str) -> None:
+        def work(connection: socket.socket) -> None:
+            _send(connection, _Request.DELETE_KEY, _key(key))
+            _receive(connection, _NUMBER.size)
+
+        self._perform(work)
+
+    def _perform(self, work: Callable[[socket.socket], T]) -> T:
+        # An error, a timeout or an interrupt (a signal handler that raises, at any point) leaves
+        # `_unfinished` set: the connection may hold a half-read answer, and is not used again.
+        with self._turn:
+            if self._unfinished:
+                self.close()
+            self._unfinished = True
+            try:
+                if self._connection is None:
+                    self._connection = self._connected()
+                result = work(self._connection)
+            except (OSError, EOFError) as e:
+                raise StoreError(f"the store at {self.where} cannot be reached: {e}") from e
+            self._unfinished = False
+            return result
+
+    def _connected(self) -> socket.socket:
+        connection = socket.create_connection(self._address, self._timeout)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _send(connection, _Request.VALIDATE, _WORD.pack(_MAGIC))
+            _send(connection, _Request.PING, _WORD.pack(_NONCE))
+            if _receive(connection, _WORD.size) != _WORD.pack(_NONCE):
+                raise StoreError(f"{self.where} does not answer as torch's store")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        """Closes the connection. The next operation opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _send(connection: socket.socket, request: _Request, *arguments: bytes) -> None:
+    connection.sendall(bytes([request]) + b"".join(arguments))
+
+
+def _key(key: str) -> bytes:
+    return _bytes(b"/" + key.encode())
+
+
+def _bytes(value: bytes) -> bytes:
+    return _LENGTH.pack(len(value)) + value
+
+
+def _read(connection: socket.socket, key: str) -> bytes | None:
+    # Two requests, because the server has none that tells an absent key from an empty value.
+    _send(connection, _Request.CHECK, _ONE_KEY, _key(key))
+    if _receive(connection, 1) != _PRESENT:
+        return None
+    _send(connection, _Request.GET, _key(key))
+    return _receive_bytes(connection)
+
+
+def _receive_bytes(connection: socket.socket) -> bytes:
+    return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        piece = connection.recv(size - len(received))
+        if not piece:
+            raise EOFError("the connection was closed")
+        received += piece
+    return bytes(received)

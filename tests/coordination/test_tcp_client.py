@@ -1,0 +1,106 @@
+"""The client of torch's TCP store: its keys, interrupts, and connections that end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.errors import RankShouldRestart, StoreError
+from outlast.system.sockets import shut_down, socket_inodes
+
+NET_S = 60.0
+
+
+@pytest.fixture(params=[True, False], ids=["libuv", "threads"])
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """torch's store, with either of its servers."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param
+    )
+    yield weakref.proxy(store)  # pytest keeps what a fixture yields
+    del store
+
+
+def test_it_sees_the_keys_of_torchs_client(server: Any) -> None:
+    client = TcpClient("127.0.0.1", server.port, NET_S)
+    server.set("theirs", "1")
+    client.put("ours", b"2")
+    assert client.read("theirs") == b"1"
+    assert server.get("ours") == b"2"
+    assert client.add("theirs", 1) == 2
+    client.append("ours", b"3")
+    client.delete("theirs")
+    assert server.get("ours") == b"23"
+    assert not server.check(["theirs"])
+
+
+def test_an_interrupted_operation_leaves_no_answer_for_the_next(server: Any) -> None:
+    client = TcpClient("127.0.0.1", server.port, NET_S)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise RankShouldRestart("here")
+
+    previous = signal.signal(signal.SIGUSR2, interrupt)
+    arguments = threading.get_ident(), signal.SIGUSR2
+    try:
+        timer = threading.Timer(0.1, signal.pthread_kill, arguments)
+        timer.start()
+        with pytest.raises(RankShouldRestart, match="here"):
+            client.wait_for("k", None)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    server.set("k", "v")
+    assert client.add("n", 1) == 1
+    assert client.read("k") == b"v"
+
+
+def test_after_a_timeout_another_connection_is_used(server: Any) -> None:
+    client = TcpClient("127.0.0.1", server.port, NET_S)
+    with pytest.raises(KeyTimeout):
+        client.wait_for("k", 0.01)
+    server.set("k", "v")  # the first connection gets the answer to the wait
+    assert client.add("n", 5) == 5
+
+
+def test_a_connection_that_is_shut_down_ends_the_wait_without_a_log_line(
+    server: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = set(socket_inodes().values())
+    client = TcpClient("127.0.0.1", server.port, NET_S)
+    client.connect()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.wait_for, "k", None)
+        while not waiting.running():
+            pass
+        for descriptor, inode in socket_inodes().items():
+            if inode not in before:
+                shut_down(descriptor, inode)
+        with pytest.raises(StoreError, match=f"127.0.0.1:{server.port}"):
+            waiting.result(NET_S)
+    assert capfd.readouterr().err == ""
+
+
+def test_something_else_that_answers_there_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            with other.accept()[0] as connection:
+                connection.recv(16)
+                connection.sendall(b"HTTP")
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(answer)
+            with pytest.raises(StoreError, match="does not answer as torch's store"):
+                TcpClient("127.0.0.1", port, NET_S).connect()
