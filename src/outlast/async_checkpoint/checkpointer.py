@@ -306,7 +306,10 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif self.world_size == 1 and issubclass(kind, Exception | SystemExit):
+        elif (self.world_size == 1 and issubclass(kind, Exception | SystemExit)) or (
+            # A rank that was told to stop has waited for its last save; only removals are left.
+            issubclass(kind, SystemExit) and not self._pipeline.pending
+        ):
             self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
             # A rank that fails will be restarted, and must not wait for a save: other ranks may

@@ -21,6 +21,7 @@ from outlast.async_checkpoint.writer.messages import AwaitRemovals
 from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
 from outlast.system.shared_memory import SharedMemory
+from procs import Job
 
 ELEMENTS = 1 << 18
 
@@ -228,10 +229,9 @@ def test_a_file_that_cannot_be_taken_is_no_error(tmp_path: Path) -> None:
     assert os.path.lexists(tmp_path / "loop")
 
 
-def test_files_that_another_rank_keeps_during_the_removal_are_removed_too(
+def test_files_that_rank_0_keeps_while_another_rank_makes_room_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank removes the recycled files at its end, while rank 0 may still keep new ones."""
     recycled, hidden = RecycledFiles(tmp_path), tmp_path / ".tmp-removed-step-00000001-0"
     for folder in (tmp_path / RECYCLED, hidden):
         folder.mkdir()
@@ -244,4 +244,30 @@ def test_files_that_another_rank_keeps_during_the_removal_are_removed_too(
 
     monkeypatch.setattr(os, "rmdir", keep_first)
     recycled.drop()
+    assert os.listdir(tmp_path) == [RECYCLED]
+    recycled.drop()
     assert os.listdir(tmp_path) == []
+
+
+ENDS = {
+    "returns": {0: 0, 1: 0},
+    "SIGTERM": {0: 143, 1: 143},
+    "SystemExit": {0: 3, 1: 3},
+    "exception": {0: 1, 1: 1},
+    "RestartAbort": {},
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_recycled_files_are_gone_after_every_end(
+    ranks: Callable[..., Job], tmp_path: Path, how: str
+) -> None:
+    with ranks("ends", "ends", str(tmp_path / "c"), how) as job:
+        job.start_all()
+        codes = job.wait_all(60)
+        if ENDS[how]:
+            assert codes == ENDS[how], (job.errors(0) + job.errors(1))[-4000:]
+        for rank in range(2):
+            assert [line["event"] for line in job.lines(rank)] == ["ending"], job.errors(rank)
+            assert "could not be removed" not in job.errors(rank)
+    assert not (tmp_path / "c" / RECYCLED).exists()

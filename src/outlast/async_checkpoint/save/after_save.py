@@ -49,6 +49,13 @@ class SaveOutcomes:
         self._policy = policy
         self._emitter = emitter
         self._unseen: list[SaveHandle] = []
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """After an abort: the program may end the writer at any time, so a removal of old checkpoints
+        that is interrupted is no failure.
+        """
+        self._abandoned = True
 
     def watch(self, handle: SaveHandle) -> None:
         """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
@@ -97,17 +104,19 @@ class SaveOutcomes:
 
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
-        if self._keep.keeps_all:
+        if self._keep.keeps_all or self._abandoned:
             return
         try:
             present = folders.list_checkpoints(self._session.storage)
             removable = self._keep.removable(present, manifest.step)
             if removable:
                 names = [info.folder for info in removable]
+                self._session.recycles = True
                 self._warn(self._session.writer.request(HideFolders(folders=names)))
         except (CheckpointError, OSError, Dropped):
             # The save is committed, and superfluous checkpoints only take up space.
-            log.warning("%s", _NOT_REMOVED, exc_info=True)
+            level = logging.DEBUG if self._abandoned else logging.WARNING
+            log.log(level, "%s", _NOT_REMOVED, exc_info=True)
         else:
             for info in removable:
                 self._emitter.emit(CheckpointRemoved(step=info.step))
@@ -117,7 +126,7 @@ class SaveOutcomes:
         if self._session.writer.pid is None:
             return
         try:
-            self._warn(self._session.writer.request(AwaitRemovals(tidy=True)))
+            self._warn(self._session.writer.request(AwaitRemovals(tidy=self._session.recycles)))
         except (CheckpointError, Dropped):
             log.warning("%s", _NOT_REMOVED, exc_info=True)
 

@@ -21,6 +21,8 @@ from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
 
+_AT_EXIT_S = 5.0  # the writer deletes recycled files in that time
+
 _sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
 
@@ -28,12 +30,15 @@ _lock = threading.Lock()
 class FolderSession:
     """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
     snapshots outlive this process. Another folder of the same name has a different `identity`.
+    `recycles`: whether this process has removed checkpoints, so that the recycled files are its own:
+    it deletes them at its end, also if it is another rank by then.
     """
 
     def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
         self.url = url
         self.storage = open_storage(url)
         self.locked = False
+        self.recycles = False
         self.identity = ""
         self.owner: Any = None
         self.writer = WriterClient(
@@ -43,7 +48,7 @@ class FolderSession:
         self.pool = BufferPool(self.writer)
         self._sink: Sink | None = None
         # At exit, the program says goodbye to the writer, which would otherwise linger.
-        atexit.register(self.close, 1.0)
+        atexit.register(self.close, _AT_EXIT_S)
 
     def sink(self, rank: int) -> Sink | None:
         """The default sink of events: one file for each process, which all its checkpointers for
@@ -69,7 +74,7 @@ class FolderSession:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
         self.pool.end_copies()  # their memory is released below
-        self.writer.close(timeout_s)
+        self.writer.close(timeout_s, tidy=self.recycles)
         self.pool.close()
         self.storage.close()
         self.locked = False

@@ -207,7 +207,7 @@ class SavePipeline:
         save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
         # Last, so that nothing waits for it.
-        if manifest is not None and not self._aborted:
+        if manifest is not None:
             self._outcomes.apply_retention(manifest)
 
     def _failed(self, save: Save, cause: Exception) -> CheckpointError:
@@ -344,6 +344,7 @@ class SavePipeline:
         Can be called again, because an interrupt may have cut it short.
         """
         self._aborted = True
+        self._outcomes.abandon()
         pending = self.pending
         for save in pending:
             save.snapshot.call_off(SaveCancelled(ABORTED))

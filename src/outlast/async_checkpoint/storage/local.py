@@ -25,7 +25,7 @@ from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.protocol import IDENTITY, STATES, STEP, step_of
-from outlast.async_checkpoint.storage.recycled_files import RecycledFiles
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.errors import CheckpointError
 from outlast.system.files import FileLocked, fsync_folder, lock_file
 
@@ -123,6 +123,9 @@ class LocalStorage:
         return hidden
 
     def remove(self, folder: str) -> None:
+        if folder == RECYCLED:
+            self._recycled.drop()
+            return
         if not folder.startswith(WORKING):
             # Hidden first: a removal that is cut short must not leave what looks complete.
             folder = self.hide(folder)

@@ -73,18 +73,30 @@ class RecycledFiles:
         return False
 
     def drop(self) -> None:
-        """Removes all recycled files."""
-        while os.path.lexists(self._folder):
-            if self._folder.is_symlink():
-                self._folder.unlink()
-                return
-            try:
-                shutil.rmtree(self._folder)
-            except FileNotFoundError:
-                continue  # another rank has just taken a file
-            except OSError as e:
-                if e.errno != errno.ENOTEMPTY:  # else another rank has just put files there
-                    raise
+        """Removes all recycled files, unless other ranks take them first.
+
+        Only rank 0 puts files there, and only rank 0 removes the directory at its end. Another rank
+        that needs room on the disk may remove the files at any time; those that rank 0 keeps
+        meanwhile stay.
+        """
+        if self._folder.is_symlink():
+            self._folder.unlink()
+            return
+        try:
+            found = os.listdir(self._folder)
+        except FileNotFoundError:
+            return
+        for name in found:
+            path = self._folder / name
+            if path.is_dir() and not path.is_symlink():  # a user's: no checkpoint has any
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        try:
+            os.rmdir(self._folder)
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
     @functools.cached_property
     def _supported(self) -> bool:

@@ -184,11 +184,11 @@ class WriterClient:
             raise WriterFailed(self._how_lost(process)) from None
         return answer
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, tidy: bool = False) -> None:
         """Ends the writer process, after `timeout` seconds with a kill; what it is writing and its
-        snapshots are lost.
+        snapshots are lost. With `tidy` it deletes the recycled files first.
         """
-        self.tell(Goodbye())
+        self.tell(Goodbye(tidy=tidy))
         with self._starting:
             self._closed = True
             if self._process is not None:

@@ -28,6 +28,7 @@ from outlast.async_checkpoint.writer.handover import hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
 from outlast.async_checkpoint.writer.messages import Message, Request
 from outlast.async_checkpoint.writer.write_files import Dropped, write_files
+from outlast.errors import CheckpointError
 from outlast.system.background_process import settle
 from outlast.system.channel import Channel, unpack
 from outlast.system.error_text import describe, traceback_text
@@ -60,6 +61,7 @@ class Writer:
         threading.Thread(target=self._answer_all, name="outlast-writer", daemon=True).start()
         self._removals: queue.Queue[str] = queue.Queue()
         self._removal_errors: list[str] = []  # since they were last reported
+        self._recycles = False  # whether there may be recycled files of this process
         threading.Thread(target=self._remove_all, name="outlast-remover", daemon=True).start()
 
     def serve(self) -> bool:
@@ -74,6 +76,7 @@ class Writer:
                 return False
             message, number = messages.decode(payload)
             if isinstance(message, messages.Goodbye):
+                self._recycles = self._recycles or message.tidy
                 return True
             if isinstance(message, Request):
                 self._queue.put((message, number))
@@ -181,6 +184,7 @@ class Writer:
         return messages.Done()
 
     def _hide_folders(self, request: messages.HideFolders) -> messages.RemovalErrors:
+        self._recycles = True
         for folder in request.folders:
             if hidden := self.storage.hide(folder):
                 self._removals.put(hidden)
@@ -197,6 +201,14 @@ class Writer:
         return messages.Snapshots(snapshots=self.buffers.described())
 
     # --------------------------------------------------------------------------- removals
+
+    def tidy_up(self) -> None:
+        """At the end: completes the removals, and deletes the recycled files. No one is left to
+        report an error to: the next job removes the rest.
+        """
+        if self._recycles:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._make_room()
 
     def _make_room(self) -> None:
         self._removals.join()
@@ -233,6 +245,7 @@ def main() -> None:
             # The channel may end before the process does.
             readable(writer.main_process, timeout=config["linger_s"])
             hand_over(writer.buffers.handover(), config["linger_s"], launcher)
+        writer.tidy_up()
     finally:
         os._exit(0)  # threads in the middle of a write must not hold up the end
 

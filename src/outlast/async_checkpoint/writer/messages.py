@@ -140,7 +140,11 @@ class DropSaves(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goodbye(Message):
-    """The main process ends normally; the writer ends too, and keeps nothing."""
+    """The main process ends normally; the writer ends too, and keeps nothing. It completes removals
+    in the background first, and deletes the recycled files if `tidy`.
+    """
+
+    tidy: bool
 
 
 # ------------------------------------------------------------------------ answers and requests
