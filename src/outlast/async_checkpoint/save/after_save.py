@@ -52,8 +52,8 @@ class SaveOutcomes:
         self._abandoned = False
 
     def abandon(self) -> None:
-        """After an abort: the program may end the writer at any time, so a removal of old checkpoints
-        that is interrupted is no failure.
+        """After an abort the program may end the writer at any time: a removal of old checkpoints
+        that is cut off is no failure.
         """
         self._abandoned = True
 

@@ -30,8 +30,8 @@ _lock = threading.Lock()
 class FolderSession:
     """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
     snapshots outlive this process. Another folder of the same name has a different `identity`.
-    `recycles`: whether this process has removed checkpoints, so that the recycled files are its own:
-    it deletes them at its end, also if it is another rank by then.
+    `recycles`: whether this process has removed checkpoints: the recycled files are its own then,
+    and it deletes them at its end, whichever rank it is by then.
     """
 
     def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
