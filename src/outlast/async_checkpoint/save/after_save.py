@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
@@ -49,13 +50,13 @@ class SaveOutcomes:
         self._policy = policy
         self._emitter = emitter
         self._unseen: list[SaveHandle] = []
-        self._abandoned = False
+        self._abandoned = threading.Event()
 
     def abandon(self) -> None:
         """After an abort the program may end the writer at any time: a removal of old checkpoints
         that is cut off is no failure.
         """
-        self._abandoned = True
+        self._abandoned.set()
 
     def watch(self, handle: SaveHandle) -> None:
         """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
@@ -104,7 +105,7 @@ class SaveOutcomes:
 
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
-        if self._keep.keeps_all or self._abandoned:
+        if self._keep.keeps_all or self._abandoned.is_set():
             return
         try:
             present = folders.list_checkpoints(self._session.storage)
@@ -115,7 +116,7 @@ class SaveOutcomes:
                 self._warn(self._session.writer.request(HideFolders(folders=names)))
         except (CheckpointError, OSError, Dropped):
             # The save is committed, and superfluous checkpoints only take up space.
-            level = logging.DEBUG if self._abandoned else logging.WARNING
+            level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
             log.log(level, "%s", _NOT_REMOVED, exc_info=True)
         else:
             for info in removable:
