@@ -2,8 +2,9 @@
 
 The planner of torch.distributed.checkpoint lists the parts of a state dict that a rank holds
 (`describe`): whole tensors, shards of DTensors and ShardedTensors, values. A part that several
-ranks hold is saved by one of them (`share_out`): the one with the least to save so far. This is
-decided again only when the state dict of a rank has a new structure.
+ranks hold is saved by one of them (`share_out`): a large one by the rank with the least to save so
+far, a small one by the lowest rank. This is decided again only when the state dict of a rank has a
+new structure.
 
 Ranks exchange JSON, so nothing from another host is unpickled.
 """
@@ -24,6 +25,10 @@ from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, torch
 from outlast.errors import CheckpointError
 
 Key = tuple[str, tuple[int, ...]]
+
+# Up to this size, the lowest rank saves. Dividing small tensors among the ranks saves no time, and
+# some of them differ: the statistics of a batch norm, of which DDP continues with those of rank 0.
+_SMALL_BYTES = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +146,8 @@ def share_out(
         load[rank] += parts[key].size_bytes + 1 if key in parts else 0
     for key, ranks in holders.items():
         if owner.get(key) not in ranks:
-            owner[key] = min(ranks, key=lambda rank: load[rank])
+            small = parts[key].size_bytes <= _SMALL_BYTES
+            owner[key] = min(ranks) if small else min(ranks, key=lambda rank: load[rank])
             load[owner[key]] += parts[key].size_bytes + 1
     _check_covered(parts.values())
     return {

@@ -29,6 +29,7 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
+from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.sample_count import SampleCount
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
@@ -172,7 +173,8 @@ class Job:
         Raises:
             CheckpointError: as `Checkpointer.restore`; or if a state could not be loaded, here or
                 on another rank: names it. Everything is then as it was before.
-            ValueError: if the samples would come in another order; everything is then as before.
+            ValueError: if the samples would come in another order; everything is then as before. If
+                there is no checkpoint yet, and the model is not the same on all ranks.
         """
         backup, counters = self._training.backup(), self._counters()
         try:
@@ -188,6 +190,7 @@ class Job:
         self._may_save = True
         if found is None:
             self._training.roll_back(backup)
+            check_equal_on_all_ranks(self.module, self._ledger, self._group)
             self.save().wait()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         self._last_saved = self.steps

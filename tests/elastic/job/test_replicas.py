@@ -1,0 +1,38 @@
+"""A `Job` of ranks whose models differ: what a checkpoint contains, and when that is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from procs import Job, Line
+
+NAME = "'0.weight'"
+
+
+def run(ranks: Callable[..., Job], path: Path, when: str) -> list[list[Line]]:
+    with ranks("replicas", str(path), when) as job:
+        job.start_all()
+        assert set(job.wait_all().values()) == {0}, job.errors(0) + job.errors(1)
+        return [job.lines(rank) for rank in range(2)]
+
+
+def test_ranks_that_begin_with_different_models_are_refused(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    errors = [lines[0]["error"] for lines in run(ranks, tmp_path / "state", "before")]
+    assert all("DistributedDataParallel before job.restore()" in error for error in errors)
+    named = [rank for rank, error in enumerate(errors) if f"{NAME} has other values" in error]
+    assert len(named) == 1  # the other rank was the first to say what it has
+    assert f"on rank {named[0]} than" in errors[named[0]]
+    assert f"(rank {named[0]} names a tensor" in errors[1 - named[0]]
+
+
+@pytest.mark.parametrize("when", ["after", "buffers"])
+def test_the_model_of_rank_0_is_saved(ranks: Callable[..., Job], tmp_path: Path, when: str) -> None:
+    first, second = run(ranks, tmp_path / "state", when)
+    expected = first[0]["state"]
+    assert (second[0]["state"] == expected) == (when == "after")
+    assert first[1]["state"] == second[1]["state"] == expected
