@@ -41,7 +41,8 @@ def test_each_save_counts_once_for_all_ranks() -> None:
     assert saves.size_bytes == 30_000_000
     assert (saves.blocked_median, saves.blocked_worst) == (0.004, 0.04)
     assert saves.durable_median == 0.6
-    (said,) = describe_saves(saves)
+    said, newest = describe_saves(saves)
+    assert newest == "The newest checkpoint is that of step 30."
     assert "3 checkpoints of 30.0 MB" in said
     assert "4.0 ms" in said
     assert "600.0 ms" in said

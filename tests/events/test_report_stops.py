@@ -32,7 +32,7 @@ def test_a_stop_is_not_a_restart() -> None:
     assert (report.stop.reason, report.stop.at) == ("SIGTERM to the launcher", 10.0)
     assert describe_stop(report.stop) == (
         "The job was told to stop, 10.000 s into the run: SIGTERM to the launcher. The processes "
-        "ended: rank 0 exit code 143 and rank 1 exit code 143."
+        "ended: rank 0 (exit code 143) and rank 1 (exit code 143)."
     )
 
 

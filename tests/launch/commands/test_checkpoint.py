@@ -59,6 +59,7 @@ def test_a_table_of_all_that_is_there(storage: LocalStorage) -> None:
     flip(storage, 20, MANIFEST, at=-3)
     (storage.root / "step-00000030" / FILE).write_bytes(b"short")
     storage.make(".tmp-step-00000040-aa")
+    storage.make(".tmp-removed-step-00000005-aa")
     for step, age_s in ((10, 2 * 3600 + 60), (20, 3 * 60 + 5)):
         path = storage.root / f"step-{step:08d}" / MANIFEST
         os.utime(path, (0, time.time() - age_s))
@@ -72,8 +73,10 @@ def test_a_table_of_all_that_is_there(storage: LocalStorage) -> None:
     # Below the table, so that they need not fit into a column.
     assert rows[3] == "damaged: step 20: manifest.json is damaged: its checksum does not match"
     assert rows[4] == f"damaged: step 30: {FILE}: 5 bytes instead of 2560"
-    assert rows[5] == "not committed: .tmp-step-00000040-aa"
-    assert len(rows) == 6
+    left = "removed, but its files are not deleted yet: .tmp-removed-step-00000005-aa"
+    assert rows[5] == left
+    assert rows[6] == "not committed: .tmp-step-00000040-aa"
+    assert len(rows) == 7
     assert all(len(line) <= 80 for line in (title, *rows))
 
 

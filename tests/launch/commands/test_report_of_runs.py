@@ -82,7 +82,7 @@ def test_sigterm_to_the_launcher_is_a_stop_and_no_restart(tmp_path: Path) -> Non
     assert report.restarts == ()
     assert report.stop is not None
     assert report.stop.reason == "SIGTERM to the launcher"
-    assert report.stop.exits == ("rank 0 killed by SIGTERM", "rank 1 killed by SIGTERM")
+    assert report.stop.exits == ("rank 0 (killed by SIGTERM)", "rank 1 (killed by SIGTERM)")
     text = report_of(events)
     assert "0 restarts" in text
     assert "The job was told to stop, " in text

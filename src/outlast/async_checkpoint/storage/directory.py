@@ -18,6 +18,7 @@ from outlast.async_checkpoint.storage.manifest import (
     read_hashed,
 )
 from outlast.async_checkpoint.storage.protocol import (
+    REMOVED,
     STATES,
     STEP,
     Storage,
@@ -167,6 +168,8 @@ def survey(storage: Storage) -> list[Found]:
         if is_temporary(folder, storage.prefix):
             recycled = "recycled files, which the next save writes over"
             wrong = recycled if folder == RECYCLED else "not committed"
+            if folder.startswith(REMOVED):
+                wrong = "removed, but its files are not deleted yet"
         elif step_of(folder, storage.prefix) is not None and folder not in wanted.values():
             if is_committed(storage, folder):
                 wrong = "replaced"

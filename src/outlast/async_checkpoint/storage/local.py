@@ -24,7 +24,7 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.protocol import IDENTITY, STATES, STEP, step_of
+from outlast.async_checkpoint.storage.protocol import IDENTITY, REMOVED, STATES, STEP, step_of
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.errors import CheckpointError
 from outlast.system.files import FileLocked, fsync_folder, lock_file
@@ -114,7 +114,7 @@ class LocalStorage:
         self._recycled.drop()
 
     def hide(self, folder: str) -> str:
-        hidden = f"{WORKING}removed-{folder}-{uuid.uuid4().hex[:8]}"
+        hidden = f"{REMOVED}{folder}-{uuid.uuid4().hex[:8]}"
         try:
             os.rename(self._inside(folder), self._inside(hidden))
         except FileNotFoundError:

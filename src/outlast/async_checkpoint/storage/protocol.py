@@ -21,6 +21,9 @@ STEP = "step"
 STATES = "states"
 """The prefix of the checkpoints of elastic states, which may be in the same directory."""
 
+REMOVED = ".tmp-removed-"
+"""How the name of a checkpoint begins that was made invisible, until its files are deleted."""
+
 _COMMITTED = re.compile(r"([a-z]+)-(\d+)(?:-[0-9a-f]+)?")
 _TEMPORARY = re.compile(r"\.tmp-(?:(?:removed-)?([a-z]+)-\d)?.*")
 # States are on file systems only, where a name has no suffix: other names are a user's copies.

@@ -154,7 +154,7 @@ class Saves:
 
     Attributes:
         committed: number of committed saves.
-        size_bytes: the size of the last one.
+        size_bytes, newest: the size and the step of the last one.
         blocked_median, blocked_worst: seconds for which `save` blocked training.
         durable_median: seconds until the commit.
         failed: step and cause of each that was not committed.
@@ -164,6 +164,7 @@ class Saves:
 
     committed: int
     size_bytes: int
+    newest: int
     blocked_median: float
     blocked_worst: float
     durable_median: float

@@ -91,11 +91,9 @@ def _summary(report: Report) -> Text:
         plural(report.world_size, "rank"),
         plural(len(report.hosts), "host"),
         plural(len(report.restarts), "restart"),
-        f"{report.lost} lost, {report.replaced} replaced",
-        f"{duration_text(report.recovery_seconds)} in recovery",
     ]
-    if report.source == "launcher":
-        del parts[3]  # all processes are restarted together
+    if report.source == "wrapper":  # otherwise all processes are restarted together
+        parts.append(f"{report.lost} lost, {report.replaced} replaced")
     if report.goodput is not None:
         parts.append(f"goodput {share(report.goodput)}")
     return Text(" · ".join(parts), style="bold")

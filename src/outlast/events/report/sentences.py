@@ -108,6 +108,7 @@ def describe_saves(saves: Saves) -> list[str]:
             f"{duration_text(saves.blocked_worst)} at worst) and was durable after "
             f"{duration_text(saves.durable_median)}."
         )
+        sentences.append(f"The newest checkpoint is that of step {saves.newest}.")
     if saves.failed:
         steps = ", ".join(str(step) for step, _ in saves.failed)
         sentences.append(f"Failed on all ranks, not committed: step {steps}.")
@@ -174,7 +175,7 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
             yield f"{_name(other)} also {_failure(other)}."
     consequences = [other for other in restart.others if other.consequence]
     if consequences:
-        ranks = _listed([str(other.rank) for other in consequences])
+        ranks = _listed([str(rank) for rank in sorted(other.rank for other in consequences)])
         noun = "rank" if len(consequences) == 1 else "ranks"
         # Its first sentence: torch adds advice about the connection.
         message = one_line(consequences[0].message).partition(". ")[0]

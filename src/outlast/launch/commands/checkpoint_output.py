@@ -33,7 +33,8 @@ def as_json(found: Found, prefix: str) -> dict[str, object]:
         "folder": found.folder,
         "saved_at": _iso(found.saved_at),
         **known,
-        "state": found.wrong if found.step is None else state,  # "not committed", "replaced"
+        # "not committed", "removed", "recycled files", "replaced": without the explanation
+        "state": found.wrong.partition(",")[0] if found.step is None else state,
         "wrong": "" if found.step is None else found.wrong,
     }
 

@@ -24,9 +24,11 @@ def summarize_saves(events: Iterable[Event]) -> Saves | None:
     skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
     if not (done or failed or restored or skipped):
         return None
+    last = max(done, key=lambda e: e.time, default=None)
     return Saves(
         committed=len(done),
-        size_bytes=max(done, key=lambda e: e.time).size_bytes if done else 0,
+        size_bytes=0 if last is None else last.size_bytes,
+        newest=-1 if last is None else last.step,
         blocked_median=statistics.median(e.blocked_seconds for e in done) if done else 0.0,
         blocked_worst=max((e.blocked_seconds for e in done), default=0.0),
         durable_median=statistics.median(e.seconds for e in done) if done else 0.0,

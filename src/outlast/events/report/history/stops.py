@@ -32,7 +32,7 @@ def find_stop(events: Sequence[Event], origins: Mapping[str, float]) -> Stop | N
         reason=first.reason,
         host=first.host,
         at=first.time - origins.get(first.host, first.time),
-        exits=tuple(f"rank {rank} {text}" for (_, rank), text in sorted(ends.items())),
+        exits=tuple(f"rank {rank} ({text})" for (_, rank), text in sorted(ends.items())),
     )
 
 
