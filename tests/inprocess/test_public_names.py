@@ -17,12 +17,14 @@ SPEC = {
         # Beyond the API that users know:
         "Adaptive", "GrowPolicy",
         # The parts:
-        "abort", "attribution", "exception", "finalize", "health_check", "initialize",
-        "rank_assignment", "rank_filter", "state", "store",
+        "abort", "attribution", "ending", "exception", "finalize", "health_check", "initialize",
+        "rank_assignment", "rank_filter", "rank_tree", "state", "store",
     },
     "state": {"State", "Status"},
     "initialize": {"Initialize", "RetryController"},
     "abort": {"Abort", "AbortTorchDistributed"},
+    "ending": {"Completion", "Terminate"},
+    "rank_tree": {"Layer", "LayerFlag", "Tree"},
     "finalize": {"Finalize", "ThreadedFinalize"},
     "health_check": {"HealthCheck", "CudaHealthCheck", "FaultCounter", "FaultCounterExceeded"},
     "rank_assignment": {

@@ -1,19 +1,20 @@
 """Restart in place: a fault on any rank restarts the function on every healthy rank.
 
-To migrate, change `import nvidia_resiliency_ext.inprocess as inprocess` to `import
-outlast.inprocess as inprocess`. The names are those of its version 0.2; `docs/migration-nvrx.md`
-lists what has changed there since.
+The names are those of nvidia-resiliency-ext 0.2. `outlast.compat.nvrx.inprocess` has the names and
+signatures of 0.4; `docs/migration-nvrx.md` compares them.
 """
 
 from outlast.inprocess import (
     abort,
     attribution,
+    ending,
     exception,
     finalize,
     health_check,
     initialize,
     rank_assignment,
     rank_filter,
+    rank_tree,
     state,
     store,
 )
@@ -48,12 +49,14 @@ __all__ = [
     "Wrapper",
     "abort",
     "attribution",
+    "ending",
     "exception",
     "finalize",
     "health_check",
     "initialize",
     "rank_assignment",
     "rank_filter",
+    "rank_tree",
     "state",
     "store",
 ]

@@ -39,9 +39,7 @@ def read_launch() -> Launch:
         ValueError: naming the variable that is not a number, or out of range.
     """
     rank, world_size = environment_rank()
-    port = _number("MASTER_PORT", 0)
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
+    port = master()[1]
     if world_size > 1 and not port:
         raise ValueError(
             f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: the store cannot be found"
@@ -73,8 +71,20 @@ def environment_rank() -> tuple[int, int]:
 
 def store_endpoint() -> tuple[str, int] | None:
     """Where `init_process_group` finds its store, according to the current environment."""
+    address, port = master()
+    return (address, port) if port else None
+
+
+def master() -> tuple[str, int]:
+    """`MASTER_ADDR` and `MASTER_PORT`; an empty string and 0 if they are not set.
+
+    Raises:
+        ValueError: if `MASTER_PORT` is not a port.
+    """
     port = _number("MASTER_PORT", 0)
-    return (os.environ.get("MASTER_ADDR", ""), port) if port else None
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
+    return os.environ.get("MASTER_ADDR", ""), port
 
 
 @contextmanager

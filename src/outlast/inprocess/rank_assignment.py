@@ -53,6 +53,25 @@ class RankAssignment(abc.ABC):
             RankDiscarded: if this rank is a terminated rank.
         """
 
+    def prepare(self) -> None:  # noqa: B027 - an optional hook
+        """Called once on each rank, at the start of a wrapped call."""
+
+    def publish(self, state: State, *, for_newcomers: bool) -> str | None:
+        """What this rank tells all ranks of the next iteration before the assignment; `None`, the
+        default, if the assignment needs nothing of other ranks. All ranks publish, or none.
+
+        Args:
+            state: what the assignment will get.
+            for_newcomers: whether this rank is one of those that tell new processes what all
+                others know.
+        """
+        return None
+
+    def receive(self, published: Mapping[int, str]) -> None:  # noqa: B027 - an optional hook
+        """Called before the assignment with what the healthy ranks have published, by rank: the
+        same on all ranks.
+        """
+
 
 class MarkedRanks(frozenset[int]):
     """Terminated ranks, some with the reason for which a policy marked them.
@@ -214,4 +233,4 @@ def _checked(policy: object, state: State, ranks: Collection[int]) -> frozenset[
 
 def _moved(state: State, rank: int, terminated_ranks: frozenset[int]) -> State:
     size = state.world_size - len(terminated_ranks)
-    return state.copy(rank=rank, world_size=size, active_world_size=size)
+    return state.copy(rank=rank, world_size=size, active_world_size=0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.errors import StoreError
-from outlast.inprocess.environment import read_launch
+from outlast.inprocess.environment import master
 from outlast.system.arguments import Duration, as_timedelta
 
 __all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
@@ -71,10 +71,9 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
     def endpoint(
         cls, host_name: str | None = None, port: int | None = None, **kwargs: Any
     ) -> tuple[str, int] | None:
-        launch = read_launch()
-        host = host_name or launch.host or "127.0.0.1"
-        number = port if port is not None else launch.port
-        return host, number or 0
+        # Not by `read_launch`: on a reserve rank, the iteration's RANK is above its WORLD_SIZE.
+        address, number = master()
+        return host_name or address or "127.0.0.1", number if port is None else port
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 from outlast.events import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
@@ -79,6 +80,8 @@ class Wrapper:
         enabled: `False` returns the function unchanged.
         grow_policy: when a process that asks to join is admitted.
         event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
+        completion: rank-local; runs when all ranks have completed.
+        terminate: rank-local; runs when this rank leaves the job with an exception.
 
     Raises:
         TypeError, ValueError: naming the invalid argument. The decorated function raises a
@@ -110,6 +113,8 @@ class Wrapper:
         enabled: bool = True,
         grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,
         event_sink: Sink | None = None,
+        completion: Completion | None = None,
+        terminate: Terminate | None = None,
     ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled must be a bool, not {enabled!r}")
@@ -144,6 +149,8 @@ class Wrapper:
             termination_grace_time=as_timedelta("termination_grace_time", termination_grace_time),
             monitor_process_logfile=monitor_process_logfile,
             grow_policy=grow_policy,
+            completion=completion,
+            terminate=terminate,
         )
 
     # Hidden from type checkers, for which `@Wrapper` without parentheses is an error.

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
+from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
 
 
@@ -14,6 +15,9 @@ class MinimalHost:
 
     preferred_rank: int
     member = -1
+
+    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
+        return None
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         return await link.wait_for(f"over/{iteration}", timeout)

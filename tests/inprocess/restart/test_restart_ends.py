@@ -150,3 +150,18 @@ def test_the_log_tells_each_step_and_the_monitor_its_start_and_end(
             time, _, words = line.partition(" ")
             assert words == end
             assert datetime.datetime.fromisoformat(time).tzinfo
+
+
+def test_hooks_run_once_at_the_end_and_change_nothing(ranks: Ranks) -> None:
+    with ranks("ends", "hooks", nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 4}, errors(job)
+        assert returned(job) == {0: 0}
+        ends = ("completion", "terminate")
+        told = {
+            r: [(x["event"], x["rank"], x["iteration"]) for x in job.lines(r) if x["event"] in ends]
+            for r in (0, 1)
+        }
+        assert told == {0: [("completion", 0, 1)], 1: [("terminate", 1, 0)]}
+        assert "Completes raised an exception" in job.errors(0)
+        assert "Terminates raised an exception" in job.errors(1)

@@ -17,6 +17,7 @@ from rank_actions import SHORT, collective, die, finish, join_group, rank, secon
 
 from outlast.errors import RestartAbort
 from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.health_check import FaultCounter
 from outlast.inprocess.initialize import RetryController
 from outlast.inprocess.store import FileStore
@@ -165,6 +166,29 @@ def many_calls() -> None:
         train()  # type: ignore[call-arg]
         held.append(len(os.listdir("/proc/self/fd")))
     say("held", descriptors=held)
+
+
+class Completes(Completion):
+    def __call__(self, state):
+        say("completion", rank=state.rank, iteration=state.iteration)
+        raise OSError("a fault in the hook")
+
+
+class Terminates(Terminate):
+    def __call__(self, state):
+        say("terminate", rank=state.rank, iteration=state.iteration)
+        raise OSError("a fault in the hook")
+
+
+@scenario
+@wrapped(completion=Completes(), terminate=Terminates())
+def hooks(call: CallWrapper) -> int:
+    """Rank 1 leaves; rank 0 completes."""
+    if call.iteration == 0:
+        if rank() == 1:
+            sys.exit(4)
+        wait_forever()
+    return rank()
 
 
 @scenario

@@ -88,6 +88,9 @@ class Host(Protocol):
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""
 
+    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
+        """Exchanges what the rank assignment needs from the other ranks."""
+
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         """Applies the rank assignment and the rank filter to the view."""
 

@@ -24,7 +24,8 @@ def state_in_view(
     """The state of `member` in the iteration that starts with `record`; `state` is not changed.
 
     The assignment gets the member's index in `record.slots()` as its rank, the number of slots, and
-    the empty slots as terminated ranks; the filter gets the result with all ranks active. The
+    the empty slots as terminated ranks; the filter gets the result. All ranks are active, unless
+    the assignment or the filter sets a lower active world size. The
     status is `INACTIVE` for a reserve rank, and `INITIALIZED` otherwise.
 
     Raises:
@@ -39,7 +40,7 @@ def state_in_view(
     before = state.copy(
         rank=slots.index(member),
         world_size=len(slots),
-        active_world_size=len(slots),
+        active_world_size=0,  # all: follows the world size
         iteration=record.iteration,
         status=Status.INITIALIZED,
     )
@@ -54,14 +55,14 @@ def state_in_view(
         raise RestartError(
             f"{assignment!r} gave rank {after.rank} of a world size of {after.world_size}"
         )
-    # A user's assignment need not know of reserve ranks.
-    after = after.copy(active_world_size=after.world_size)
-    if rank_filter is None:
-        return after
-    filtered = rank_filter(after)
+    # A user's assignment need not know of reserve ranks, and may leave the size as it was.
+    after = after.copy(active_world_size=min(after.active_world_size, after.world_size))
+    filtered = after if rank_filter is None else rank_filter(after)
+    if filtered.rank >= filtered.active_world_size:
+        filtered = filtered.copy(status=Status.INACTIVE)
     if not 1 <= filtered.active_world_size <= filtered.world_size:
         raise RestartError(
-            f"{rank_filter!r} gave an active world size of {filtered.active_world_size} out of "
-            f"{filtered.world_size}"
+            f"{rank_filter or assignment!r} gave an active world size of "
+            f"{filtered.active_world_size} out of {filtered.world_size}"
         )
     return filtered

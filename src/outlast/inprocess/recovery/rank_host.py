@@ -34,6 +34,7 @@ from outlast.events import (
 )
 from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
+from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
@@ -50,7 +51,8 @@ from outlast.inprocess.recovery.host_protocol import (
 from outlast.inprocess.recovery.iteration_store import IterationStore
 from outlast.inprocess.recovery.next_view import state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
-from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.recovery.settings import Settings, assignment_parts
+from outlast.inprocess.recovery.value_exchange import exchange_values
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
@@ -62,7 +64,7 @@ class RankHost(RankFaults):
     """The `Host` of a real rank.
 
     Attributes:
-        monitor_thread, call_function, replace_lost_monitor: set by the session.
+        monitor_thread, call_function, policy_store, replace_lost_monitor: set by the session.
         watch: the current iteration's watch; `None` between two iterations.
         error: the exception that the function, or initialize, raised in this iteration.
         joining: whether this process has asked to join, but has not been admitted yet.
@@ -70,6 +72,7 @@ class RankHost(RankFaults):
 
     monitor_thread: MonitorThread
     call_function: Callable[[State], Any]
+    policy_store: Callable[[], Any]
     replace_lost_monitor: Callable[[], None]
 
     def __init__(
@@ -115,10 +118,28 @@ class RankHost(RankFaults):
             self.joining = True
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
 
+    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
+        slots = record.slots()
+        joiners = {joiner.member for joiner in record.joiners}
+        stayed = [rank for rank, m in enumerate(slots) if m is not None and m not in joiners]
+        rank = slots.index(member)
+        initial_rank = rank if self.joining else self.state.initial_rank
+        state = self.state.copy(rank=rank, world_size=len(slots), initial_rank=initial_rank)
+        # Two ranks tell the newcomers, in case one of them is lost on the way.
+        told = {"for_newcomers": bool(joiners) and rank in stayed[:2]}
+        parts = assignment_parts(self.settings.rank_assignment)
+        values = [part.publish(state, **told) for part in parts]
+        if any(value is not None for value in values):
+            found = await exchange_values(link, self, record, member, values)
+            for n, part in enumerate(parts):
+                mine = {slot: each[n] for slot, each in found.items()}
+                part.receive({slot: v for slot, v in mine.items() if v is not None})
+
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
-        store = LazyStore(self.iteration_store.connect)
+        # The iteration has no store of its own before its ranks are known.
+        store = LazyStore(self.policy_store)
         before = self.state.copy(iteration=record.iteration, status=Status.INITIALIZED, store=store)
         state = state_in_view(
             record, member, before, self.settings.rank_assignment, self.settings.rank_filter
@@ -126,6 +147,7 @@ class RankHost(RankFaults):
         if self.joining:
             state.initial_rank, self.joining = state.rank, False
             self.emitter.emit(Admitted(rank=state.rank))
+        state.store = LazyStore(self.iteration_store.connect)
         self.state = state
         self.page.rank = state.rank
         self.emitter.place(rank=state.rank)
@@ -261,12 +283,23 @@ class RankHost(RankFaults):
             where = cause.iteration, cause.rank, cause.host
             log.warning("restart of iteration %d: rank %d on %s: %s", *where, cause.cause)
 
+    def run_at_end(self, hook: Completion | Terminate | None) -> None:
+        """Runs a hook at the end of the call, whose failure does not change the outcome."""
+        if hook is None:
+            return
+        try:
+            with self._user_code():
+                hook(self.state.copy())
+        except Exception:
+            name = type(hook).__name__
+            log.exception("rank %d: %s raised an exception", self.state.rank, name)
+
     def release(self) -> None:
         """Ends the call: breaks the reference cycle of session and host, which would keep all of
         their resources alive until the next garbage collection.
         """
         self.replace_lost_monitor = _nothing
-        self.call_function = _nothing
+        self.call_function = self.policy_store = _nothing
         self.watch = None
         del self.monitor_thread
 

@@ -39,9 +39,10 @@ from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
 from outlast.inprocess.recovery.rank_host import RankHost
-from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.state import State
+from outlast.inprocess.store import PrefixStore
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -103,6 +104,7 @@ class _Session:
         self.monitor: MonitorSupervisor
         self.notice: LauncherNotice
         self.completed = False
+        self._policies: Connection | None = None
 
     def run(self) -> Any:
         host = self.host
@@ -149,6 +151,9 @@ class _Session:
             )
             host.replace_lost_monitor = lambda: self.monitor.replace_if_lost(control)
             host.call_function = self._call_function
+            host.policy_store = lambda: self._policy_store(stack)
+            for assignment in assignment_parts(self.settings.rank_assignment):
+                assignment.prepare()
             for part in self._abort_parts():
                 part.prepare()
             return self._drive(control)
@@ -170,6 +175,8 @@ class _Session:
                     self.notice.aborted()
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
+            if not isinstance(e, GeneratorExit):
+                host.run_at_end(self.settings.terminate)
             raise
         if host.joining:  # a joiner that arrived when the call was over
             self._check_that_the_store_is_new()
@@ -185,6 +192,8 @@ class _Session:
                 self.notice.completed()
         with contextlib.suppress(StoreError):
             drive(machine.membership.say_goodbye(machine.member, machine.iteration), direct)
+        if not host.joining:
+            host.run_at_end(self.settings.completion)
         return value
 
     def _check_that_the_store_is_new(self) -> None:
@@ -254,6 +263,13 @@ class _Session:
             self.settings.barrier_timeout.total_seconds(),
             self.ready,
         )
+
+    def _policy_store(self, stack: ExitStack) -> Any:
+        """The store of the job, for policies that exchange values themselves; one connection."""
+        if self._policies is None:
+            self._policies = self._connect()
+            stack.callback(self._policies.close)
+        return PrefixStore(f"{self.prefix}policies", self._policies.torch_store)
 
     def _call_function(self, state: State) -> Any:
         soft = self.settings.soft_timeout

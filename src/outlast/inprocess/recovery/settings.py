@@ -11,6 +11,7 @@ from typing import Any
 
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.compose import iter_parts
+from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
@@ -50,6 +51,8 @@ class Settings:
     termination_grace_time: datetime.timedelta
     monitor_process_logfile: str | None
     grow_policy: GrowPolicy
+    completion: Completion | None = None
+    terminate: Terminate | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()
@@ -75,7 +78,7 @@ class Settings:
     @property
     def await_replacements(self) -> float | None:
         """The seconds for which a restart is held for replacements; `None` if it is not held."""
-        for part in iter_parts(self.rank_assignment):
+        for part in assignment_parts(self.rank_assignment):
             if isinstance(part, AwaitReplacements):
                 return seconds(part.timeout)
         return None
@@ -104,6 +107,8 @@ class Settings:
             "rank_assignment": (RankAssignment, False),
             "rank_filter": (RankFilter, True),
             "grow_policy": (GrowPolicy, False),
+            "completion": (Completion, True),
+            "terminate": (Terminate, True),
         }
         for name, (kind, optional) in kinds.items():
             value = getattr(self, name)
@@ -127,3 +132,8 @@ class Settings:
                         f"{name} ({getattr(self, small)}) must be less than {other} "
                         f"({getattr(self, large)})"
                     )
+
+
+def assignment_parts(assignment: RankAssignment) -> list[RankAssignment]:
+    """The assignments that `assignment` is composed of, in the order of their calls."""
+    return [part for part in iter_parts(assignment) if isinstance(part, RankAssignment)]

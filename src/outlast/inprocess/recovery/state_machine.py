@@ -236,6 +236,7 @@ class Machine:
         return RecoveryState.JOIN
 
     async def _assign(self) -> RecoveryState:
+        await self.host.exchange(self.link, self.record, self.member)
         self.assigned = self.host.assign(self.record, self.member)
         await self.host.publish(self.link, self.iteration)
         return RecoveryState.START
