@@ -33,12 +33,13 @@ from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
-from outlast.async_checkpoint.save.folder_session import session_for
+from outlast.async_checkpoint.save.folder_session import check_unused, session_for
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
+from outlast.coordination import restarts
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events import Emitter, Sink
@@ -81,6 +82,8 @@ class Checkpointer:
 
     Raises:
         CheckpointError: if another job is using the folder; names that job.
+        ValueError: if this process has another checkpointer for the folder that was not closed.
+            After a restart in place a new one takes over from the one before.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class Checkpointer:
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before making a Checkpointer"
             )
+        check_unused(self._url)
+        self._restarts = restarts.count()
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
@@ -250,6 +255,13 @@ class Checkpointer:
         """
         self._check_open()
         folders.delete(self._session.storage, as_int("step", step, at_least=0))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it can save: it was neither closed nor aborted, and the iteration of a restart in
+        place that made it, if any, is not over.
+        """
+        return not self._closed and self._restarts == restarts.count()
 
     # ------------------------------------------------------------------------------ ending
 

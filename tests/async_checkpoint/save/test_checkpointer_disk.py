@@ -22,7 +22,7 @@ from async_checkpoint.checkpoints import (
     state_of,
     valid_steps,
 )
-from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.errors import CheckpointError
 from procs import Job
 
@@ -112,11 +112,43 @@ def test_two_jobs_in_one_folder(ranks: Ranks, tmp_path: Path) -> None:
     assert restored(tmp_path) is not None  # the lock has ended with its owner
 
 
-def test_the_second_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
+def test_a_second_checkpointer_of_a_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("folder")
+    first = Checkpointer("folder", keep=Retention(last=1))
+    handle = first.save(1, state_of(1))
+    for name in ("folder", "link", str(tmp_path / "folder")):
+        with pytest.raises(ValueError, match=rf"already has a .* for {tmp_path}/folder: use that"):
+            Checkpointer(name, threads=1)
+    handle.result(NET)
+    first.save(2, state_of(2)).result(NET)
+    first.close()
+    assert valid_steps(tmp_path / "folder") == [2]
+    with Checkpointer("link") as second:
+        second.save(3, state_of(3)).result(NET)
+    assert valid_steps(tmp_path / "folder") == [2, 3]
+
+
+def test_the_options_of_the_next_checkpointer_count(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path, threads=1)
+    first.save(1, state_of(1)).result(NET)
+    writer = first._session.writer
+    first.abort()
+    with Checkpointer(tmp_path, threads=3) as second:
+        assert second._session.writer is not writer
+        assert second._session.options[0] == 3
+        second.save(2, state_of(2)).result(NET)
+    assert valid_steps(tmp_path) == [1, 2]
+
+
+def test_the_next_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path)
     first.save(1, state_of(1)).wait(NET)
     pid, memory = first._session.writer.pid, first._session.pool.buffers[0].memory
     handle = first.save(2, state_of(2))
+    first.abort()
     with Checkpointer(tmp_path) as second:
         with pytest.raises(ValueError, match="closed"):
             first.save(3, state_of(3))

@@ -55,3 +55,19 @@ def test_a_save_that_a_restart_drops_is_no_error(ranks: Ranks, tmp_path: Path) -
             assert "save of step" not in job.errors(rank)
             assert "was not saved" not in job.errors(rank)
     assert left_over(tmp_path / "c") == []
+
+
+def test_each_iteration_makes_a_checkpointer_without_closing_the_one_before(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """One that has to be closed first is one of the same iteration."""
+    with ranks("restarts", "never_closed", str(tmp_path / "c")) as job:
+        job.start_all()
+        assert job.wait_all(60) == {0: 0, 1: 0}, (job.errors(0) + job.errors(1))[-4000:]
+        for rank in range(2):
+            lines = job.lines(rank)
+            assert [line["iteration"] for line in lines if line["event"] == "began"] == [0, 1, 2]
+            refused = [line["message"] for line in lines if line["event"] == "refused"]
+            assert len(refused) == 3
+            assert all(f"Checkpointer (or a Job) for {tmp_path}/c" in text for text in refused)
+    assert {1, 2, 3} <= set(valid_steps(tmp_path / "c"))

@@ -100,5 +100,34 @@ def restarts(path: str, count: str) -> None:
     train()
 
 
+@scenario
+def never_closed(path: str) -> None:
+    """A new checkpointer in each iteration; only the last one is closed."""
+
+    @Wrapper()
+    def train(call: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        checkpointer = Checkpointer(path, max_in_flight=2)
+        step = checkpointer.restore(empty())
+        say("began", iteration=call.iteration, step=step)
+        try:
+            Checkpointer(path)
+        except ValueError as e:
+            say("refused", message=str(e))
+        checkpointer.save(call.iteration + 1, own_state(call.iteration + 1)).wait(NET)
+        dist.barrier()
+        if call.iteration < 2:
+            checkpointer.save(100, own_state(100))
+            if dist.get_rank() == call.iteration:
+                raise ValueError("a planned fault, with a save in flight")
+            dist.barrier()
+        dist.barrier()
+        checkpointer.close()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    train()
+
+
 if __name__ == "__main__":
     main()

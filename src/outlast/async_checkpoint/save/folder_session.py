@@ -11,7 +11,7 @@ import atexit
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.save.structure_exchange import StructureMemo
@@ -20,6 +20,9 @@ from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
+
+if TYPE_CHECKING:
+    from outlast.async_checkpoint.checkpointer import Checkpointer
 
 _AT_EXIT_S = 5.0  # the writer deletes recycled files in that time
 
@@ -36,11 +39,12 @@ class FolderSession:
 
     def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
         self.url = url
+        self.options = (threads, linger_s)
         self.storage = open_storage(url)
         self.locked = False
         self.recycles = False
         self.identity = ""
-        self.owner: Any = None
+        self.owner: Checkpointer | None = None
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
@@ -86,8 +90,31 @@ class FolderSession:
                 del _sessions[self.url]
 
 
+def check_unused(url: str) -> None:
+    """Checks that no checkpointer of this process is using the folder.
+
+    Raises:
+        ValueError: if there is one that was neither closed nor aborted, and was not made by an
+            iteration that a restart in place has ended.
+    """
+    session = _sessions.get(url)
+    owner = None if session is None else session.owner
+    if owner is not None and owner.in_use:
+        raise ValueError(
+            f"this process already has a Checkpointer (or a Job) for {url}: use that one, or "
+            "close() it before you create another"
+        )
+
+
 def session_for(url: str, *, threads: int, linger_s: float) -> tuple[FolderSession, bool]:
-    """The session of a folder, and whether it existed before."""
+    """The session of a folder, and whether it existed before. One that was made with other options
+    ends.
+    """
+    present = _sessions.get(url)
+    if present is not None and present.options != (threads, linger_s):
+        if present.owner is not None:
+            present.owner.abort()
+        present.close(0.0)
     with _lock:
         if url in _sessions:
             return _sessions[url], True

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
+from outlast.coordination import restarts
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
@@ -223,6 +224,8 @@ class RankHost(RankFaults):
             if os.getpid() != self.pid:
                 end_stray_child(error)
             self.atomic_section.function_left()
+            if error is not None:
+                restarts.record()
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():
@@ -242,6 +245,7 @@ class RankHost(RankFaults):
 
     async def settle(self, iteration: int) -> None:
         watch, self.watch = self.watch, None
+        restarts.record()
         self.state.status = Status.ABORTING
         if watch is not None:
             watch.left.set()
