@@ -76,6 +76,20 @@ def test_table_rows_are_not_wrapped(tmp_path: Path, width: int) -> None:
         assert len(starts) == 3, lines
 
 
+def test_nothing_is_cut_at_80(tmp_path: Path) -> None:
+    run = SyntheticRun(hosts=["a"] * 40)
+    run.begin(at=50_000.0)
+    name = "a_package.a_module.AnExceptionWithANameThatIsLongerThanItsColumn"
+    run.fault(39, at=100_000.0, cause=f"{name}: {'no' * 100} {'words' * 300}")
+    run.restart(at=100_000.0, lost=range(20), joiners=["a"] * 20)
+    run.complete(at=200_000.0)
+    text = printed(log(run, tmp_path), 80)
+    assert "…" not in text
+    assert "..." not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert f"{name}: {'no' * 100} {'words' * 300}".replace(" ", "") in "".join(text.split())
+
+
 def test_every_phase_has_its_column_at_100(tmp_path: Path) -> None:
     text = printed(log(a_run(), tmp_path))
     (row,) = [line for line in text.splitlines() if line.split()[:2] == ["#", "detect"]]

@@ -76,6 +76,8 @@ def test_a_join_has_no_fault_to_count_from() -> None:
     run.restart(at=5.0, joiners=["a"])
     report = build(run.events)
     (restart,) = report.restarts
+    assert restart.phases.detection is None, "there is no fault to detect"
+    assert restart.phases.total_from_seen
     text = " ".join(describe_restart(restart, report))
     assert "No fault: the iteration ended so that new ranks could join." in text
     assert "after the end of the iteration." in text

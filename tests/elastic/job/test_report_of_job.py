@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.events import StepsDone
 from outlast.events.report import build, load
 from outlast.events.report.sentences import describe_redone
 from procs import Job
@@ -24,7 +25,8 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
     with ranks("redone", *arguments, nprocs=2, env=env) as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: 0}, [job.errors(rank) for rank in range(2)]
-    report = build(load(logs))
+    events = load(logs)
+    report = build(events)
     # Saves after every fifth step: steps 1 to 3, 6 to 8 and 11 to 13 were executed twice.
     assert [restart.redone_steps for restart in report.restarts] == [3, 3, 3]
     assert (report.redone_steps, report.steps_from) == (9, "steps")
@@ -38,3 +40,7 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
     assert host.productive_seconds + sum(lost.values()) == pytest.approx(host.wall_seconds)
     assert report.goodput is not None
     assert report.goodput <= 1 - host.lost.redone / host.wall_seconds
+    # Without the events of `Job`, by pings: they count the step in which the fault happened too.
+    by_pings = build([event for event in events if not isinstance(event, StepsDone)])
+    assert (by_pings.redone_steps, by_pings.steps_from) == (9 + 3, "pings")
+    assert by_pings.hosts == report.hosts, "the time is measured without the numbers of steps"

@@ -1,4 +1,4 @@
-"""Trains with `Job` under `Wrapper`, and fails in chosen steps: before them, nothing is unknown.
+"""Trains with `Job` under `Wrapper`, and fails in chosen steps: which steps are redone is known.
 
 redone.py PATH STEPS FAILS      # FAILS: a JSON list of steps; the last rank fails in each, once
 """
@@ -31,6 +31,7 @@ def train(call: CallWrapper) -> None:
     with outlast.Job(PATH, model=model, optimizer=optimizer, every=EVERY) as job:
         job.restore()
         while job.steps < STEPS:
+            call.ping()
             if call.iteration < len(FAILS) and job.steps + 1 == FAILS[call.iteration]:
                 job.checkpointer.wait()  # which step the restart restores must not be a race
                 if rank == size - 1:

@@ -28,7 +28,9 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
         assert_never_together(job)
         for rank in range(4):
             assert "restart of iteration 0: rank 2 on " in job.errors(rank), errors(job)
-        (restart,) = build(load(logs)).restarts
+        report = build(load(logs))
+        assert report.hosts[0].lost.hang > 0
+        (restart,) = report.restarts
         assert restart.cause is not None
         assert (restart.cause.rank, restart.cause.consequence) == (2, False)
         assert all(other.consequence for other in restart.others), restart.others
