@@ -141,6 +141,20 @@ def test_a_snapshot_in_memory_whose_save_was_dropped_counts_from_its_beginning()
     assert lost(build(run.events))["redone"] == 8.0 - 7.5
 
 
+def test_a_fault_in_the_first_step_has_no_redone_steps() -> None:
+    run = SyntheticRun(hosts=["a"])
+    run.begin(at=0.0)
+    restored(run, 20, at=1.0)
+    own(run, 0, StepsDone(first=20, last=20), 1.5)
+    run.fault(0, at=1.5)
+    run.restart(at=1.5)
+    restored(run, 20, at=3.0)
+    run.complete(at=4.0)
+    report = build(run.events)
+    assert report.redone_steps == 0
+    assert describe_redone(report) == "0 steps had to be done again, after all restarts."
+
+
 def test_without_a_restore_redone_steps_cannot_be_known() -> None:
     run = SyntheticRun()
     run.begin(at=0.0)

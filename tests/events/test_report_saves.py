@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from outlast.events.report import build
+import io
+
+from rich.console import Console
+
+from outlast.events.report import build, render_report
 from outlast.events.report.sentences import describe_saves
 from outlast.events.types import (
     CheckpointCommitted,
@@ -27,6 +31,18 @@ def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float
 
 def test_a_run_without_checkpoints_has_no_saves() -> None:
     assert build([]).saves is None
+
+
+def test_a_log_of_checkpoints_alone_says_so() -> None:
+    events = [committed(10, rank=0, blocked=0.1, seconds=0.2, at=1.0)]
+    report = build(events)
+    assert (report.source, report.goodput, report.restarts) == ("checkpoints", None, ())
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    render_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    text = " ".join(console.file.getvalue().split())
+    assert text.startswith("The logs have only events of checkpoints.")
+    assert "rank" not in text.partition("1 checkpoint of 10.0 MB")[0]
 
 
 def test_each_save_counts_once_for_all_ranks() -> None:

@@ -19,7 +19,8 @@ class StepEvents:
     def begin(self, step: int) -> None:
         """Starts to count after `step`, which was restored."""
         self.write()
-        self._first = self._last = self._written = step
+        self._first = self._last = step
+        self._written = -1  # that no step was completed since is worth an event too
 
     def completed(self, step: int) -> None:
         """Notes that `step` is completed; writes an event every ten seconds."""

@@ -114,8 +114,9 @@ def _course_of_calls(calls: Sequence[CallHistory], events: Sequence[Event]) -> _
             stretches[host] += found
         for host, wall in call.walls().items():
             walls[host].append(wall)
+    wrapped = any(event.member >= 0 for event in events)
     return _Course(
-        source="wrapper",
+        source="wrapper" if wrapped or not events else "checkpoints",
         world_size=max((call.world_size(k) for call, k in iterations), default=0),
         restarts=restarts,
         completed=len({e.member for e in calls[-1].events if isinstance(e, Completed)}),

@@ -196,7 +196,8 @@ class Report:
     Attributes:
         source: `wrapper`: the events of the wrapped function's ranks; `launcher`: the script does
             not use `Wrapper`, so only the starts and exits of its processes are known, a restart is
-            one of all processes, and `rank` is the launcher's.
+            one of all processes, and `rank` is the launcher's; `checkpoints`: not even those are
+            known.
         restarts: every iteration that ended in a restart, or should have.
         replaced: number of members that joined in place of lost ones.
         recovery_seconds: sum of the totals of the restarts.

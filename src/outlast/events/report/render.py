@@ -49,6 +49,12 @@ _PHASES = {
 }
 
 
+_ONLY_CHECKPOINTS = (
+    "The logs have only events of checkpoints. Starts and restarts are recorded by `outlast run "
+    "--events-dir` and by outlast.inprocess.Wrapper."
+)
+
+
 def to_json(report: Report) -> str:
     """The report as a JSON object; its fields are those of the dataclasses."""
     return json.dumps(dataclasses.asdict(report), indent=2)
@@ -65,9 +71,13 @@ def render(directory: str | os.PathLike[str], console: Console) -> None:
 
 def render_report(report: Report, console: Console) -> None:
     """Prints `report` to `console`."""
-    console.print(_summary(report))
     if report.source == "launcher":
+        console.print(_summary(report))
         console.print(Text("As the launcher saw it: the script does not use outlast.inprocess."))
+    elif report.source == "checkpoints":
+        console.print(Text(_ONLY_CHECKPOINTS))
+    else:
+        console.print(_summary(report))
     if report.restarts:
         console.print()
         console.print(_restart_table(report.restarts))
@@ -183,7 +193,7 @@ def _ending(report: Report) -> list[str]:
         sentences.append(describe_stop(report.stop))
     if report.source == "launcher" and (report.completed or report.stop is None):
         sentences.append(f"{plural(report.completed, 'process')} ended with exit code 0.")
-    elif report.source == "wrapper" and (report.completed or report.stop is None):
+    if report.source == "wrapper" and (report.completed or report.stop is None):
         who = plural(report.completed, "rank") if report.completed else "No rank is known to have"
         sentences.append(f"{who} completed the function.")
     if redone := describe_redone(report):
