@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import select
 import selectors
 import signal
@@ -155,9 +156,20 @@ class Run:
 
     @property
     def words(self) -> list[str]:
-        """The launcher's own lines."""
-        own = "[outlast] "
-        return [line[len(own) :] for line in self.err.splitlines() if line.startswith(own)]
+        """The launcher's own lines, without their time."""
+        own = re.compile(r"\[outlast\] \d\d:\d\d:\d\d (.*)")
+        lines = [line for line in self.err.splitlines() if line.startswith("[outlast]")]
+        return [found[1] if (found := own.fullmatch(line)) else line for line in lines]
+
+    @property
+    def worker_errors(self) -> list[str]:
+        """The lines on stderr, without the launcher's own."""
+        return [line for line in self.err.splitlines() if not line.startswith("[outlast]")]
+
+    @property
+    def verdict(self) -> str:
+        """The launcher's last line, without the duration of the job."""
+        return self.words[-1].rpartition(" after ")[0]
 
     def alive(self) -> list[psutil.Process]:
         """All processes of the run, except the launcher itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,15 @@ class Fields:
     def __init__(self, values: Any, where: str, allowed: tuple[str, ...]) -> None:
         self._where = where
         if not isinstance(values, dict):
-            raise ChaosError(f"{where}: is {_show(values)}, not an object with {list(allowed)}")
+            raise ChaosError(
+                f"{where}: is {_show(values)}; it must be an object with fields of these names: "
+                f"{_names(allowed)}"
+            )
         unknown = [name for name in values if name not in allowed]
         if unknown:
-            raise ChaosError(f"{where}: unknown field {unknown[0]!r}; allowed are {list(allowed)}")
+            raise ChaosError(
+                f"{where}: unknown field {unknown[0]!r}; it must be one of: {_names(allowed)}"
+            )
         self._values = values
 
     def has(self, name: str) -> bool:
@@ -94,11 +100,15 @@ class Fields:
     def _kind(self, value: Any, name: str) -> Kind:
         allowed = [kind.value for kind in Kind]
         if value not in allowed:
-            raise self._wrong(name, value, f"one of {allowed}")
+            raise self._wrong(name, value, f"one of: {_names(allowed)}")
         return Kind(value)
 
     def _wrong(self, name: str, value: Any, allowed: str) -> ChaosError:
-        return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; allowed is {allowed}")
+        return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; it must be {allowed}")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names)
 
 
 def _show(value: Any) -> str:

@@ -127,7 +127,7 @@ class FaultyStorage:
     def open(self, name: str, mode: str = "rb") -> BinaryIO:
         """Opens a file: `rb` to read, `wb` to overwrite, `ab` to append."""
         if mode not in ("rb", "wb", "ab"):
-            raise ValueError(f"mode is {mode!r}; allowed are 'rb', 'wb', 'ab'")
+            raise ValueError(f"mode is {mode!r}; it must be 'rb', 'wb' or 'ab'")
         if mode == "rb":
             return (self.root / name).open("rb")
         # Not a RawIOBase, whose writes may be partial.

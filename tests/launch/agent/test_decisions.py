@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 import pytest
 
 from outlast.launch.agent.death_log import (
     Death,
+    Ending,
     exit_code,
     failure_times,
     first_cause,
@@ -99,8 +101,23 @@ def test_exits_in_words() -> None:
     assert exit_text(-40) == "was killed by SIGRTMIN+6"
 
 
-def test_nothing_is_said_of_a_run_in_which_nothing_happened() -> None:
-    assert summary([], COMPLETED, None, "here") == []
+def test_an_undisturbed_run_ends_with_one_line() -> None:
+    assert summary([], Ending(None, None, False, 12.5), "here") == ["job completed after 12.50 s"]
+
+
+def test_a_job_that_stopped_as_told_did_not_fail() -> None:
+    deaths = [death(rank, rank, Decision.STOPPED, 143) for rank in range(2)]
+    asked = Ending(first_cause(deaths, RUNNING), None, True, 12.5)
+    assert not asked.failed
+    assert summary(deaths, asked, "here") == [
+        "job stopped as told: saved, exit code 143, after 12.50 s"
+    ]
+    by_signal = Ending(None, signal.SIGTERM, True, 12.5)
+    assert summary([], by_signal, "here") == [
+        "job stopped by SIGTERM: saved, exit code 143, after 12.50 s"
+    ]
+    killed = dataclasses.replace(by_signal, saved=False)
+    assert summary([], killed, "here") == ["job ended by SIGTERM, exit code 143, after 12.50 s"]
 
 
 def test_last_lines_of_a_failure() -> None:
@@ -116,14 +133,16 @@ def test_last_lines_of_a_failure() -> None:
             source="traceback",
         ),
     ]
-    assert summary(deaths, PLAIN, None, "here") == [
-        "job failed, exit code 1",
+    ending = Ending(first_cause(deaths, PLAIN), None, False, 12.5)
+    assert ending.failed
+    assert summary(deaths, ending, "here") == [
+        "other failures:",
+        "  rank 2 (pid 102, host here) was killed by SIGKILL: replaced",
+        "job failed, exit code 1, after 12.50 s",
         "first cause: rank 1 (pid 8, host here) exited with code 1",
         "traceback:",
         "  Traceback:",
         "    boom",
-        "also:",
-        "  rank 2 (pid 102, host here) was killed by SIGKILL: replaced",
     ]
 
 

@@ -36,7 +36,9 @@ sys.stderr.flush()
 def test_the_traceback_of_the_error_file(tmp_path: Path) -> None:
     with Run(tmp_path, RAISES, "--nproc-per-node=2") as run:
         assert run.wait() == 1
-    start = run.words.index("job failed, exit code 1")
+    start = next(
+        n for n, line in enumerate(run.words) if line.startswith("job failed, exit code 1")
+    )
     cause = run.words[start + 1]
     assert cause.startswith("first cause: rank 1 (pid ")
     assert cause.endswith(f", host {socket.gethostname()}) exited with code 1")

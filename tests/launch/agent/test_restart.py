@@ -34,7 +34,7 @@ def test_by_default_the_first_failure_ends_the_job(tmp_path: Path) -> None:
         first = [run.ready(rank) for rank in range(3)]
         first[1].fail()
         assert run.wait() == 3
-    assert run.words[0] == f"rank 1 (pid {first[1].pid}) exited with code 3: this ends the job"
+    assert run.words[1] == f"rank 1 (pid {first[1].pid}) exited with code 3: this ends the job"
 
 
 def test_a_failure_restarts_all_from_scratch(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_failure_restarts_all_from_scratch(tmp_path: Path) -> None:
         for ready in second:
             ready.succeed()
         assert run.wait() == 0
-    assert run.words[-1].endswith("was killed by SIGKILL: restarted")
+    assert run.words[-2].endswith("was killed by SIGKILL: restarted")
 
 
 def test_the_restarts_are_limited(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_signal_reaches_the_workers_as_it_is(
         assert run.wait() == 128 + number
     for rank in range(2):
         assert f"[{rank}] got {number.name}" in run.out.splitlines()
-    assert run.words[-1] == f"job ended by {number.name}, exit code {128 + number}"
+    assert run.verdict == f"job ended by {number.name}, exit code {128 + number},"
 
 
 def test_after_the_grace_time_workers_are_killed(tmp_path: Path) -> None:

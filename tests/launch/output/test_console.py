@@ -40,7 +40,7 @@ def test_lines_carry_the_rank(tmp_path: Path) -> None:
     with Run(tmp_path, WRITER, "--nproc-per-node=2") as run:
         assert run.wait() == 0
     assert sorted(run.out.splitlines()) == ["[0] out of 0", "[1] out of 1"]
-    assert sorted(run.err.splitlines()) == ["[0] err of 0", "[1] err of 1"]
+    assert sorted(run.worker_errors) == ["[0] err of 0", "[1] err of 1"]
 
 
 def test_any_bytes_of_workers_come_out_as_lines_of_utf8(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_any_bytes_of_workers_come_out_as_lines_of_utf8(tmp_path: Path) -> None:
     assert dos == "[0] dos"
     assert "".join(line.removeprefix("[0] ") for line in long) == "x" * 200_000 + "|"
     assert last == "[0] no end"
-    assert run.err == "[0] no end either\n"
+    assert run.worker_errors == ["[0] no end either"]
 
 
 def test_a_line_without_an_end_is_shown_when_its_worker_dies(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_files_and_console(
     with Run(tmp_path, WRITER, *options) as run:
         assert run.wait() == 0
     shown = {f"out{line[-1]}" for line in run.out.splitlines()}
-    shown |= {f"err{line[-1]}" for line in run.err.splitlines()}
+    shown |= {f"err{line[-1]}" for line in run.worker_errors}
     assert shown == console
     written = set()
     for rank in range(2):
@@ -115,7 +115,7 @@ def test_every_process_of_a_rank_has_files_of_its_own(tmp_path: Path) -> None:
 def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) -> None:
     with Run(tmp_path, WRITER, "--redirects=3") as run:
         assert run.wait() == 0
-    (said,) = run.words
+    said = run.words[0]
     folder = Path(said.removeprefix("output files are in "))
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out of 0\n"
 
@@ -182,4 +182,7 @@ def test_on_a_terminal_the_prefix_has_a_colour(tmp_path: Path) -> None:
     finally:
         os.close(ours)
         os.close(theirs)
-    assert text == "\x1b[36m[0]\x1b[0m out of 0\r\n\x1b[36m[0]\x1b[0m err of 0\r\n"
+    lines = text.splitlines()
+    assert lines[1:-1] == ["\x1b[36m[0]\x1b[0m out of 0", "\x1b[36m[0]\x1b[0m err of 0"]
+    for line in (lines[0], lines[-1]):
+        assert line.startswith("\x1b[1m[outlast]\x1b[0m ")  # bold; red only if the job has failed

@@ -26,8 +26,8 @@ import time
 from outlast.clock import Clock
 from outlast.events import StopRequested
 from outlast.launch.agent import death_log
-from outlast.launch.agent.death_log import DeathLog
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.agent.death_log import DeathLog, Ending
+from outlast.launch.agent.decisions import TOLD_TO_STOP, Decision, JobRecord, JobState
 from outlast.launch.agent.replacement import Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
@@ -65,7 +65,7 @@ class Agent:
         self._replacements = Replacements(self._resources, self._deaths, self._next_phase)
         self._phase = Phase.RUNNING
         self._received: signal.Signals | None = None
-        self._stopped_at = 0.0
+        self._began = self._stopped_at = 0.0
         self._last = JobRecord()
 
     def run(self) -> int:
@@ -76,6 +76,7 @@ class Agent:
         """
         with self._resources as resources:
             try:
+                self._began = resources.loop.clock.now()
                 resources.workers.start_all(resources.store.port)
                 while self._phase is not Phase.OVER:
                     resources.loop.run_once()
@@ -165,7 +166,9 @@ class Agent:
             self._say(f"{what}: this ends the job")
             self._stop(Phase.ENDING, signal.SIGTERM)
         elif decision is Decision.STOPPED:
-            self._say(f"{what}: it was told to stop and is not replaced")
+            # The other ranks follow: one line is enough.
+            if all(d is death or d.decision is not decision for d in self._deaths.deaths):
+                self._say(f"{what}: it was told to stop and is not replaced")
         elif job.state is not JobState.RUNNING:
             self._say(f"{what}: not replaced, the job is {job.state.value}")
         else:
@@ -204,7 +207,15 @@ class Agent:
         self._last = resources.store.job()
         resources.workers.close()
         deaths = self._deaths.deaths
-        self._say(*death_log.summary(deaths, self._last, self._received, resources.host))
+        codes = resources.workers.last_exit_codes.values()
+        ending = Ending(
+            cause=None if self._received else death_log.first_cause(deaths, self._last),
+            received=self._received,
+            saved=set(codes) == {TOLD_TO_STOP},
+            seconds=resources.loop.clock.now() - self._began,
+        )
+        lines = death_log.summary(deaths, ending, resources.host)
+        resources.console.say(*lines, failed=ending.failed)
 
     def _say(self, *lines: str) -> None:
         self._resources.console.say(*lines)

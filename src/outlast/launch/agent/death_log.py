@@ -13,6 +13,7 @@ from outlast.events import WorkerFailed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
 from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_text
+from outlast.system.units import duration_text
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before each line of a traceback."""
@@ -142,30 +143,64 @@ def exit_code(cause: Death | None, received: signal.Signals | None) -> int:
     return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
 
 
-def summary(
-    deaths: Sequence[Death], job: JobRecord, received: signal.Signals | None, host: str
-) -> list[str]:
-    """The summary in a few lines; empty for a job without failures."""
-    cause = None if received is not None else first_cause(deaths, job)
-    code = exit_code(cause, received)
-    lines = []
-    if received is not None:
-        lines.append(f"job ended by {received.name}, exit code {code}")
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a job has ended.
+
+    Attributes:
+        cause: the first failure from which it did not recover.
+        received: the signal to the launcher that ended it.
+        saved: whether all workers ended as `outlast.Job` does after the last save of a stop.
+        seconds: since the start of the job.
+    """
+
+    cause: Death | None
+    received: signal.Signals | None
+    saved: bool
+    seconds: float
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended because it was told to, and saved."""
+        told = self.cause is not None and self.cause.decision is Decision.STOPPED
+        return self.saved if self.received is not None else told
+
+    @property
+    def failed(self) -> bool:
+        """Whether nobody asked for this end."""
+        return self.received is None and self.cause is not None and not self.stopped
+
+
+def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
+    """The last lines of a job. A failed job's first cause comes after its other failures, and its
+    traceback last; otherwise the last line tells how the job has ended.
+    """
+    cause = ending.cause if ending.failed else None
+    others = [
+        death
+        for death in sorted(deaths, key=lambda death: death.when)
+        if death is not cause and not (ending.stopped and death.decision is Decision.STOPPED)
+    ]
+    lines = ["failures:"] if others and cause is None else ["other failures:"] if others else []
+    lines.extend(
+        f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
+        for death in others
+    )
+    after = f"after {duration_text(ending.seconds)}"
+    code = f"exit code {exit_code(ending.cause, ending.received)}"
+    if ending.stopped:
+        signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
+        lines.append(f"job stopped {signal_}: saved, {code}, {after}")
+    elif ending.received is not None:
+        lines.append(f"job ended by {ending.received.name}, {code}, {after}")
     elif cause is not None:
-        lines.append(f"job failed, exit code {code}")
+        lines.append(f"job failed, {code}, {after}")
         lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
         if cause.last_output:
             lines.append("traceback:" if cause.source == "traceback" else "last lines on stderr:")
             lines.extend(f"  {line}" for line in cause.last_output.splitlines())
-    elif deaths:
-        lines.append("job completed")
-    others = [death for death in deaths if death is not cause]
-    if others:
-        lines.append("failures:" if cause is None else "also:")
-        lines.extend(
-            f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
-            for death in sorted(others, key=lambda death: death.when)
-        )
+    else:
+        lines.append(f"job completed {after}")
     return lines
 
 

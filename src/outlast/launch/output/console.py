@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
@@ -12,9 +13,9 @@ from rich.style import Style
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.worker_output import Outlet
 
-# The 8 colors of every terminal, except black and white (backgrounds) and red (the launcher's).
+# The 8 colors of every terminal, except black and white (backgrounds) and red (a failed job).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
-_OWN = "bold red"
+_OWN, _FAILED = "bold", "bold red"
 
 
 class Console:
@@ -38,11 +39,12 @@ class Console:
         """The prefix of the lines from `rank` on this stream (1 or 2)."""
         return self._styled(f"[{rank}]", _COLORS[rank % len(_COLORS)], stream).encode() + b" "
 
-    def say(self, *lines: str) -> None:
-        """Print the launcher's own lines."""
-        prefix = self._styled("[outlast]", _OWN, 2)
+    def say(self, *lines: str, failed: bool = False) -> None:
+        """Print the launcher's own lines, with the local time; `failed` if the job has failed."""
+        prefix = self._styled("[outlast]", _FAILED if failed else _OWN, 2)
+        now = time.strftime("%H:%M:%S")
         for line in lines:
-            self.stderr.write(f"{prefix} {line}\n".encode(errors="backslashreplace"))
+            self.stderr.write(f"{prefix} {now} {line}\n".encode(errors="backslashreplace"))
 
     @property
     def pending(self) -> bool:

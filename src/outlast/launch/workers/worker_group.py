@@ -18,6 +18,8 @@ from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 class WorkerGroup:
     """The running workers, and the earlier processes of each rank.
 
+    `last_exit_codes` has, by rank, the exit code of the latest process that has ended.
+
     Logs and error files go to `folder`; `emitter` gets an event for every start and end.
     """
 
@@ -35,6 +37,7 @@ class WorkerGroup:
         self._replacements: collections.Counter[int] = collections.Counter()
         self._lifetimes_s: dict[int, list[float]] = collections.defaultdict(list)
         self.attempt = 0
+        self.last_exit_codes: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._running.values()))
@@ -47,9 +50,10 @@ class WorkerGroup:
         return self._running.get(pid)
 
     def start_all(self, port: int) -> None:
-        """Start a worker for every rank."""
-        for rank in range(self._job.nproc):
-            self._start(rank, port)
+        """Start a worker for every rank, and print their process IDs."""
+        pids = [self._start(rank, port).pid for rank in range(self._job.nproc)]
+        named = ", ".join(f"rank {rank} is pid {pid}" for rank, pid in enumerate(pids))
+        self._console.say(f"started {len(pids)} rank{'' if len(pids) == 1 else 's'}: {named}")
 
     def next_attempt(self) -> None:
         """Count a restart of all workers; no worker may be running."""
@@ -69,6 +73,7 @@ class WorkerGroup:
         """Remove a reaped worker, after reading its last output."""
         del self._running[worker.pid]
         worker.ended(exit_code)
+        self.last_exit_codes[worker.slot.local_rank] = exit_code
         self._ended.append(worker)
         self._lifetimes_s[worker.slot.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
