@@ -17,6 +17,7 @@ from outlast.events import (
     CheckpointRestored,
     Event,
     Fault,
+    Joined,
     LeftFunction,
     NothingToRestore,
     StepsDone,
@@ -196,6 +197,16 @@ def test_missing_ranks_are_lost_until_they_are_replaced() -> None:
     outside = 2 * RESTART - SEEN
     assert lost(report) == {"restart": outside, "reduced": (10.0 + SEEN) / 4}
     assert report.goodput == pytest.approx((31.0 - outside - (10.0 + SEEN) / 4) / 31.0)
+
+
+def test_a_joiner_that_came_too_late_is_no_part_of_the_wall_time() -> None:
+    run = SyntheticRun(hosts=["a"])
+    run.begin(at=0.0)
+    run.complete(at=10.0)
+    run.events.append(Joined(member=7, host="a", pid=77, time=30.0, iteration=0))
+    report = build(run.events)
+    assert report.hosts[0].wall_seconds == 10.0
+    assert report.goodput == 1.0
 
 
 def test_a_job_that_grows_had_no_missing_ranks() -> None:

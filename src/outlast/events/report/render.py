@@ -170,7 +170,7 @@ def _phase_table(restarts: Iterable[Restart]) -> Table:
     for number, restart in enumerate(restarts, start=1):
         seconds = (getattr(restart.phases, field) for field in _PHASES.values())
         table.add_row(str(number), *map(_milliseconds, seconds))
-    table.caption = "leave: from the end of the abort; term, start: barriers, of the last to arrive"
+    table.caption = "leave: since the abort ended; term, start: barriers, of the last to arrive"
     return table
 
 

@@ -167,10 +167,19 @@ class CallHistory:
 
     def walls(self) -> dict[str, Interval]:
         """From the first entry into the function to the end of the call, on each host."""
-        own = [event for event in self.events if event.member >= 0]  # without those of a launcher
-        ends = {event.host: event.time for event in own}
-        entries = [event for event in reversed(own) if isinstance(event, Entered)]
+        entries = [
+            event
+            for event in reversed(self.events)
+            if isinstance(event, Entered) and event.member in self._firsts
+        ]
+        ends = self.ends()
         return {event.host: (event.time, ends[event.host]) for event in entries}
+
+    def ends(self) -> dict[str, float]:
+        """The last event of each host that concerns a member which took part. The launcher, and a
+        process that asked to join too late, go on after the end of the call.
+        """
+        return {e.host: e.time for e in self.events if e.member in self._firsts}
 
     def begins(self, iteration: int) -> dict[str, float]:
         """When each host was assigned its ranks in the iteration."""

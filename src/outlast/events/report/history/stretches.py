@@ -31,15 +31,16 @@ class Stretch:
 def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
     """The iterations of a call of a wrapped function, by host."""
     found: dict[str, list[Stretch]] = defaultdict(list)
-    own = [event for event in call.events if event.member >= 0]  # without those of a launcher
-    ends = {event.host: event.time for event in own}
+    ends = call.ends()
     largest = 0
     for iteration in sorted(call.views):
         active = _active_ranks(call, iteration)
         largest = max(largest, active)
         hung = [fault for fault in call.faults(iteration) if fault.interruption in _HUNG]
-        for host in {event.host for event in call.during(iteration) if isinstance(event, Entered)}:
-            here = [e for e in call.during(iteration) if e.host == host and e.member >= 0]
+        view = call.views[iteration]
+        own = [event for event in call.during(iteration) if event.member in view]
+        for host in {event.host for event in own if isinstance(event, Entered)}:
+            here = [event for event in own if event.host == host]
             start, end = _time_in_function(here, ends[host])
             stretch = Stretch(start, end, active / largest, _hung_from(hung, host, end))
             found[host].append(stretch)
