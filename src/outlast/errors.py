@@ -20,6 +20,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- EventLogError                an event log cannot be read
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
+            +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
     BaseException
@@ -40,6 +41,7 @@ __all__ = [
     "AsyncCallError",
     "ChaosError",
     "CheckpointError",
+    "CheckpointMismatch",
     "CheckpointTimeout",
     "EventLogError",
     "FaultCounterExceeded",
@@ -134,6 +136,12 @@ class AsyncCallError(OutlastError):
 
 class CheckpointError(OutlastError):
     """A checkpoint cannot be written, found or verified."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A valid checkpoint does not fit the state to restore; names what differs."""
+
+    permanent = True
 
 
 class CheckpointTimeout(CheckpointError, builtins.TimeoutError):

@@ -222,9 +222,9 @@ class Checkpointer:
             The step that was loaded; `None` if there is no checkpoint at all.
 
         Raises:
-            CheckpointError: if there are checkpoints but none is valid (the message names what is
-                wrong with each), or if the checkpoint does not fit (it names keys, shapes and
-                dtypes). When none is valid, tensors may hold parts of a damaged checkpoint, and
+            CheckpointMismatch: if the checkpoint does not fit; names keys, shapes and dtypes.
+            CheckpointError: if there are checkpoints but none is valid; names what is wrong with
+                each. When none is valid, tensors may hold parts of a damaged checkpoint, and
                 must not be used for training.
         """
         self._check_open()

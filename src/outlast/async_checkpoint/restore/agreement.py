@@ -6,15 +6,16 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from outlast.async_checkpoint.restore.fit import Misfit
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
 
 MISFIT = "misfit"
-"""The name of a failure that no other candidate can repair: the restore ends with it."""
+"""The name of a failure with which the restore ends: the checkpoint is valid, but does not fit."""
+BROKEN = "broken"
+"""The same for another error, which the rank itself raises."""
 
 
 class Agreement:
@@ -36,17 +37,17 @@ class Agreement:
 
         Raises:
             BaseException: what `work` raised here, unless it is a `CheckpointError` or `OSError`.
-                The other ranks return it as a failure named `MISFIT`.
+                The other ranks return it as a failure named `BROKEN`.
         """
         index, ledger = self._next(), self._ledger
         result: T | None = None
         try:
             result = work()
         except (CheckpointError, OSError) as e:
-            name = MISFIT if isinstance(e, Misfit) else ""
+            name = MISFIT if isinstance(e, CheckpointMismatch) else ""
             ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
         except BaseException as e:
-            ledger.fail(index, CallFailure.of(e, index, MISFIT, self.rank))
+            ledger.fail(index, CallFailure.of(e, index, BROKEN, self.rank))
             raise
         else:
             ledger.finish(index)

@@ -15,13 +15,9 @@ import torch
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import nodes
 from outlast.async_checkpoint.storage.manifest import TensorEntry, ValueEntry
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointMismatch
 
 _SHOWN = 10  # of each kind of difference
-
-
-class Misfit(CheckpointError):
-    """The checkpoint is valid, but does not fit the state dict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,7 @@ def fit(
     error if `strict`, except those that begin with an `optional` prefix.
 
     Raises:
-        Misfit: names the keys, shapes and dtypes that differ.
+        CheckpointMismatch: names the keys, shapes and dtypes that differ.
     """
     names = {item.name for item in items}
     saved = {*index.tensors, *index.values}
@@ -114,7 +110,7 @@ def fit(
             wrong.append(f"{item.name!r} is a value, a tensor was saved")
     differences += _few("different", wrong)
     if differences:
-        raise Misfit(f"{where} does not fit the state dict: " + "; ".join(differences))
+        raise CheckpointMismatch(f"{where} does not fit the state dict: " + "; ".join(differences))
     loaded = [item for item in items if item.name in saved]
     return Fit(loaded, _without(saved - names, optional))
 
@@ -123,9 +119,9 @@ def _without(names: set[str], optional: tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if not name.startswith(optional))
 
 
-def left_over(names: Sequence[str], where: str) -> Misfit:
+def left_over(names: Sequence[str], where: str) -> CheckpointMismatch:
     """The error for names that no rank's state dict has."""
-    return Misfit(
+    return CheckpointMismatch(
         f"{where} does not fit the state dict: " + _few("only in the checkpoint", names)[0]
     )
 

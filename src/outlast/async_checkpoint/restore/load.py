@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from outlast.async_checkpoint.restore.fit import Index, Misfit, put
+from outlast.async_checkpoint.restore.fit import Index, put
 from outlast.async_checkpoint.restore.verified_read import Piece, Source, read_verified
 from outlast.async_checkpoint.snapshot.structure import local_part
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import look_up
 from outlast.async_checkpoint.storage.manifest import Shard
+from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
 
@@ -151,7 +152,7 @@ def _load_values(
         try:
             value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except Exception as e:
-            raise Misfit(
+            raise CheckpointMismatch(
                 f"the value {item.name!r} of {source.where} cannot be loaded: {first_line(e)}. If "
                 "you trust the checkpoint, weights_only=False loads any Python object"
             ) from e

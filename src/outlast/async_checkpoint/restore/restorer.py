@@ -11,11 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.async_checkpoint.restore.agreement import MISFIT, Agreement
+from outlast.async_checkpoint.restore.agreement import BROKEN, MISFIT, Agreement
 from outlast.async_checkpoint.restore.fit import (
     Fit,
     Index,
-    Misfit,
     empty_dicts,
     fill_empty,
     fit,
@@ -30,7 +29,7 @@ from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
 
 log = logging.getLogger("outlast.checkpoint")
@@ -140,6 +139,8 @@ class Restorer:
                 return step
             text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
             if failure.name == MISFIT:
+                raise CheckpointMismatch(text)
+            if failure.name == BROKEN:
                 raise CheckpointError(text)
             errors.append(text)
             for each in empty:
@@ -239,7 +240,7 @@ class Restorer:
         lost = request.overwritten & {item.name for item in present}
         lost -= {item.name for item in found.items}
         if lost:
-            raise Misfit(
+            raise CheckpointMismatch(
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
         return found

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from outlast.errors import CheckpointError
+from outlast.elastic.wrapped_modules import load_plain, plain_state_dict, unwrapped
+from outlast.errors import CheckpointMismatch
 
 _KEY = "(skeleton)"
 _MARK = "\0saved by itself"  # part of the checkpoint's format
@@ -27,10 +29,12 @@ class AttachedState:
     """Saves and loads one object in `states=`."""
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self._source = unwrapped(source) if isinstance(source, nn.Module) else source
 
     def save(self) -> Any:
         """The object's state as a checkpoint stores it."""
+        if isinstance(self._source, nn.Module):
+            return pack(plain_state_dict(self._source))
         return pack(self._source.state_dict())
 
     def load_target(self, packed: Any) -> Any:
@@ -39,7 +43,10 @@ class AttachedState:
 
     def load(self, loaded: Any, *, started: bool) -> None:
         """Loads the filled target; does nothing if the checkpoint has no state for this object."""
-        if (state := unpack(loaded)) is not None:
+        state = unpack(loaded)
+        if state is not None and isinstance(self._source, nn.Module):
+            load_plain(self._source, state)
+        elif state is not None:
             self._source.load_state_dict(state)
 
 
@@ -65,7 +72,7 @@ def unpack(loaded: Any) -> Any:
     """The state as it was saved; `None` if the checkpoint does not contain it.
 
     Raises:
-        CheckpointError: if a saved tensor has no counterpart in the target.
+        CheckpointMismatch: if a saved tensor has no counterpart in the target.
     """
     if not isinstance(loaded, Mapping):
         return loaded
@@ -92,7 +99,9 @@ def _skeleton(value: Any) -> Any:
 def _fill(skeleton: Any, loaded: Any, path: str) -> Any:
     if type(skeleton) is str and skeleton == _MARK:
         if loaded is None:
-            raise CheckpointError(f"{path[1:]!r} was saved, but the current state has no such key")
+            raise CheckpointMismatch(
+                f"{path[1:]!r} was saved, but the current state has no such key"
+            )
         return loaded
     if isinstance(skeleton, dict):
         inner = loaded if isinstance(loaded, Mapping) else {}

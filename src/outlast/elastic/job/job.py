@@ -20,6 +20,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,7 @@ from outlast.elastic.job.sample_count import SampleCount
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.training_state import TrainingState, check_stateful
-from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+from outlast.elastic.wrapped_modules import with_old_names
 from outlast.errors import CheckpointError
 from outlast.events import StopRequested
 from outlast.system.arguments import Duration, as_timedelta, check_options, options_of
@@ -50,10 +51,10 @@ _stopping = False
 class Job:
     """Saves and restores the state of a training run as a unit.
 
-    A checkpoint contains the model's parameters and buffers (of the module inside DDP or
-    `ConsistentDDP`), the optimizer, the position in the data, the objects of `states`, the random
-    generators of each rank, and counters. A job of any world size can load it; sharded tensors
-    (FSDP2, DTensor) are resharded.
+    A checkpoint contains the model's parameters and buffers (of the module inside DDP,
+    `ConsistentDDP` or `torch.compile`), the optimizer, the position in the data, the objects of
+    `states`, the random generators of each rank, and counters. A job of any world size can load it;
+    sharded tensors (FSDP2, DTensor) are resharded.
 
     Args:
         path: the folder of the checkpoints, as for `Checkpointer`.
@@ -133,7 +134,7 @@ class Job:
 
     @property
     def module(self) -> nn.Module:
-        """The module that is saved: the one inside DDP or `ConsistentDDP`, if there is one."""
+        """The module that is saved: the one inside DDP, `ConsistentDDP` and `torch.compile`."""
         return self._training.module
 
     @property
@@ -171,6 +172,7 @@ class Job:
             The number of steps before the checkpoint; 0 without one.
 
         Raises:
+            CheckpointMismatch: if the checkpoint does not fit; names what differs.
             CheckpointError: as `Checkpointer.restore`; or if a state could not be loaded, here or
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
@@ -180,7 +182,8 @@ class Job:
         try:
             state, optional = self._training.load_target()
             state["counters"] = dict(counters)
-            found = self.checkpointer.restore(state, step=step, optional=optional)
+            read = partial(self.checkpointer.restore, step=step, optional=optional)
+            found = with_old_names(read, state)
             if found is not None:
                 self._load_on_all_ranks(state)
         except Exception:
@@ -234,8 +237,8 @@ class Job:
         self._check_restored()
         if self._last_saved == self.steps:
             self.checkpointer.wait()  # `step` has just saved: this save replaces that one
-        if isinstance(self.model, ConsistentDDP):
-            self.model.average_statistics()
+        if self._training.consistent_ddp is not None:
+            self._training.consistent_ddp.average_statistics()
         state = {**self._training.state_dict(), "counters": self._counters()}
         handle = self.checkpointer.save(self.steps, state, metric=metric)
         self._last_saved = self.steps

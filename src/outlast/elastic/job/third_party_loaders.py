@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointMismatch
 
 
 def is_third_party(source: Any, *, is_loader: bool = False) -> bool:
@@ -52,7 +52,8 @@ class ThirdPartyLoader:
 
         Raises:
             ValueError: if a required state is missing.
-            CheckpointError: if it was saved at another world size, and the loader is not resizable.
+            CheckpointMismatch: if it was saved at another world size, and the loader is not
+                resizable.
         """
         if not states and not self._required:
             return
@@ -62,7 +63,7 @@ class ThirdPartyLoader:
             raise ValueError(f"the checkpoint has no state of a {kind}")
         resized = len(states) != self._world_size
         if resized and started and not getattr(self._source, "resizable", False):
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the {kind} was saved by {len(states)} ranks, each with its own position, and "
                 f"there are {self._world_size} now: some samples would be repeated and others "
                 f"skipped. Continue with {len(states)} ranks, or use outlast.elastic.ElasticLoader "

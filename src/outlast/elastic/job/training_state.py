@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -19,8 +18,13 @@ from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
 from outlast.elastic.job.backup import Backup
 from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
 from outlast.elastic.numerics import generators
-from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
-from outlast.errors import CheckpointError
+from outlast.elastic.wrapped_modules import (
+    consistent_ddp,
+    load_plain,
+    plain_state_dict,
+    unwrapped,
+)
+from outlast.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger("outlast.elastic")
 
@@ -45,9 +49,8 @@ class TrainingState:
         random: bool,
     ) -> None:
         self.model = model
-        self.module: nn.Module = (
-            model.module if isinstance(model, DistributedDataParallel | ConsistentDDP) else model
-        )
+        self.module = unwrapped(model)
+        self.consistent_ddp = consistent_ddp(model)
         self.optimizer = optimizer
         self.loader = loader
         self.states = dict(states)
@@ -58,7 +61,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the tensors themselves, not copies."""
         state: dict[str, Any] = {
-            "model": self.module.state_dict(),
+            "model": plain_state_dict(self.module),
             "optimizer": self.optimizer.state_dict(),
         }
         if self.loader is not None:
@@ -67,8 +70,8 @@ class TrainingState:
             state["states"] = {name: self._attached(name).save() for name in self.states}
         if self._random:
             state["random"] = {str(self._rank): generators.capture()}
-        if isinstance(self.model, ConsistentDDP):
-            state["parts"] = self.model.parts_state_dict()
+        if self.consistent_ddp is not None:
+            state["parts"] = self.consistent_ddp.parts_state_dict()
         return state
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -102,8 +105,9 @@ class TrainingState:
             try:
                 self._attached(name).load(state["states"][name], started=started)
             except Exception as e:
-                raise CheckpointError(f"the state {name!r} could not be loaded: {e}") from e
-        self.module.load_state_dict(state["model"])
+                kind = CheckpointMismatch if isinstance(e, CheckpointMismatch) else CheckpointError
+                raise kind(f"the state {name!r} could not be loaded: {e}") from e
+        load_plain(self.module, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if started:
             self._match_strides()
@@ -120,7 +124,7 @@ class TrainingState:
         """Undoes a load, however far it got."""
         state = backup.roll_back()
         loads: dict[str, Callable[[], object]] = {
-            "model": partial(self.module.load_state_dict, state["model"]),
+            "model": partial(load_plain, self.module, state["model"]),
             "optimizer": partial(self.optimizer.load_state_dict, state["optimizer"]),
         }
         if self.loader is not None:
@@ -152,8 +156,8 @@ class TrainingState:
             # All setters first: each checks its value before any generator is changed.
             for set_generator in [generators.setter(*item) for item in states.items()]:
                 set_generator()
-        if isinstance(self.model, ConsistentDDP):
-            self.model.load_parts_state_dict(state["parts"])
+        if self.consistent_ddp is not None:
+            self.consistent_ddp.load_parts_state_dict(state["parts"])
 
     def _create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does

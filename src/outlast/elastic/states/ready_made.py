@@ -19,6 +19,7 @@ from torch import nn
 
 from outlast.elastic.states.serialization import check_module, dump, parse
 from outlast.elastic.states.state import PreparedState
+from outlast.elastic.wrapped_modules import unwrapped
 
 __all__ = [
     "CounterState",
@@ -82,7 +83,7 @@ class ModuleState(StateDictState):
     kind = "module"
 
     def __init__(self, module: nn.Module, name: str = "model") -> None:
-        super().__init__(_inner(module), name)
+        super().__init__(unwrapped(module), name)
 
 
 class OptimizerState(StateDictState):
@@ -151,7 +152,7 @@ class EMAState(StateDictState):
     kind = "ema"
 
     def __init__(self, ema: Any, name: str = "ema") -> None:
-        super().__init__(_inner(ema) if isinstance(ema, nn.Module) else ema, name)
+        super().__init__(unwrapped(ema) if isinstance(ema, nn.Module) else ema, name)
 
 
 class CounterState(PreparedState):
@@ -193,14 +194,3 @@ class CounterState(PreparedState):
             self._before, self._since = seconds, time.monotonic()
 
         return apply
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    """The module inside wrappers that add a prefix to its parameter names."""
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
-            module = inner
-        else:
-            return module
