@@ -253,5 +253,5 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 def test_the_simulation_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, *MUTATIONS[name])
     with pytest.raises(AssertionError, match=r"\nseed \d+: Schedule\("):  # to replay it
-        for seed in range(1_500):
+        for seed in range(5_000):
             simulate(seed)

@@ -11,7 +11,10 @@ Keys of iteration k (under the prefix of one call):
     term/k     barrier after all members have left the function
 
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
-recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for).
+recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
+request to stop the job, the first claim wins), `last-save` (for the launcher: the save for the stop
+has begun), `stopped` (what the stop has saved). One key has no prefix: `outlast/gone`, the ranks
+that the launcher does not replace.
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -27,14 +30,16 @@ barrier completes without the lost member, and its missing rank causes the next 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, lines, to_line
+from outlast.coordination.records import FaultRecord, LostRecord, StopRecord, lines, to_line
 from outlast.coordination.view import Joiner, ViewRecord, decide
 
 RESTART = b"restart"
 COMPLETED = b"completed"
+_GONE = "outlast/gone"
 
 
 class MembershipProtocol:
@@ -70,9 +75,10 @@ class MembershipProtocol:
         return member
 
     async def wake_holders(self) -> None:
-        """Wakes the members that hold a restart for replacements: one has asked to join, or the
-        view is decided. A holder reads `joined`, then looks, then waits for the next number; what
-        it did not see was written after its look, and so under that number or a later one.
+        """Wakes the members that hold a restart for replacements: one has asked to join, the view
+        is decided, the job was told to stop, or the launcher gave up a rank. A holder reads
+        `joined`, then looks, then waits for the next number; what it did not see was written after
+        its look, and so under that number or a later one.
         """
         await self.link.put(f"joined/{await self.link.add('joined', 1)}", b"1")
 
@@ -184,6 +190,9 @@ class MembershipProtocol:
         joiners = await self.joiners() if grow else []
         lost = await barrier.lost_members(self.link)
         mine = decide(iteration, roster, world_size, lost, joiners)
+        stop = await self.stop_request()
+        if stop is not None:
+            mine = mine.with_stop(stop, before)
         record = ViewRecord.decode(await self.link.claim(f"view/{iteration}", mine.encode()))
         if record == mine:
             await self.link.put("current", str(iteration).encode())
@@ -209,6 +218,47 @@ class MembershipProtocol:
                 await self.link.delete(f"{name}/{iteration}/{part}")
         for key in ("done", "fault", "store"):
             await self.link.delete(f"{key}/{iteration}")
+
+    async def request_stop(self, stop: StopRecord) -> None:
+        """Records a request to stop the job; the first one counts. It outlives the member that
+        recorded it: every later decision reads it, and a restart that is held goes on.
+        """
+        await self.link.claim("stop", to_line(stop))
+        await self.wake_holders()
+
+    async def finish_stop(self, done: str) -> None:
+        """Records that all that the stop requires has been done. A member calls this before it
+        leaves, so its loss, which ends the iteration of the others, is seen after this record.
+        """
+        await self.link.claim("stopped", done.encode())
+
+    async def announce_last_save(self, limit_s: float) -> None:
+        """Tells the launcher that the save for a stop has begun, and how long it may take."""
+        await self.link.put("last-save", str(limit_s).encode())
+
+    async def last_save(self) -> float | None:
+        """How long the save for a stop may take, in seconds; `None` before it has begun."""
+        data = await self.link.read("last-save")
+        return None if data is None else float(data)
+
+    async def stop_request(self) -> StopRecord | None:
+        """The request to stop the job, if there is one."""
+        data = await self.link.read("stop")
+        if data is None:
+            return None
+        done = await self.link.read("stopped") or b""
+        return dataclasses.replace(StopRecord(**json.loads(data)), done=done.decode())
+
+    async def give_up(self, ranks: frozenset[int]) -> None:
+        """Records the ranks, as numbered by the launcher, that will not be replaced: only the
+        launcher calls this.
+        """
+        await Link().put(_GONE, json.dumps(sorted(ranks)).encode())
+        await self.wake_holders()
+
+    async def given_up(self) -> frozenset[int]:
+        """The ranks that the launcher does not replace; empty without a launcher that says so."""
+        return frozenset(json.loads(await Link().read(_GONE) or b"[]"))
 
     async def end_of_job(self) -> LostRecord | None:
         """The record of the member that ended the whole job; `None` if none did."""

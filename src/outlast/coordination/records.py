@@ -50,6 +50,19 @@ class LostRecord:
     ends_job: bool = False  # all other members are to end too
 
 
+@dataclasses.dataclass(frozen=True)
+class StopRecord:
+    """A request to stop the job: all members leave with `exit_code` once its state is saved.
+
+    Attributes:
+        done: what was saved, once a member has done all that the stop requires; empty before.
+    """
+
+    reason: str
+    exit_code: int
+    done: str = ""
+
+
 def to_line(record: Any) -> bytes:
     """A dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(record), separators=(",", ":")).encode() + b"\n"

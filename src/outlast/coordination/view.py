@@ -14,6 +14,8 @@ import dataclasses
 import json
 from typing import Any
 
+from outlast.coordination.records import StopRecord
+
 
 @dataclasses.dataclass(frozen=True)
 class Joiner:
@@ -32,6 +34,8 @@ class ViewRecord:
     base: tuple[int | None, ...]  # at each rank of the iteration before; `None`: an empty slot
     lost: frozenset[int] = frozenset()  # members of `base` that are out of the job
     joiners: tuple[Joiner, ...] = ()  # in the order in which they asked
+    stop: StopRecord | None = None  # the request to stop, if it was known at the decision
+    ends_job: bool = False  # no iteration follows: every member leaves, because of `stop`
 
     @property
     def expected(self) -> frozenset[int]:
@@ -60,6 +64,8 @@ class ViewRecord:
                 "base": self.base,
                 "lost": sorted(self.lost),
                 "joiners": [[j.member, j.preferred] for j in self.joiners],
+                **({} if self.stop is None else {"stop": dataclasses.asdict(self.stop)}),
+                **({"ends_job": True} if self.ends_job else {}),
             },
             separators=(",", ":"),
         ).encode()
@@ -72,7 +78,21 @@ class ViewRecord:
             base=tuple(values["base"]),
             lost=frozenset(values["lost"]),
             joiners=tuple(Joiner(m, p) for m, p in values["joiners"]),
+            stop=StopRecord(**values["stop"]) if "stop" in values else None,
+            ends_job=values.get("ends_job", False),
         )
+
+    def with_stop(self, stop: StopRecord, before: ViewRecord | None) -> ViewRecord:
+        """This view under a request to stop.
+
+        One iteration may follow the request. In it, the members restore the newest state, save it
+        if it is only in memory, and leave. None follows if that has been done; if `before`, the
+        view of the iteration that has just ended, was that iteration; or if a rank was lost and not
+        replaced: its part of a state in memory is lost too, so nothing is left to save.
+        """
+        tried = before is not None and before.stop is not None
+        ends = bool(stop.done) or tried or None in self.slots()
+        return dataclasses.replace(self, stop=stop, ends_job=ends)
 
 
 def decide(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
 
@@ -38,6 +38,9 @@ class MinimalHost:
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+        return None
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         return None

@@ -180,10 +180,10 @@ def test_a_request_on_one_rank_stops_all_after_the_same_step(
     assert training.run(3).start_step == step
 
 
-def test_the_second_signal_ends_the_process_at_once(trainings: Made) -> None:
+def test_the_second_interrupt_ends_the_process_at_once(trainings: Made) -> None:
     training = trainings()
     stage = training.run(2, fault("twice", 6, 0), killed=True)
-    assert stage.codes == {0: -15, 1: -9}
+    assert stage.codes == {0: -2, 1: -9}
     assert training.run(1).start_step in (0, 4), "whichever was committed by then"
 
 

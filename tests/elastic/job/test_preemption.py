@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
-from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
+from outlast.elastic.job.preemption import StopAgreement
 from outlast.errors import CheckpointError, StoreError
 
 NET_S = 60.0
@@ -290,62 +288,3 @@ def test_a_store_lost_before_the_decision() -> None:
     with pytest.raises(CheckpointError, match="the store is gone"):
         alone.is_last(1, NET_S)
     alone.close()
-
-
-# -- signals ------------------------------------------------------------------------------------
-
-
-class FakeAgreement:
-    """Records the requests."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def request(self, why: str) -> None:
-        self.reasons.append(why)
-
-
-def test_the_second_signal_reaches_the_previous_handler() -> None:
-    mine: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, _: mine.append(number))
-    try:
-        agreement: Any = FakeAgreement()
-        signals = SignalHandlers([signal.SIGUSR2], agreement)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert (agreement.reasons, mine) == (["signal SIGUSR2"], [])
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert (agreement.reasons, mine) == (["signal SIGUSR2"], [signal.SIGUSR2])
-        signals.close()
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_without_a_previous_handler_the_second_signal_kills() -> None:
-    agreement: Any = FakeAgreement()
-    signals = SignalHandlers([signal.SIGUSR2, signal.SIGTERM], agreement)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert agreement.reasons == ["signal SIGTERM"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR2) == signals._handle
-    signals.close()
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-
-
-def test_a_handler_installed_later_is_kept() -> None:
-    signals = SignalHandlers([signal.SIGUSR2], FakeAgreement())  # type: ignore[arg-type]
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signals.close()
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-
-
-def test_no_handlers_outside_the_main_thread() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-
-    def make() -> None:
-        SignalHandlers([signal.SIGUSR2], FakeAgreement()).close()  # type: ignore[arg-type]
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGUSR2) == before

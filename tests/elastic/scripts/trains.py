@@ -141,8 +141,8 @@ def fire_faults(job: Job, when: str) -> None:
         elif what == "save":
             job.save()
         elif what == "twice":
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         else:
             os.kill(os.getpid(), signal.Signals[what])
 

@@ -29,23 +29,22 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
-from outlast.elastic.job.preemption import SignalHandlers, StopAgreement
+from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.sample_count import SampleCount
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
+from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.wrapped_modules import with_old_names
 from outlast.errors import CheckpointError
 from outlast.events import StopRequested
+from outlast.inprocess.running_call import running_call
 from outlast.system.arguments import Duration, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
 
 PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
-# Whether this process has decided to stop. It must outlive the `Job`: a restart in place may run
-# the training function again while the process exits.
-_stopping = False
 
 
 class Job:
@@ -71,6 +70,9 @@ class Job:
         signals: the signals on which to save and exit. The second of a kind has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a job that was told to stop.
+        min_ranks: the smallest number of ranks with which a restart in place may continue. By
+            default all ranks are needed: the job ends with an error if a lost rank is not replaced.
+            (A new job may have any number of ranks.)
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`.
     """
@@ -90,18 +92,24 @@ class Job:
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         grace: Duration = datetime.timedelta(seconds=30),
         exit_code: int = PREEMPTED,
+        min_ranks: int | None = None,
         **options: Any,
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
         every = check_interval(every)
         self.path = os.fspath(path)
         check_stateful(loader, states or {})
+        if min_ranks is not None and min_ranks < 1:
+            raise ValueError(f"min_ranks={min_ranks} must be at least 1")
         self.steps = 0
         self.seconds = 0.0
-        self._signals = tuple(signals)
         self._grace = as_timedelta("grace", grace, allow_zero=True)
         self._exit_code = exit_code
+        self._closed = False
         self._group = options.get("group")
+        self._call = running_call()
+        if self._call is not None:
+            self._call.require_ranks(min_ranks)
         self.checkpointer = Checkpointer(
             path,
             keep=2 if keep is None else keep,
@@ -115,12 +123,15 @@ class Job:
         self._ledger = connect_ledger("job", self._group)
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
-        self._stop: StopAgreement | None = None
-        self._signal_handlers: SignalHandlers | None = None
+        self._agreement: StopAgreement | None = None
         self._seconds_since = time.monotonic()
-        self._last_saved = -1
+        self._last_saved = self._restored = -1
         self._samples = SampleCount(loader)
         self._may_save = False  # restored, or there is nothing to restore
+        # Last, so that a constructor that raises leaves no handlers. After a restart in place, the
+        # handlers of the previous iteration have stayed.
+        self._stop_request = present_request()
+        self._stop_request.install(tuple(signals), exit_code)
 
     @property
     def rank(self) -> int:
@@ -177,6 +188,8 @@ class Job:
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
                 there is no checkpoint yet, and the model is not the same on all ranks.
+            SystemExit: if the job was told to stop before a restart in place, after a state that
+                was in memory only has been saved.
         """
         backup, counters = self._training.backup(), self._counters()
         try:
@@ -196,12 +209,13 @@ class Job:
             check_equal_on_all_ranks(self.module, self._ledger, self._group)
             self.save().wait()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
-        self._last_saved = self.steps
+        if found is not None:
+            self._last_saved, self._restored = -1, self.steps
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
+        if self._call is not None and self._call.stop is not None:
+            self._exit(self._call.stop.reason)
         self._start_listening()
-        if _stopping:  # decided before a restart in place: the other ranks have left
-            raise SystemExit(self._exit_code)
         return self.steps
 
     def step(self, samples: int | None = None) -> None:
@@ -219,12 +233,13 @@ class Job:
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
-        stop = self._start_listening()
+        agreement = self._start_listening()
         self.steps += 1
+        self._stop_request.furthest = max(self._stop_request.furthest, self.steps)
         self._step_events.completed(self.steps)
         self._samples.add_step(samples)
-        if stop.is_last(self.steps, self._grace.total_seconds()):
-            self._exit(stop.reason)
+        if agreement.is_last(self.steps, self._grace.total_seconds()):
+            self._exit(agreement.reason)
         elif self._schedule.is_due(self.steps):
             self.save()
 
@@ -248,9 +263,9 @@ class Job:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
         for example when the cloud provider announces that it will reclaim the machine.
         """
-        if self._stop is None:
-            raise ValueError("call restore() or step() first")
-        self._stop.request(why)
+        if self._closed:
+            raise ValueError("this job is closed")
+        self._stop_request.request(why)
 
     def close(self) -> None:
         """Waits for background saves, and releases threads and signal handlers.
@@ -260,7 +275,7 @@ class Job:
         """
         self._stop_listening()
         self._step_events.write()
-        _set_stopping(False)
+        self._release()
         self.checkpointer.close()
 
     def __enter__(self) -> Job:
@@ -269,35 +284,60 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
         self._step_events.write()
-        if kind is None and self.steps and self._last_saved != self.steps:
-            self.save()
-        self.checkpointer.__exit__(kind)
-        if kind is None or issubclass(kind, SystemExit):
-            _set_stopping(False)
+        try:
+            if kind is None and self.steps and not self._is_saved():
+                self.save()
+            self.checkpointer.__exit__(kind)
+        finally:
+            # A fault in a wrapped call is followed by a restart: signals are still requests.
+            if kind is None or self._call is None:
+                self._release()
 
     def _exit(self, reason: str) -> None:
         """Saves for the last time, and ends the process."""
-        _set_stopping(True)
         log.warning("stopping after step %d: %s", self.steps, reason)
         self.checkpointer.emitter.emit(StopRequested(reason=reason))
-        if self._last_saved != self.steps:
+        if self._call is not None:
+            self._call.saving_for_stop(self._grace.total_seconds())
+        if not self._is_saved():
             self.save()
         self.checkpointer.wait(self._grace)
+        furthest, done = self._stop_request.furthest, f"step {self.steps} is saved"
+        if furthest > self.steps:
+            done += f", and the steps up to {furthest}, done before a fault, are not"
+            log.warning(done)
+        if self._call is not None:
+            self._call.finish_stop(done)
         raise SystemExit(self._exit_code)
 
+    def _is_saved(self) -> bool:
+        """Whether the present state is being saved, or is committed. A state that was restored may
+        be in memory only. Call it on all ranks.
+        """
+        if self._last_saved == self.steps:
+            return True
+        if self._restored != self.steps:
+            return False
+        committed = any(info.step == self.steps for info in self.checkpointer.checkpoints())
+        return self._ledger.agree(f"committed/{self.steps}", str(committed)) == str(True)
+
     def _start_listening(self) -> StopAgreement:
-        if self._stop is None:
-            self._stop = StopAgreement(self._ledger, self.steps + 1)
-            self._signal_handlers = SignalHandlers(self._signals, self._stop)
-        return self._stop
+        if self._agreement is None:
+            self._agreement = StopAgreement(self._ledger, self.steps + 1)
+            self._stop_request.attach(self._agreement)
+            if self._call is not None and self._call.stop is not None:  # without a restore()
+                self._agreement.request(self._call.stop.reason)
+        return self._agreement
 
     def _stop_listening(self) -> None:
-        if self._signal_handlers is not None:
-            self._signal_handlers.close()
-            self._signal_handlers = None
-        if self._stop is not None:
-            self._stop.close()
-            self._stop = None
+        if self._agreement is not None:
+            self._stop_request.detach(self._agreement)
+            self._agreement.close()
+            self._agreement = None
+
+    def _release(self) -> None:
+        self._closed = True
+        release_request()
 
     def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
         """Loads the restored state; if one rank cannot, raises on all ranks: the others would wait
@@ -345,8 +385,3 @@ class Job:
         self._samples.load(counters["samples"])
         self.seconds = float(counters["seconds"])
         self._seconds_since = time.monotonic()
-
-
-def _set_stopping(stopping: bool) -> None:
-    global _stopping
-    _stopping = stopping

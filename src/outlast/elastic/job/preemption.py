@@ -29,20 +29,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import queue
-import signal
 import socket
 import threading
-from collections.abc import Iterable
-from types import FrameType
-from typing import Any
 
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
-from outlast.system.error_text import signal_name
-
-log = logging.getLogger("outlast.elastic")
 
 _REPORTS = 0  # the ledger's call in which the ranks report the steps that they have begun
 _CLOSED = "closed"
@@ -180,35 +172,3 @@ class StopAgreement:
 
 def _request_key(rank: int) -> int:
     return 1 + rank
-
-
-class SignalHandlers:
-    """Turns signals into requests to stop, until `close`.
-
-    The second signal of a kind has the effect that it would have had without these handlers: a
-    user who sends it twice does not want to wait.
-    """
-
-    def __init__(self, numbers: Iterable[int], agreement: StopAgreement) -> None:
-        self._agreement = agreement
-        self._previous: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
-            log.info("signals are ignored: only the main thread can install handlers")
-            return
-        for number in numbers:
-            self._previous[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._restore(number, self._previous.pop(number, signal.SIG_DFL))
-        self._agreement.request(f"signal {signal_name(number)}")
-
-    def close(self) -> None:
-        """Restores the previous handlers, except where other code has since installed its own."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:
-                self._restore(number, previous)
-        self._previous = {}
-
-    def _restore(self, number: int, previous: Any) -> None:
-        # `None`: the handler was not installed from Python, and cannot be installed again.
-        signal.signal(number, previous if previous is not None else signal.SIG_DFL)

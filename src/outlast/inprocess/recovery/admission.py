@@ -2,7 +2,8 @@
 
 A replacement asks to join (`MembershipProtocol.ask_to_join`), waits here until the iteration has
 ended, and takes part in the decision about the next one, which admits it (`coordination/view.py`).
-With `AwaitReplacements`, the restarting members wait here until lost ranks have been replaced.
+With `AwaitReplacements`, and by default under `outlast run`, the restarting members wait here until
+lost ranks have been replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ async def end_iteration_to_join(
     membership: MembershipProtocol, grow: GrowPolicy, iteration: int, view: ViewRecord | None
 ) -> None:
     """Ends the iteration to admit a joiner, if the grow policy says so, or if every member of the
-    iteration is lost, so that no other process would end it.
+    iteration is lost, so that no other process would end it. A job that was told to stop is not
+    interrupted: it may be saving, and ends soon.
     """
     left = view is None or await barrier.check(membership.link, f"term/{iteration}", view.expected)
-    if grow is GrowPolicy.AT_ONCE or not left:
+    at_once = grow is GrowPolicy.AT_ONCE and await membership.stop_request() is None
+    if at_once or not left:
         await membership.end(iteration, RESTART)
 
 
@@ -52,21 +55,41 @@ async def wait_for_end_of_iteration(
                     await membership.end(iteration, RESTART)  # no member is left that would end it
 
 
-async def hold_for_replacements(membership: MembershipProtocol, host: Host, iteration: int) -> None:
-    """Holds the restart until the job is back at full size, or the timeout expires."""
+async def hold_for_replacements(
+    membership: MembershipProtocol, host: Host, iteration: int, in_vain: frozenset[int]
+) -> frozenset[int]:
+    """Holds the restart until the job is back at full size, no missing rank will be replaced, the
+    job was told to stop, or the timeout expires.
+
+    Ranks are compared as the launcher numbers them. A rank that the launcher has given up may still
+    count as present here, because its loss is not in the ledger yet; but then it is not missing.
+
+    Args:
+        in_vain: the ranks for which an earlier hold waited until its timeout.
+
+    Returns:
+        `in_vain`, with the ranks for which this hold waited until its timeout.
+    """
     limits, now = host.limits, host.clock.now
     deadline = now() + limits.await_seconds
     roster, _ = await membership.roster(iteration)
+    everyone = frozenset(range(limits.await_size))
     while True:
         # Read before the check: a joiner that the check misses is announced under a later number.
         seen = int(await membership.link.read("joined") or b"0")
         lost = await barrier.lost_members(membership.link)
         joiners = await membership.joiners()
         present = (set(roster.values()) | {j.member for j in joiners}) - lost
-        decided = await membership.view(iteration + 1) is not None
-        if decided or len(present) >= limits.await_size or now() >= deadline:
-            return
+        if len(present) >= limits.await_size or await membership.view(iteration + 1) is not None:
+            return in_vain
+        # The first members were started as the ranks of the first view, which are their ids.
+        started_as = {j.member: j.preferred for j in joiners}
+        missing = everyone - {started_as.get(member, member) for member in present}
+        if missing <= in_vain | await membership.given_up():
+            return in_vain
+        if await membership.stop_request() is not None:
+            return in_vain
         try:
-            await membership.link.wait_for(f"joined/{seen + 1}", deadline - now())
+            await membership.link.wait_for(f"joined/{seen + 1}", max(0.0, deadline - now()))
         except KeyTimeout:
-            return
+            return in_vain | missing

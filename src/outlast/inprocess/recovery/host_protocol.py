@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from outlast.clock import Clock
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
 
@@ -120,6 +120,11 @@ class Host(Protocol):
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         """Measures the wait at the barrier `start` or `term`."""
+
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+        """Called before this member leaves because the job was told to stop; `cause` is that of
+        the last restart.
+        """
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         """Called when every member has left iteration k, with the faults that ended it."""

@@ -1,6 +1,7 @@
 """Tells the launcher the state of the job, so that it knows when a replacement is useful.
 
-One key in the launcher's store holds the newest call that has begun. Every change is a
+One key in the launcher's store holds the newest call that has begun, and the prefix of its keys,
+under which the launcher finds a request to stop. Every change is a
 compare-and-set: another rank may already be in the next call, and a joiner may arrive at a call
 that has ended.
 """
@@ -18,8 +19,11 @@ _KEY = "outlast/job"
 class LauncherNotice:
     """The notices of one call; with `names_processes`, that of completion names the processes."""
 
-    def __init__(self, connection: Connection, call: int, *, names_processes: bool) -> None:
-        self._connection, self._call, self._names_processes = connection, call, names_processes
+    def __init__(
+        self, connection: Connection, call: int, prefix: str, *, names_processes: bool
+    ) -> None:
+        self._connection, self._call, self._prefix = connection, call, prefix
+        self._names_processes = names_processes
         self._running = self._record("running")
 
     def running(self) -> None:
@@ -51,7 +55,7 @@ class LauncherNotice:
                 return  # otherwise another rank was first
 
     def _record(self, state: str) -> str:
-        return json.dumps({"call": self._call, "state": state})
+        return json.dumps({"call": self._call, "state": state, "prefix": self._prefix})
 
     def _change(self, before: str, after: str) -> str:
         return bytes(self._connection.torch_store.compare_set(_KEY, before, after)).decode()

@@ -18,7 +18,7 @@ from typing import Any
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import restarts
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
@@ -50,6 +50,7 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.iteration_store import IterationStore
+from outlast.inprocess.recovery.job_size import SizeRequirement, hold
 from outlast.inprocess.recovery.next_view import state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.settings import Settings, assignment_parts
@@ -69,6 +70,9 @@ class RankHost(RankFaults):
         watch: the current iteration's watch; `None` between two iterations.
         error: the exception that the function, or initialize, raised in this iteration.
         joining: whether this process has asked to join, but has not been admitted yet.
+        size: the number of ranks that the next iterations need.
+        stop: the request to stop that the view of the iteration contains.
+        cause: that of the last restart.
     """
 
     monitor_thread: MonitorThread
@@ -96,14 +100,17 @@ class RankHost(RankFaults):
         self.pid = os.getpid()
         self.preferred_rank = launch.rank
         self.grow = settings.grow_policy
-        hold = settings.await_replacements
+        await_size, await_seconds = hold(settings, launch)
         self.limits = Limits(
             barrier=settings.barrier_timeout.total_seconds(),
             completion=settings.completion_timeout.total_seconds(),
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
-            await_size=0 if hold is None else launch.world_size,
-            await_seconds=hold or 0.0,
+            await_size=await_size,
+            await_seconds=await_seconds,
         )
+        self.size = SizeRequirement(settings, launch)
+        self.stop: StopRecord | None = None
+        self.cause: FaultRecord | None = None
         self.releaser = Releaser()
         self.torch_log = QuietTorchLog()
         self.watch: IterationWatch | None = None
@@ -145,6 +152,10 @@ class RankHost(RankFaults):
         state = state_in_view(
             record, member, before, self.settings.rank_assignment, self.settings.rank_filter
         )
+        if not self.size.full:
+            self.size.started(state)
+        self.size.check(record, state, self.cause)
+        self.stop = record.stop
         if self.joining:
             state.initial_rank, self.joining = state.rank, False
             self.emitter.emit(Admitted(rank=state.rank))
@@ -275,12 +286,25 @@ class RankHost(RankFaults):
             ) from e
         self.replace_lost_monitor()
 
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+        if stop.done:
+            log.warning("the job was told to stop (%s): %s", stop.reason, stop.done)
+            return
+        fault = "" if cause is None else f", rank {cause.rank} on {cause.host}: {cause.cause}"
+        log.warning(
+            "the job was told to stop (%s), and a fault prevented the last save%s; what was "
+            "trained since the newest committed checkpoint is not saved",
+            stop.reason,
+            fault,
+        )
+
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         # Only now, when every rank has left: a torch client that finds no server retries forever,
         # in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
         self.torch_log.end()  # every operation that the abort ended has returned
+        self.cause = cause
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
         else:

@@ -35,12 +35,14 @@ from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive_timeout import Adaptive, GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.recovery.call_control import CallControl
 from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.recovery.state_machine import Machine
+from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore
 
@@ -137,7 +139,9 @@ class _Session:
             stack.callback(host.torch_log.end)
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
-            self.notice = LauncherNotice(control, self.number, names_processes=self.launch.agent)
+            self.notice = LauncherNotice(
+                control, self.number, self.prefix, names_processes=self.launch.agent
+            )
             self.notice.running()
             self.monitor.start_heartbeat(control)
             stack.callback(self.monitor.stop_heartbeat)
@@ -156,7 +160,11 @@ class _Session:
                 assignment.prepare()
             for part in self._abort_parts():
                 part.prepare()
-            return self._drive(control)
+            with ExitStack() as at_end:
+                call = CallControl(host, self.machine.membership, control, at_end)
+                at_end.callback(set_running_call, None)
+                set_running_call(call)
+                return self._drive(control)
 
     def _drive(self, control: Connection) -> Any:
         machine, host = self.machine, self.host

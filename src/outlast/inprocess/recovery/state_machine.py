@@ -84,6 +84,7 @@ class Machine:
         self.record = ViewRecord(0, tuple(range(world_size)))
         self.assigned = AssignedRank(host.preferred_rank, world_size)
         self.cause: FaultRecord | None = None
+        self.held_in_vain: frozenset[int] = frozenset()
         self.value: Any = None
 
     async def run(self) -> Any:
@@ -215,12 +216,18 @@ class Machine:
         self.cause = first_cause(faults) or self.cause
         if self.host.limits.await_size:
             with self.host.timing("replacements"):
-                await hold_for_replacements(self.membership, self.host, k)
+                self.held_in_vain = await hold_for_replacements(
+                    self.membership, self.host, k, self.held_in_vain
+                )
         self.record = await self.membership.propose(
             k + 1, grow=self.host.grow is not GrowPolicy.NEVER
         )
         if self.host.limits.await_size:
             await self.membership.wake_holders()
+        if self.record.stop is not None and self.record.ends_job:
+            # All members that decide take this path, because all follow the same view.
+            self.host.stopped(self.record.stop, self.cause)
+            raise SystemExit(self.record.stop.exit_code)
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
             cause = None  # no rank failed: connections broke because the job was made to grow
@@ -245,6 +252,11 @@ class Machine:
         """Records that this member has left the job, and why."""
         if self.member < 0:
             return
+        if isinstance(error, SystemExit) and await self._stop_is_done():
+            await self.membership.report_lost(
+                LostRecord(self.member, "the job was told to stop"), self.iteration
+            )
+            return
         add_cause(error, self.cause)
         discarded = isinstance(error, RankDiscarded)
         fault = self.host.fault_of(self.iteration, error)
@@ -253,6 +265,11 @@ class Machine:
             self.iteration,
             None if discarded else fault,
         )
+
+    async def _stop_is_done(self) -> bool:
+        """Whether this member leaves as the stop requires: that is no fault."""
+        stop = await self.membership.stop_request()
+        return self.record.ends_job or (stop is not None and bool(stop.done))
 
     async def _pass(self, name: str, expected: frozenset[int]) -> None:
         """Waits at a barrier. The check after each pause is a backstop in case the member that

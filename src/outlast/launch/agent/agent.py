@@ -62,11 +62,12 @@ class Agent:
         self._resources = JobResources(job, self._on_signal, clock)
         self._shutdown = Shutdown(self._resources, self._all_ended)
         self._deaths = DeathLog(job.max_restarts)
-        self._replacements = Replacements(self._resources, self._deaths, self._next_phase)
+        self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
         self._phase = Phase.RUNNING
         self._received: signal.Signals | None = None
         self._began = self._stopped_at = 0.0
         self._last = JobRecord()
+        self._given_up: frozenset[int] = frozenset()
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -126,6 +127,7 @@ class Agent:
         ):
             if code != 0:
                 self._on_failure(worker, code, when)
+        self._announce_given_up()
 
     def _reap(self) -> list[tuple[Worker, int, float | None]]:
         """Reap the ended children; return the workers, their exit codes and error file times."""
@@ -171,8 +173,22 @@ class Agent:
                 self._say(f"{what}: it was told to stop and is not replaced")
         elif job.state is not JobState.RUNNING:
             self._say(f"{what}: not replaced, the job is {job.state.value}")
+        elif job.stopping:
+            self._say(f"{what}: not replaced, the job was told to stop")
         else:
             self._say(f"{what}: not replaced, no replacement is left; the other ranks go on")
+
+    def _announce_given_up(self) -> None:
+        """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
+        running = {worker.slot.local_rank for worker in self._resources.workers}
+        ranks = frozenset(range(self._resources.job.nproc)) - running - self._replacements.ranks
+        if ranks != self._given_up and self._resources.workers:
+            self._given_up = ranks
+            self._resources.store.give_up(ranks)
+
+    def _replacement_lost(self) -> None:
+        self._announce_given_up()
+        self._next_phase()
 
     def _next_phase(self) -> None:
         """Start the next phase if all workers have ended."""
@@ -192,6 +208,7 @@ class Agent:
         self._phase = phase
         self._stopped_at = self._resources.loop.clock.now()
         self._replacements.cancel()
+        self._announce_given_up()
         self._shutdown.end_workers(number)
 
     def _all_ended(self) -> None:
@@ -199,6 +216,7 @@ class Agent:
         resources = self._resources
         if self._phase is Phase.RESTARTING:
             self._phase = Phase.RUNNING
+            self._given_up = frozenset()
             resources.store.renew()
             resources.workers.next_attempt()
             resources.workers.start_all(resources.store.port)

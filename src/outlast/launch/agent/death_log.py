@@ -120,10 +120,13 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
     """The first failure from which the job did not recover; `None` if the job succeeded.
 
     A completed call of a wrapped function is a success, even if ranks were lost before, unless a
-    process that completed it failed afterwards.
+    process that completed it failed afterwards. A job that stopped because it was told to ends with
+    the exit code of its stop, whatever was lost before.
     """
     blamed = {Decision.FATAL, Decision.FAILED}
-    if job.state is not JobState.COMPLETED:
+    if job.state is JobState.RUNNING and any(d.decision is Decision.STOPPED for d in deaths):
+        blamed |= {Decision.STOPPED}
+    elif job.state is not JobState.COMPLETED:
         blamed |= {Decision.LOST, Decision.STOPPED}
     return min(
         (death for death in deaths if death.decision in blamed),

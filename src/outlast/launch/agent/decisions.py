@@ -33,10 +33,15 @@ class JobRecord:
         state: the state of the latest call of a wrapped function.
         pids: the processes that completed it, if the record names them. If one of these fails
             afterwards, the job fails; any other was lost before the completion.
+        prefix: of the keys of the call; empty if the record does not name it.
+        stopping: whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not
+            part of the value; the store has a separate key for it.
     """
 
     state: JobState = JobState.PLAIN
     pids: frozenset[int] = frozenset()
+    prefix: str = ""
+    stopping: bool = False
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
@@ -49,7 +54,8 @@ class JobRecord:
             return cls()
         try:
             fields = json.loads(value)
-            return cls(JobState(fields["state"]), frozenset(fields.get("pids", ())))
+            state, pids = JobState(fields["state"]), frozenset(fields.get("pids", ()))
+            return cls(state, pids, str(fields.get("prefix", "")))
         except (ValueError, TypeError, KeyError):
             return cls(JobState.RUNNING)
 
@@ -91,6 +97,8 @@ def decide(
         return Decision.RESTARTED if used < (max_restarts or 0) else Decision.FATAL
     if job.state is JobState.RUNNING and exit_code == TOLD_TO_STOP:
         return Decision.STOPPED
+    if job.state is JobState.RUNNING and job.stopping:
+        return Decision.LOST  # the others do not wait for it: they save and leave
     if job.state is JobState.RUNNING:
         return Decision.REPLACED if used < replacements(max_restarts) else Decision.LOST
     if job.state is JobState.COMPLETED and pid not in job.pids:

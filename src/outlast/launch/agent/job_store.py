@@ -9,12 +9,15 @@ workers see no difference.)
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import socket
 
 import torch.distributed as dist
 
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobRecord
@@ -50,7 +53,24 @@ class JobStore:
 
     def job(self) -> JobRecord:
         """The state of the latest call of a wrapped function, if there was one."""
-        return JobRecord.parse(self._store.read(JOB_KEY))
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if not record.prefix:
+            return record
+        stop = drive(_membership(record).stop_request(), perform_on(self._store))
+        return dataclasses.replace(record, stopping=stop is not None)
+
+    def give_up(self, ranks: frozenset[int]) -> None:
+        """Tell the members of the running call which ranks will not be replaced, so that they do
+        not wait for them.
+        """
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if record.prefix:
+            drive(_membership(record).give_up(ranks), perform_on(self._store))
+
+    def last_save_s(self) -> float | None:
+        """How long the save before a stop may take; `None` if the job has not begun it."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        return drive(_membership(record).last_save(), perform_on(self._store))
 
     def close(self) -> None:
         """Stop serving."""
@@ -67,6 +87,10 @@ class JobStore:
             master_listen_fd=os.dup(self._listener.fileno()),  # the server closes it
         )
         return TorchStore(server, f"{self.host}:{self.port}")
+
+
+def _membership(record: JobRecord) -> MembershipProtocol:
+    return MembershipProtocol(Link(record.prefix), 0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

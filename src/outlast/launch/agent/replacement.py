@@ -32,6 +32,11 @@ class Replacements:
         """Whether a replacement waits for its back-off."""
         return bool(self._waiting)
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks whose replacements wait for their back-off."""
+        return frozenset(death.rank for _, death in self._waiting)
+
     def schedule(self, death: Death) -> None:
         """Replace a dead worker, after the back-off of its rank."""
         delay_s = self._resources.workers.delay_s(death.rank)

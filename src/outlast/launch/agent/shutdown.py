@@ -31,11 +31,13 @@ class Shutdown:
         self._kill_at_once = False
 
     def end_workers(self, number: signal.Signals) -> None:
-        """Send the workers a signal, and SIGKILL to those still running after the grace time."""
+        """Send the workers a signal, and SIGKILL to those still running after the grace time. If a
+        worker announces its last save in that time, they have in addition as long as that may take.
+        """
         self._resources.workers.send(number)
         self._cancel_grace()
         grace_s = self._resources.job.grace_s
-        self._grace = self._resources.loop.call_later(grace_s, self._kill_workers)
+        self._grace = self._resources.loop.call_later(grace_s, self._grace_is_over)
 
     def kill_now(self) -> None:
         """Kill workers and helpers without further waiting."""
@@ -63,6 +65,14 @@ class Shutdown:
     def _cancel_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
+
+    def _grace_is_over(self) -> None:
+        save_s = self._resources.store.last_save_s() if self._resources.workers else None
+        if save_s is None:
+            self._kill_workers()
+            return
+        self._resources.console.say(f"the job is saving: it has {save_s:g} s more")
+        self._grace = self._resources.loop.call_later(save_s, self._kill_workers)
 
     def _kill_workers(self) -> None:
         workers = self._resources.workers

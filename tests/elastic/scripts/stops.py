@@ -1,0 +1,158 @@
+"""One rank of a wrapped training with stops and faults: `python stops.py PLAN`.
+
+The plan is JSON; its `faults` are carried out once each, in their order, when a rank gets to their
+point: {"rank": 0, "at": "step 3", "do": "SIGTERM"}. The points: `begin` (before the `Job` exists),
+`restored`, `step N` (trained, before `job.step`), `saving N` (when the save of step N begins).
+`iteration` limits a fault to one iteration, `always` repeats it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import outlast
+from outlast import inprocess
+from outlast.async_checkpoint import Checkpointer
+from outlast.coordination.ops import drive
+from outlast.elastic import ElasticLoader
+from outlast.inprocess.recovery.call_control import CallControl
+from outlast.inprocess.running_call import running_call
+
+PLAN: dict[str, Any] = {"epochs": 2, "every": 3, "late": False, "job": {}, "faults": []}
+PLAN.update(json.loads(sys.argv[1]))
+RANK = int(os.environ["RANK"])
+MARKS = Path(PLAN["path"] + "-marks")
+
+
+def say(event: str, **fields: Any) -> None:
+    """Prints an event as one line, in one write."""
+    os.write(1, json.dumps({"event": event, "of": RANK, **fields}).encode() + b"\n")
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def stop_is_known() -> bool:
+    call: Any = running_call()
+    return drive(call._membership.stop_request(), call._perform) is not None
+
+
+def act(what: str) -> None:
+    """One action of a fault."""
+    if what == "raise":
+        raise RuntimeError("a planned fault")
+    if what == "known":  # until the request to stop is in the store
+        wait_until(stop_is_known)
+    elif what.startswith("mark "):
+        (MARKS / what[5:]).touch()
+    elif what.startswith("await "):
+        wait_until((MARKS / what[6:]).exists)
+    elif what == "stay":
+        time.sleep(1000)
+    else:
+        os.kill(os.getpid(), signal.Signals[what])
+
+
+def reach(point: str, iteration: int) -> None:
+    """Carries out the faults of this point."""
+    for number, fault in enumerate(PLAN["faults"]):
+        if fault["rank"] != RANK or fault["at"] != point:
+            continue
+        if fault.get("iteration", iteration) != iteration:
+            continue
+        once = MARKS / f"fault {number}"
+        if not fault.get("always"):
+            if once.exists():
+                continue
+            once.touch()
+        for what in fault["do"].split(", "):
+            act(what)
+
+
+def be_late() -> None:
+    """The request reaches the store only after the next iteration has been decided."""
+    record = CallControl.request_stop
+
+    def later(self: CallControl, reason: str, exit_code: int) -> None:
+        wait_until(lambda: self._host.state.iteration > 0)
+        record(self, reason, exit_code)
+
+    CallControl.request_stop = later  # type: ignore[method-assign]
+
+
+def watch_saves() -> None:
+    save: Any = Checkpointer.save
+
+    def saving(self: Checkpointer, step: int, *args: Any, **options: Any) -> Any:
+        handle = save(self, step, *args, **options)
+        reach(f"saving {step}", int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+        return handle
+
+    Checkpointer.save = saving  # type: ignore[method-assign]
+
+
+@inprocess.Wrapper()
+def train(call: inprocess.CallWrapper) -> str:
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    say("entered", iteration=call.iteration, size=size, pid=os.getpid())
+    reach("begin", call.iteration)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(x, x.sum(dim=1, keepdim=True))
+    loader = ElasticLoader(dataset, global_batch_size=8, seed=3)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    with outlast.Job(PLAN["path"], **parts, every=PLAN["every"], **PLAN["job"]) as job:
+        say("restored", step=job.restore(), iteration=call.iteration, size=size)
+        reach("restored", call.iteration)
+        ddp = DistributedDataParallel(model)
+        for _ in range(loader.epoch, PLAN["epochs"]):
+            for inputs, targets in loader:
+                call.ping()
+                loss = nn.functional.mse_loss(ddp(inputs), targets)
+                (loader.weight * loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step = job.steps + 1
+                say(
+                    "trained",
+                    step=step,
+                    iteration=call.iteration,
+                    size=size,
+                    loss=loss.item().hex(),
+                )
+                reach(f"step {step}", call.iteration)
+                job.step()
+                if job.steps == 3:
+                    job.checkpointer.wait()  # in every run, the save of this step is committed
+    content = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        content.update(tensor.numpy().tobytes())
+    return content.hexdigest()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    MARKS.mkdir(parents=True, exist_ok=True)
+    watch_saves()
+    if PLAN["late"]:
+        be_late()
+    say("ended", weights=train())
