@@ -101,7 +101,11 @@ def check(
 # In all of these, steps 3, 6, ... are saved. The requester waits until its request is in the store.
 @pytest.mark.parametrize(
     ("told", "fails"),
-    [(0, 1), (1, 0), pytest.param(0, 0, marks=pytest.mark.slow)],
+    [
+        (0, 1),
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(0, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_and_an_exception_in_the_same_step(
     training: Training, reference: list[Line], told: int, fails: int
@@ -118,6 +122,7 @@ def test_a_signal_and_an_exception_in_the_same_step(
     check(training, codes, lines, reference)
 
 
+@pytest.mark.slow
 def test_a_request_that_the_restart_overtakes(training: Training, reference: list[Line]) -> None:
     """It is not in the store when the next iteration is decided: this one makes a last step."""
     codes, lines = training.run(
@@ -142,10 +147,12 @@ def test_a_state_in_memory_only_is_saved_before_the_ranks_leave(
     check(training, codes, lines, reference)
 
 
+@pytest.mark.slow
 def test_a_fault_during_the_last_save(training: Training, reference: list[Line]) -> None:
     codes, lines = training.run(
         fault(0, "step 4", "SIGTERM"),
-        *(fault(1, f"saving {step}", "raise", iteration=0) for step in range(4, 13)),
+        *(fault(0, f"saving {step}", "mark taken", iteration=0) for step in range(4, 13)),
+        *(fault(1, f"saving {step}", "await taken, raise", iteration=0) for step in range(4, 13)),
         every=100,
         job={"overlap": False},
     )
@@ -153,6 +160,7 @@ def test_a_fault_during_the_last_save(training: Training, reference: list[Line])
     check(training, codes, lines, reference)
 
 
+@pytest.mark.slow
 def test_a_signal_between_two_iterations(training: Training, reference: list[Line]) -> None:
     codes, lines = training.run(
         fault(0, "step 5", "raise"), fault(1, "begin", "SIGTERM, known", iteration=1)
@@ -160,7 +168,7 @@ def test_a_signal_between_two_iterations(training: Training, reference: list[Lin
     check(training, codes, lines, reference)
 
 
-@pytest.mark.parametrize("at", ["begin", "restored"])
+@pytest.mark.parametrize("at", ["begin", pytest.param("restored", marks=pytest.mark.slow)])
 def test_a_job_that_fails_in_every_iteration_ends(
     training: Training, reference: list[Line], at: str
 ) -> None:
@@ -178,7 +186,7 @@ def test_a_job_that_fails_in_every_iteration_ends(
     check(training, codes, lines, reference)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rank_that_got_the_signal_is_killed(
     training: Training, reference: list[Line], killed: int
 ) -> None:
@@ -189,6 +197,7 @@ def test_the_rank_that_got_the_signal_is_killed(
     check(training, codes, lines, reference, killed=killed)
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_twice_and_faults_on_all(training: Training, reference: list[Line]) -> None:
     codes, lines = training.run(
         *(fault(rank, "step 5", "SIGTERM, SIGTERM, SIGUSR1, known, raise") for rank in range(2))

@@ -20,6 +20,7 @@ from outlast.system.error_text import exit_text
 
 PLAIN = JobRecord()
 RUNNING = JobRecord(JobState.RUNNING)
+STOPPING = JobRecord(JobState.RUNNING, prefix="outlast/0/0/", stopping=True)
 COMPLETED = JobRecord(JobState.COMPLETED, frozenset({7}))
 ABORTED = JobRecord(JobState.ABORTED)
 
@@ -37,6 +38,8 @@ ABORTED = JobRecord(JobState.ABORTED)
         (1, RUNNING, 3, None, Decision.LOST),
         (143, RUNNING, 0, 5, Decision.STOPPED),
         (-15, RUNNING, 0, 5, Decision.REPLACED),
+        (143, STOPPING, 0, 5, Decision.STOPPED),
+        (-9, STOPPING, 0, 5, Decision.LOST),
         (1, RUNNING, 0, 0, Decision.LOST),
         (1, RUNNING, 4, 5, Decision.REPLACED),
         (1, ABORTED, 0, 5, Decision.FAILED),
@@ -69,6 +72,12 @@ def test_the_record_in_the_store(value: bytes | None, record: JobRecord) -> None
 
 def death(rank: int, when: float, decision: Decision, code: int = 1) -> Death:
     return Death(rank=rank, pid=100 + rank, exit_code=code, when=when, decision=decision)
+
+
+def test_a_job_that_stopped_ends_with_the_code_of_its_stop() -> None:
+    lost, stopped = death(0, 1, Decision.LOST, -9), death(1, 2, Decision.STOPPED, 143)
+    assert first_cause([lost, stopped], STOPPING) is stopped
+    assert first_cause([lost, stopped], ABORTED) is lost
 
 
 def test_the_first_cause_is_the_earliest_failure_without_recovery() -> None:
