@@ -37,6 +37,7 @@ from outlast.async_checkpoint.save.folder_session import check_unused, session_f
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter
+from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts
@@ -65,8 +66,10 @@ class Checkpointer:
     Args:
         path: a folder on a file system that all ranks share, or a URL that fsspec opens.
         keep: which checkpoints to keep, or how many of the newest; all of them by default.
-        overlap: optimizers. Tensors that only they change are copied during the next forward and
-            backward pass, and their `step` waits for the copy. Everything else is copied at once.
+        overlap: an optimizer, or several. Tensors that only they change are copied during the next
+            forward and backward pass, and their `step` waits for the copy. Everything else is
+            copied at once; so are the tensors of a wrapped optimizer without a torch optimizer in
+            it, with a warning. `False` copies everything at once.
         group: the ranks that save together. By default, the default process group, or this process
             alone if there is none; several ranks must create the process group first.
         max_in_flight: how many saves may be in progress. Each needs a buffer of the size of this
@@ -91,7 +94,7 @@ class Checkpointer:
         path: str | os.PathLike[str],
         *,
         keep: Retention | int | None = None,
-        overlap: Optimizer | Iterable[Optimizer] = (),
+        overlap: Optimizer | Iterable[Optimizer] | bool = False,
         group: Any = None,
         max_in_flight: int = 1,
         on_failure: str | FailurePolicy = "raise",
@@ -109,7 +112,7 @@ class Checkpointer:
         given = os.fspath(path)
         # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given if "://" in given else str(Path(given).expanduser().resolve())
-        optimizers = [overlap] if isinstance(overlap, Optimizer) else list(overlap)
+        optimizers, not_hooked = optimizers_of(overlap)
         self._timeout = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
         grouped = dist.is_available() and dist.is_initialized()
@@ -122,6 +125,11 @@ class Checkpointer:
         self._restarts = restarts.count()
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
+        if not_hooked and self.rank == 0:
+            log.warning(
+                "overlap: the step of %s cannot wait for a copy, so its tensors are copied at once",
+                ", ".join(not_hooked),
+            )
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
         self._session, taken_over = session_for(self._url, threads=threads, linger_s=linger_s)
         if taken_over:

@@ -64,7 +64,8 @@ class Job:
         every: steps between two saves, or time; `None` saves only at the end of the `with` block
             and when the job is told to stop.
         keep: which checkpoints to keep, or how many of the newest.
-        overlap: whether to copy during the next forward and backward pass.
+        overlap: whether to copy the optimizer's tensors, which include the parameters, during the
+            next forward and backward pass; or other optimizers, as for `Checkpointer`.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
         signals: the signals on which to save and exit. The second of a kind has its usual effect.
@@ -87,7 +88,7 @@ class Job:
         states: Mapping[str, Any] | None = None,
         every: int | datetime.timedelta | None = 100,
         keep: Retention | int | None = None,
-        overlap: bool = True,
+        overlap: Optimizer | Iterable[Optimizer] | bool = True,
         random: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         grace: Duration = datetime.timedelta(seconds=30),
@@ -113,7 +114,7 @@ class Job:
         self.checkpointer = Checkpointer(
             path,
             keep=2 if keep is None else keep,
-            overlap=optimizer if overlap else (),
+            overlap=optimizer if overlap is True else overlap,
             **options,
         )
         rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
