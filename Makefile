@@ -5,6 +5,7 @@
 #   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
+#   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make format    formats the code, and applies the fixes of the linter
@@ -26,10 +27,12 @@ BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
+PORTS_VENV := .venv-ports
+PORTS_STAMP := $(PORTS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-ray check format bench docs clean
+.PHONY: help venv demo test test-all test-ray test-ports check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +56,9 @@ $(BENCH_STAMP): $(BUILT_FROM)
 $(RAY_STAMP): $(BUILT_FROM)
 	$(call environment,$(RAY_VENV),dev$(,)demo$(,)ray)
 
+$(PORTS_STAMP): $(BUILT_FROM)
+	$(call environment,$(PORTS_VENV),dev$(,)ports)
+
 # A comma that `call` does not take for an argument separator.
 , := ,
 
@@ -74,9 +80,14 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
+	$(MAKE) test-ports
 
 test-ray: $(RAY_STAMP)
 	$(RAY_VENV)/bin/python -m pytest tests/elastic/states/test_ray.py
+
+# The tests mostly wait for default timeouts, all at the same time.
+test-ports: $(PORTS_STAMP)
+	$(PORTS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
@@ -98,7 +109,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) $(PORTS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true
