@@ -22,7 +22,7 @@ SPEC = {
     },
     "state": {"State", "Status"},
     "initialize": {"Initialize", "RetryController"},
-    "abort": {"Abort", "AbortTorchDistributed"},
+    "abort": {"Abort", "AbortTorchDistributed", "AbortTransformerEngine"},
     "ending": {"Completion", "Terminate"},
     "rank_tree": {"Layer", "LayerFlag", "Tree"},
     "finalize": {"Finalize", "ThreadedFinalize"},

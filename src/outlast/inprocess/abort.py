@@ -15,6 +15,7 @@ The groups' resources are released afterwards, in the thread that used them
 from __future__ import annotations
 
 import abc
+import importlib
 import logging
 import threading
 from typing import Any
@@ -28,7 +29,7 @@ from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.state import State
 from outlast.system.sockets import shut_down, socket_inodes
 
-__all__ = ["Abort", "AbortTorchDistributed"]
+__all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -89,6 +90,21 @@ class AbortTorchDistributed(Abort):
         for descriptor, inode in socket_inodes().items():
             if inode not in self._open_before and peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
+
+
+class AbortTransformerEngine(Abort):
+    """Destroys the communication buffers of Transformer Engine; nothing where it is not installed.
+
+    Compose it to the left of `AbortTorchDistributed`, which ends the collectives first.
+    """
+
+    def __call__(self, state: State) -> State:
+        try:
+            base = importlib.import_module("transformer_engine.pytorch.module.base")
+        except ImportError:
+            return state
+        base.destroy_ub()
+        return state
 
 
 def interrupt_collectives(done: threading.Event) -> None:

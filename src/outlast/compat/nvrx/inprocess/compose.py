@@ -1,0 +1,5 @@
+"""`Compose`: that of `outlast.inprocess`."""
+
+from outlast.inprocess.compose import Compose
+
+__all__ = ["Compose"]

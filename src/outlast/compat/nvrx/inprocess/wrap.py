@@ -1,0 +1,145 @@
+"""`Wrapper` with the arguments of 0.4, on top of `outlast.inprocess.Wrapper`."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+from outlast.compat.nvrx.inprocess import adapters
+from outlast.compat.nvrx.inprocess.abort import Abort, AbortTorchDistributed
+from outlast.compat.nvrx.inprocess.completion import Completion
+from outlast.compat.nvrx.inprocess.compose import Compose
+from outlast.compat.nvrx.inprocess.finalize import Finalize
+from outlast.compat.nvrx.inprocess.health_check import HealthCheck
+from outlast.compat.nvrx.inprocess.initialize import Initialize
+from outlast.compat.nvrx.inprocess.rank_assignment import (
+    ActivateAllRanks,
+    RankAssignment,
+    ShiftRanks,
+    as_core,
+)
+from outlast.compat.nvrx.inprocess.rank_filter import RankFilter
+from outlast.compat.nvrx.inprocess.store import StoreMixin, TCPStore
+from outlast.compat.nvrx.inprocess.terminate import Terminate
+from outlast.inprocess import CallWrapper
+from outlast.inprocess import Wrapper as CoreWrapper
+
+__all__ = ["CallWrapper", "Wrapper"]
+
+A = TypeVar("A")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BY_NAME = "inprocess_call_wrapper"
+"""Megatron's parameter for the call wrapper, which its newest versions do not annotate with it."""
+
+
+class Wrapper:
+    """`outlast.inprocess.Wrapper`, which documents the arguments, with the names of 0.4.
+
+    `heartbeat_interval` and `monitor_process_interval` are one interval here: the shorter one.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_factory: type[StoreMixin] = TCPStore,
+        store_kwargs: dict[str, Any] | None = None,
+        initialize: Initialize | None = None,
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - keeps no state of a call
+        finalize: Finalize | None = None,
+        health_check: HealthCheck | None = None,
+        rank_assignment: RankAssignment = Compose(ActivateAllRanks(), ShiftRanks()),  # noqa: B008
+        rank_filter: RankFilter | None = None,
+        monitor_thread_interval: datetime.timedelta = timedelta(seconds=1),
+        monitor_process_interval: datetime.timedelta = timedelta(seconds=1),
+        heartbeat_interval: datetime.timedelta = timedelta(seconds=1),
+        progress_watchdog_interval: datetime.timedelta = timedelta(seconds=1),
+        soft_timeout: datetime.timedelta = timedelta(seconds=60),
+        hard_timeout: datetime.timedelta = timedelta(seconds=90),
+        heartbeat_timeout: datetime.timedelta = timedelta(seconds=30),
+        barrier_timeout: datetime.timedelta = timedelta(seconds=120),
+        completion_timeout: datetime.timedelta = timedelta(seconds=120),
+        last_call_wait: datetime.timedelta = timedelta(seconds=1),
+        termination_grace_time: datetime.timedelta = timedelta(seconds=5),
+        monitor_process_logfile: str | None = None,
+        enabled: bool = True,
+        completion: Completion | None = None,
+        terminate: Terminate | None = None,
+    ) -> None:
+        kinds: dict[str, tuple[Any, type]] = {
+            "initialize": (initialize, Initialize),
+            "abort": (abort, Abort),
+            "finalize": (finalize, Finalize),
+            "health_check": (health_check, HealthCheck),
+            "rank_filter": (rank_filter, RankFilter),
+            "completion": (completion, Completion),
+            "terminate": (terminate, Terminate),
+        }
+        for name, (value, kind) in kinds.items():
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+        if not isinstance(rank_assignment, RankAssignment):
+            raise TypeError(f"rank_assignment must be a RankAssignment, not {rank_assignment!r}")
+        intervals = {
+            "monitor_process_interval": monitor_process_interval,
+            "heartbeat_interval": heartbeat_interval,
+        }
+        for name, interval in intervals.items():
+            if not isinstance(interval, timedelta):
+                raise TypeError(f"{name} must be a datetime.timedelta, not {interval!r}")
+        if rank_filter is not None:
+            warnings.warn(
+                "rank_filter is deprecated: use rank_assignment", DeprecationWarning, stacklevel=2
+            )
+        self.enabled = enabled
+        self._core = CoreWrapper(
+            store_factory=store_factory,
+            store_kwargs=store_kwargs,
+            initialize=_adapted(adapters.CoreInitialize, initialize),
+            abort=_adapted(adapters.CoreAbort, abort),
+            finalize=_adapted(adapters.CoreFinalize, finalize),
+            health_check=_adapted(adapters.CoreHealthCheck, health_check),
+            rank_assignment=as_core(rank_assignment),
+            rank_filter=_adapted(adapters.CoreRankFilter, rank_filter),
+            monitor_thread_interval=monitor_thread_interval,
+            monitor_process_interval=min(intervals.values()),
+            progress_watchdog_interval=progress_watchdog_interval,
+            soft_timeout=soft_timeout,
+            hard_timeout=hard_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            barrier_timeout=barrier_timeout,
+            completion_timeout=completion_timeout,
+            last_call_wait=last_call_wait,
+            termination_grace_time=termination_grace_time,
+            monitor_process_logfile=monitor_process_logfile,
+            enabled=enabled,
+            completion=_adapted(adapters.CoreCompletion, completion),
+            terminate=_adapted(adapters.CoreTerminate, terminate),
+        )
+
+    def __call__(self, function: F) -> F:
+        if not self.enabled:
+            return function
+        parameter = inspect.signature(function).parameters.get(_BY_NAME)
+        if parameter is None or "CallWrapper" in str(parameter.annotation):
+            return cast(F, self._core(function))
+
+        def named(args: Any, kwargs: Any, call: CallWrapper) -> Any:
+            return function(*args, **{**kwargs, _BY_NAME: call})
+
+        restarted: Any = self._core(named)
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return restarted(args, kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+def _adapted(adapter: Callable[[Any], A], policy: Any) -> A | None:
+    return None if policy is None else adapter(policy)

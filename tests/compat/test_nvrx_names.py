@@ -1,0 +1,144 @@
+"""Names and signatures of nvidia-resiliency-ext 0.4, from a table of facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+# By module: each name, with its parameters ("name" or "name=" for one that has a default).
+FACTS = {
+    "inprocess": {
+        "Wrapper": "store_factory= store_kwargs= initialize= abort= finalize= health_check= "
+        "rank_assignment= rank_filter= monitor_thread_interval= monitor_process_interval= "
+        "heartbeat_interval= progress_watchdog_interval= soft_timeout= hard_timeout= "
+        "heartbeat_timeout= barrier_timeout= completion_timeout= last_call_wait= "
+        "termination_grace_time= monitor_process_logfile= enabled= completion= terminate=",
+        "State": "rank world_size active_rank= active_world_size= initial_rank= "
+        "initial_world_size= iteration= mode= fn_exception=",
+        "FrozenState": "rank world_size active_rank= active_world_size= initial_rank= "
+        "initial_world_size= iteration= mode= fn_exception=",
+    },
+    "inprocess.initialize": {
+        "RetryController": "max_iterations= min_world_size= min_active_world_size="
+    },
+    "inprocess.abort": {"AbortTorchDistributed": "", "AbortTransformerEngine": ""},
+    "inprocess.finalize": {"ThreadedFinalize": "timeout fn args= kwargs="},
+    "inprocess.health_check": {"CudaHealthCheck": "timeout=", "FaultCounter": "max_rank_faults="},
+    "inprocess.rank_assignment": {
+        "RankAssignmentCtx": "state store terminated_ranks",
+        "ActivateAllRanks": "",
+        "MaxActiveWorldSize": "max_active_world_size=",
+        "ActiveWorldSizeDivisibleBy": "divisor=",
+        "ShiftRanks": "",
+        "FillGaps": "",
+        "FilterCountGroupedByKey": "key_or_fn condition timeout=",
+        "Layer": "min_ranks= max_ranks= key_or_fn= flag=",
+        "Tree": "layers world_size_filter=",
+    },
+    "inprocess.rank_filter": {
+        "MaxActiveWorldSize": "max_active_world_size=",
+        "ActiveWorldSizeDivisibleBy": "divisor=",
+    },
+    "inprocess.nested_restarter": {
+        "NestedRestarterCallback": "restarter_state restarter_stage= logger= special_rank=",
+        "NestedRestarterHandlingCompleted": "special_rank=",
+        "NestedRestarterHandlingStarting": "restarter_state= restarter_stage= logger= "
+        "special_rank=",
+        "NestedRestarterFinalized": "restarter_state= restarter_stage= logger= special_rank=",
+        "NestedRestarterAborted": "restarter_state= restarter_stage= logger= special_rank=",
+    },
+    "inprocess.attribution": {"InterruptionRecord": "rank interruption"},
+    "checkpointing.async_ckpt.core": {
+        "AsyncCallsQueue": "persistent=",
+        "AsyncRequest": "async_fn async_fn_args finalize_fns async_fn_kwargs= preload_fn= "
+        "is_frozen= call_idx=",
+    },
+    "checkpointing.async_ckpt.torch_ckpt": {"TorchAsyncCheckpoint": "persistent_queue="},
+}
+NAMES = {
+    "inprocess": "abort completion exception finalize health_check initialize nested_restarter "
+    "rank_assignment state terminate Compose CallWrapper Mode",
+    "inprocess.exception": "RestartError RestartAbort HealthCheckError InternalError TimeoutError",
+    "inprocess.completion": "Completion",
+    "inprocess.terminate": "Terminate",
+    "inprocess.initialize": "Initialize",
+    "inprocess.abort": "Abort",
+    "inprocess.finalize": "Finalize",
+    "inprocess.health_check": "HealthCheck FaultCounterExceeded",
+    "inprocess.rank_assignment": "RankAssignment RankFilter RankDiscarded LayerFlag",
+    "inprocess.rank_filter": "RankFilter WorldSizeDivisibleBy",
+    "inprocess.store": "StoreMixin TCPStore FileStore PrefixStore",
+}
+DEFAULTS_S = {
+    "monitor_thread_interval": 1,
+    "monitor_process_interval": 1,
+    "heartbeat_interval": 1,
+    "progress_watchdog_interval": 1,
+    "soft_timeout": 60,
+    "hard_timeout": 90,
+    "heartbeat_timeout": 30,
+    "barrier_timeout": 120,
+    "completion_timeout": 120,
+    "last_call_wait": 1,
+    "termination_grace_time": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [(module, name, text) for module, names in FACTS.items() for name, text in names.items()],
+)
+def test_a_signature_is_that_of_the_facts(module: str, name: str, expected: str) -> None:
+    found = getattr(importlib.import_module(f"outlast.compat.nvrx.{module}"), name)
+    parameters = inspect.signature(found).parameters.values()
+    text = [p.name + ("" if p.default is p.empty else "=") for p in parameters]
+    assert text == expected.split()
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_the_names_are_there(module: str) -> None:
+    found = importlib.import_module(f"outlast.compat.nvrx.{module}")
+    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+    exported = set(getattr(found, "__all__", ()))
+    assert set(NAMES[module].split()) <= exported
+
+
+def test_the_durations_are_those_of_the_facts() -> None:
+    inprocess = importlib.import_module("outlast.compat.nvrx.inprocess")
+    parameters = inspect.signature(inprocess.Wrapper).parameters
+    found = {name: parameters[name].default.total_seconds() for name in DEFAULTS_S}
+    assert found == DEFAULTS_S
+    assert [f.name for f in dataclasses.fields(inprocess.FrozenState)] == [
+        f.name for f in dataclasses.fields(inprocess.State)
+    ]
+    assert [m.name for m in inprocess.Mode] == ["INITIALIZED", "ACTIVE", "INACTIVE", "TERMINATED"]
+
+
+INSTALL = """
+import sys
+from outlast.compat import nvrx
+assert "nvidia_resiliency_ext" not in sys.modules
+nvrx.install()
+nvrx.install()
+import nvidia_resiliency_ext.inprocess as inprocess
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+assert inprocess.Wrapper.__module__ == "outlast.compat.nvrx.inprocess.wrap"
+del sys.modules["nvidia_resiliency_ext"]
+sys.modules["nvidia_resiliency_ext"] = sys
+try:
+    nvrx.install()
+except RuntimeError as e:
+    assert "imported already" in str(e)
+else:
+    raise AssertionError("the real package was replaced")
+"""
+
+
+def test_installed_it_stands_in_for_the_old_import() -> None:
+    done = subprocess.run([sys.executable, "-c", INSTALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
