@@ -23,19 +23,25 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
+            +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
+            +-- FolderInUse              another job saves into the same folder
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RestartAbort                     ends the job on every rank
+        +-- UnrecoverableFault           restarts do not help; exit code 93 (also a `SystemExit`)
 
 An error about a rank names the rank, its host and the first cause. `TimeoutError` and
 `CheckpointTimeout` are also Python's own `TimeoutError`. An object that was closed, such as a
 `Checkpointer` or an `AsyncCallsQueue`, raises `ValueError` when it is used, as a closed file does.
+An error class with `permanent = True` ends a job with `inprocess.Wrapper` at once: every restart
+would raise it again.
 """
 
 from __future__ import annotations
 
 import builtins
 from concurrent.futures import CancelledError
+from typing import ClassVar
 
 __all__ = [
     "AsyncCallError",
@@ -45,6 +51,7 @@ __all__ = [
     "CheckpointTimeout",
     "EventLogError",
     "FaultCounterExceeded",
+    "FolderInUse",
     "HealthCheckError",
     "InternalError",
     "LaunchError",
@@ -58,11 +65,21 @@ __all__ = [
     "SaveCancelled",
     "StoreError",
     "TimeoutError",
+    "UnrecoverableFault",
 ]
+
+NO_RESTART = 93
+"""The exit code of a job that a restart would not help: do not requeue it."""
 
 
 class OutlastError(Exception):
-    """The base of all failures that the caller did not cause; misuse is a built-in error."""
+    """The base of all failures that the caller did not cause; misuse is a built-in error.
+
+    Attributes:
+        permanent: whether every restart would end with the same error.
+    """
+
+    permanent: ClassVar[bool] = False
 
 
 class RestartError(OutlastError):
@@ -156,6 +173,18 @@ class SaveCancelled(CheckpointError, CancelledError):
     """
 
 
+class CheckpointMismatch(CheckpointError):
+    """A valid checkpoint does not fit the state to restore; names what differs."""
+
+    permanent = True
+
+
+class FolderInUse(CheckpointError):
+    """Another job saves into the same folder; names the lock holder."""
+
+    permanent = True
+
+
 class RankShouldRestart(BaseException):
     """Raised in the training function to interrupt it.
 
@@ -166,3 +195,16 @@ class RankShouldRestart(BaseException):
 
 class RestartAbort(BaseException):
     """Ends the job: this rank raises it, and all other ranks end too."""
+
+
+class UnrecoverableFault(RestartAbort, SystemExit):
+    """Ends the job on every rank: its first cause came back, or no restart can fix it.
+
+    Its `__cause__` is the `RankFault` of the first cause. It is a `SystemExit` with code 93: a
+    process that does not catch it exits with 93 under every launcher. The rank of the first cause
+    logs its traceback; the interpreter prints nothing.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = NO_RESTART

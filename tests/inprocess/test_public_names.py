@@ -15,7 +15,7 @@ SPEC = {
         "RankShouldRestart", "RestartError", "HealthCheckError", "InternalError", "TimeoutError",
         "RestartAbort",
         # Beyond the API that users know:
-        "Adaptive", "GrowPolicy",
+        "Adaptive", "GrowPolicy", "RepeatedFaults", "UnrecoverableFault",
         # The parts:
         "abort", "attribution", "ending", "exception", "finalize", "health_check", "initialize",
         "rank_assignment", "rank_filter", "rank_tree", "state", "store",
@@ -35,7 +35,7 @@ SPEC = {
     "attribution": {"Interruption", "InterruptionRecord"},
     "exception": {
         "RestartError", "HealthCheckError", "InternalError", "TimeoutError", "RestartAbort",
-        "RankShouldRestart",
+        "RankShouldRestart", "UnrecoverableFault",
     },
     "store": {"StoreMixin", "TCPStore", "PrefixStore", "FileStore"},
 }  # fmt: skip

@@ -202,8 +202,8 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "who leaves does not say so": (Machine._leave, "if self.member < 0:", "if True:"),
     "who leaves with RestartAbort ends itself only": (
         Machine._leave,
-        "isinstance(error, RestartAbort)),",
-        "False),",
+        "isinstance(error, RestartAbort))",
+        "False)",
     ),
     "an ended job goes on": (Machine._decide, "if ender is not None:", "if False:"),
     "two processes take one place": (
@@ -235,6 +235,11 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         agreed_faults,
         "fault.member in missing:",
         "fault.member not in came:",
+    ),
+    "the first cause is reported by everyone": (
+        Machine._stop_or_pause,
+        "reporter == self.member",
+        "True",
     ),
     "who decides does not end the holds of others": (
         Machine._decide,

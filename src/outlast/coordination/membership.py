@@ -9,6 +9,8 @@ Keys of iteration k (under the prefix of one call):
     fault/k    log of the faults
     store/k    the address of the iteration's own store, for the function
     term/k     barrier after all members have left the function
+    history/k  the faults before iteration k                  first claim wins
+    resume/k   the pause before iteration k is over
 
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
 recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
@@ -40,6 +42,11 @@ from outlast.coordination.view import Joiner, ViewRecord, decide
 RESTART = b"restart"
 COMPLETED = b"completed"
 _GONE = "outlast/gone"
+
+
+def resume_key(iteration: int) -> str:
+    """The key that ends the pause before an iteration."""
+    return f"resume/{iteration}"
 
 
 class MembershipProtocol:
@@ -143,6 +150,7 @@ class MembershipProtocol:
             if lost.member in view.expected:
                 if not lost.discarded:
                     await self.end(at, RESTART)
+                    await self.link.put(resume_key(at), b"1")
                 await barrier.check(self.link, f"start/{at}", view.expected)
                 await barrier.check(self.link, f"term/{at}", view.expected)
                 await barrier.check(self.link, "goodbye", view.expected)
@@ -216,7 +224,7 @@ class MembershipProtocol:
         for name in ("start", "term"):
             for part in ("arrived", "count", "done"):
                 await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("done", "fault", "store"):
+        for key in ("done", "fault", "history", "resume", "store"):
             await self.link.delete(f"{key}/{iteration}")
 
     async def request_stop(self, stop: StopRecord) -> None:

@@ -23,6 +23,10 @@ class FaultRecord:
             behind is the likely cause. -1 collectives if it is not known.
         idle: how long it had made no progress, in seconds.
         testimony: whether the hung member reports itself: it knows where it was.
+        where: the place where the exception was raised; empty if there was none.
+        permanent: whether a restart would raise it again: `always`, `program` (an error in the
+            program, if it has not trained yet), or empty.
+        step: the last training step in this iteration; 0 if none is known.
     """
 
     iteration: int
@@ -38,6 +42,9 @@ class FaultRecord:
     collectives: int = -1
     idle: float = 0.0
     testimony: bool = False
+    where: str = ""
+    permanent: str = ""
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,11 @@ from outlast.inprocess.exception import (
     RestartAbort,
     RestartError,
     TimeoutError,
+    UnrecoverableFault,
 )
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.wrapper import Wrapper
 
@@ -41,11 +43,13 @@ __all__ = [
     "HealthCheckError",
     "InternalError",
     "RankShouldRestart",
+    "RepeatedFaults",
     "RestartAbort",
     "RestartError",
     "State",
     "Status",
     "TimeoutError",
+    "UnrecoverableFault",
     "Wrapper",
     "abort",
     "attribution",

@@ -12,6 +12,7 @@ from outlast.errors import (
     RestartError,
     StoreError,
     TimeoutError,
+    UnrecoverableFault,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "RestartError",
     "StoreError",
     "TimeoutError",
+    "UnrecoverableFault",
 ]

@@ -22,6 +22,7 @@ from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
@@ -79,6 +80,8 @@ class Wrapper:
         monitor_process_logfile: absolute path; `{rank}` is replaced by the initial rank.
         enabled: `False` returns the function unchanged.
         grow_policy: when a process that asks to join is admitted.
+        repeated_faults: when faults that come back end the job; `None` restarts without limit. A
+            `RetryController` in `initialize` replaces it.
         event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
         completion: rank-local; runs when all ranks have completed.
         terminate: rank-local; runs when this rank leaves the job with an exception.
@@ -112,6 +115,7 @@ class Wrapper:
         monitor_process_logfile: str | None = None,
         enabled: bool = True,
         grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,
+        repeated_faults: RepeatedFaults | None = RepeatedFaults(),  # noqa: B008 - immutable
         event_sink: Sink | None = None,
         completion: Completion | None = None,
         terminate: Terminate | None = None,
@@ -151,6 +155,7 @@ class Wrapper:
             grow_policy=grow_policy,
             completion=completion,
             terminate=terminate,
+            repeated_faults=repeated_faults,
         )
 
     # Hidden from type checkers, for which `@Wrapper` without parentheses is an error.

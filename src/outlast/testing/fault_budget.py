@@ -15,6 +15,7 @@ class Schedule:
     Attributes:
         deaths, double_deaths: of main processes, and of monitors while they report one.
         suspicions: live members that are reported as lost.
+        max_equal: equal faults that end the job; 0 for no limit.
         faults, leaves, aborts: exceptions that restart, that end a member, that end the job.
         joins: new processes, mostly replacements of a dead one.
     """
@@ -32,6 +33,7 @@ class Schedule:
     divisor: int = 1
     reserve: int = 0
     await_full: bool = False
+    max_equal: int = 0
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -51,6 +53,7 @@ class Schedule:
             divisor=r.choice([1, 1, 1, 2]),
             reserve=r.choice([0, 0, 1]),
             await_full=r.random() < 0.2,
+            max_equal=r.choice([0, 0, 2, 0, 3]),
         )
 
 

@@ -8,11 +8,11 @@ from outlast.coordination import barrier
 from outlast.coordination.membership import COMPLETED
 from outlast.coordination.records import FaultRecord, lines
 from outlast.coordination.view import ViewRecord
-from outlast.errors import RankLostError, RestartAbort, RestartError
+from outlast.errors import RankLostError, RestartAbort, RestartError, UnrecoverableFault
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.testing.fault_budget import Schedule
 from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_member import HOLD_S, SimulatedMember
+from outlast.testing.simulated_member import HOLD_S, PAUSE_S, SimulatedMember
 
 
 class Invariants:
@@ -29,6 +29,8 @@ class Invariants:
         self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
         self.suspected: set[int] = set()
         self.causes: dict[int, int] = {}
+        self.stopped_at: int | None = None
+        self.reporters = 0
         self.broken: list[str] = []
         self.timeouts_seen = 0
 
@@ -104,6 +106,19 @@ class Invariants:
         named = self.causes.setdefault(iteration, member)
         self.must(named == member, f"R6: the cause of {iteration} is member {named}, and {member}")
 
+        self.must(self.stopped_at is None, f"R5: {iteration} goes on, {self.stopped_at} stopped")
+
+    def stopped(self, iteration: int, cause: FaultRecord, reports: bool) -> None:
+        """R5 and R6: all members end with the same iteration, no member goes on, and at most one
+        reports the cause (none if it died before it could).
+        """
+        at = iteration if self.stopped_at is None else self.stopped_at
+        self.must(at == iteration, f"R5: {iteration} stopped, and {at} stopped")
+        self.must(iteration not in self.causes, f"R5: {iteration} stopped, and went on")
+        self.stopped_at = iteration
+        self.reporters += reports
+        self.must(self.reporters <= 1, f"R6: {self.reporters} members report the cause")
+
     def returned(self, iteration: int, member: int) -> None:
         self.finished.setdefault(iteration, set()).add(member)
 
@@ -112,6 +127,8 @@ class Invariants:
         table = self.sim.store.table
         for task, key in self.sim.timeouts[self.timeouts_seen :]:
             self.timeouts_seen += 1
+            if key.startswith("resume/"):
+                continue  # a pause between equal faults
             if not key.startswith("joined/"):
                 self.must(False, f"R5: it took a timeout of the wait for {key}")
             elif (host := self.hosts.get(task)) is not None:
@@ -142,7 +159,9 @@ class Invariants:
 
     def failed(self, error: BaseException, host: SimulatedMember) -> None:
         allowed = error is host.given
-        if isinstance(error, RestartAbort):
+        if isinstance(error, UnrecoverableFault):
+            allowed |= self.stopped_at is not None
+        elif isinstance(error, RestartAbort):
             allowed |= any(said.get("ends_job") for said in self._read(barrier.LEDGER))
         elif isinstance(error, RankLostError):
             allowed |= host.member in self.suspected
@@ -158,9 +177,10 @@ class Invariants:
         assert len(completed) <= 1, f"R5: members completed in iterations {sorted(completed)}"
         enders = {host.member for _, host in ended if isinstance(host.given, RestartAbort)}
         assert not (completed and enders - self.suspected), "R5: a job that was ended has completed"
+        assert not completed or self.stopped_at is None, "R5: a job that stopped has completed"
         if completed:
             done = self.sim.store.table.get(barrier.done_key("goodbye"))
             assert done is not None, "R5: the store's host waits for a goodbye forever"
         # Each decision may be held once, and once more by a joiner after all others have died.
-        held = HOLD_S * (len(self.known) + born)
+        held = (HOLD_S + PAUSE_S) * (len(self.known) + born)
         assert self.sim.clock.now() <= held, f"R5: it took {self.sim.clock.now()} s"

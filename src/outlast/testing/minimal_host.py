@@ -28,6 +28,9 @@ class MinimalHost:
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         return None
 
+    def progress(self) -> tuple[int, int]:
+        return 0, 0
+
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         return FaultRecord(
             iteration, self.member, self.preferred_rank, "no host", 0, interruption.value, cause
@@ -43,4 +46,7 @@ class MinimalHost:
         return None
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+        return None
+
+    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
         return None

@@ -18,6 +18,7 @@ from outlast.inprocess.recovery.host_protocol import (
     RecoveryState,
     Returned,
 )
+from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.minimal_host import MinimalHost
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # How long a restart is held for replacements, if the schedule says so. Shorter than the backstop of
 # the waits: a hold whose end was to come from a member that died ends by itself first.
 HOLD_S = 0.5
+PAUSE_S = 0.25  # between equal faults
 
 
 class SimulatedMember(MinimalHost):
@@ -48,7 +50,10 @@ class SimulatedMember(MinimalHost):
         self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
         size = schedule.members if schedule.await_full else 0
-        self.limits = Limits(120.0, 120.0, await_size=size, await_seconds=HOLD_S)
+        repeated = None
+        if schedule.max_equal:
+            repeated = RepeatedFaults(schedule.max_equal, backoff=PAUSE_S, max_backoff=PAUSE_S)
+        self.limits = Limits(120.0, 120.0, await_size=size, await_seconds=HOLD_S, repeated=repeated)
         self.machine = _Machine(self, Link(), schedule.members)
         self.iteration, self.member = -1, -1
         self.assigned: AssignedRank | None = None
@@ -116,6 +121,9 @@ class SimulatedMember(MinimalHost):
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         self.invariants.caused(self.iteration, cause)
+
+    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+        self.invariants.stopped(self.iteration, cause, reports)
 
     def give(self, error: BaseException) -> BaseException:
         """The error that this member is to end with."""

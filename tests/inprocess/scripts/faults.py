@@ -60,7 +60,7 @@ def one_leaves_late() -> None:
 
 
 @scenario
-@wrapped()
+@wrapped(repeated_faults=None)
 def all_fail_at_once(call: CallWrapper) -> int:
     join_group()
     if call.iteration < 40:

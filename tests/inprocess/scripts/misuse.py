@@ -116,7 +116,7 @@ def alone() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
-    @wrapped()
+    @wrapped(repeated_faults=None)
     def train(call: CallWrapper) -> list[int]:
         size = join_group()
         if call.iteration < 3:
@@ -170,7 +170,7 @@ def foreign_connection() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     pairs = [_connection(server)]
 
-    @wrapped()
+    @wrapped(repeated_faults=None)
     def train(call: CallWrapper) -> int:
         if call.iteration == 0:
             pairs.append(_connection(server))

@@ -38,7 +38,7 @@ def _held() -> dict[str, Any]:
 def many_restarts() -> None:
     restarts = int(sys.argv[2])
 
-    @Wrapper()
+    @Wrapper(repeated_faults=None)
     def train(call: CallWrapper) -> int:
         join_group()
         if call.iteration in (10, restarts // 2, restarts):

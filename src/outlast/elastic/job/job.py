@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
+from outlast.coordination.training_step import report_step
 from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.sample_count import SampleCount
@@ -239,6 +240,7 @@ class Job:
         self._stop_request.furthest = max(self._stop_request.furthest, self.steps)
         self._step_events.completed(self.steps)
         self._samples.add_step(samples)
+        report_step(self.steps)
         if agreement.is_last(self.steps, self._grace.total_seconds()):
             self._exit(agreement.reason)
         elif self._schedule.is_due(self.steps):

@@ -14,7 +14,8 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 def fault_event(fault: FaultRecord) -> Fault:
     """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    del values["pid"]  # an event's pid is its writer's
+    for name in ("pid", "where", "permanent", "step"):  # an event's pid is its writer's
+        del values[name]
     return Fault(**values)
 
 
@@ -89,6 +90,7 @@ class FaultReports:
             interruption=kind.value,
             cause=cause,
             pings=page.pings,
+            step=page.step,
         )
 
     def _emit_lost(self, fault: FaultRecord) -> None:

@@ -61,6 +61,7 @@ class SharedPage:
     thread_2 = _Int(8)
     store_port = _Int(9)  # of the iteration's store if the main process serves it, else 0
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
+    step = _Int(10)  # the last training step of this iteration; 0 if none was reported
     # The time of the last progress (monotonic), and the soft timeout in seconds; 0 means the soft
     # timeout of the settings.
     progress = _Float(0)

@@ -9,7 +9,7 @@ lost ranks have been replaced.
 from __future__ import annotations
 
 from outlast.coordination import barrier
-from outlast.coordination.membership import RESTART, MembershipProtocol
+from outlast.coordination.membership import RESTART, MembershipProtocol, resume_key
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.recovery.host_protocol import GrowPolicy, Host
@@ -26,6 +26,7 @@ async def end_iteration_to_join(
     at_once = grow is GrowPolicy.AT_ONCE and await membership.stop_request() is None
     if at_once or not left:
         await membership.end(iteration, RESTART)
+        await membership.link.put(resume_key(iteration), b"1")
 
 
 async def wait_for_end_of_iteration(

@@ -6,6 +6,7 @@ from outlast.coordination import barrier
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, ends, first_cause
 from outlast.errors import RankFault, RestartAbort, RestartError
+from outlast.inprocess.recovery.repeated_faults import FaultHistory, RepeatedFaults, add_fault
 
 
 async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[FaultRecord]:
@@ -27,6 +28,46 @@ async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[
                 missing -= {fault.member} if ends(fault) else set()
         faults = kept
     return faults
+
+
+async def agreed_history(
+    membership: MembershipProtocol,
+    iteration: int,
+    faults: list[FaultRecord],
+    policy: RepeatedFaults,
+) -> FaultHistory:
+    """The history of faults after the iteration, the same on every member: the first claim wins.
+
+    Members may know different faults, because the end of a member can be reported late. One that
+    was not a member before the iteration reads its history from the store.
+    """
+    link = membership.link
+    before = FaultHistory.decode(await link.read(f"history/{iteration}"))
+    said = (await barrier.arrivals(link, f"term/{iteration}")).values()
+    step = max((each.get("step", 0) for each in said), default=0)
+    step = max(step, *(fault.step for fault in faults), 0)
+    pinged = any(each.get("pings") for each in said) or any(fault.pings > 0 for fault in faults)
+    cause = first_cause(faults)
+    if cause is not None and cause.consequence and await _is_joined(membership, iteration):
+        cause = None  # no rank failed: connections broke because the job was made to grow
+    mine = add_fault(before, cause, step, pinged, policy).encode()
+    return FaultHistory.decode(await link.claim(f"history/{iteration + 1}", mine))
+
+
+async def _is_joined(membership: MembershipProtocol, iteration: int) -> bool:
+    """Whether a process that is not in the view of the iteration has asked to join."""
+    view = await membership.view(iteration)
+    lost = await barrier.lost_members(membership.link)
+    members = frozenset[int]() if view is None else view.expected
+    return any(j.member not in members | lost for j in await membership.joiners())
+
+
+async def reporter_of(membership: MembershipProtocol, cause: FaultRecord) -> int:
+    """The member that reports the cause to the user: the one that failed, or if that has ended, the
+    first that is left.
+    """
+    arrived = await barrier.arrivals(membership.link, f"term/{cause.iteration}")
+    return cause.member if cause.member in arrived else min(arrived, default=-1)
 
 
 async def cause_of_abort(

@@ -12,6 +12,7 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 
 
 class RecoveryState(enum.Enum):
@@ -25,6 +26,7 @@ class RecoveryState(enum.Enum):
     COMPLETE = "complete"
     SETTLE = "settle"
     DECIDE = "decide"
+    PAUSE = "pause"
     ASSIGN = "assign"
     DONE = "done"
 
@@ -46,6 +48,7 @@ class Limits:
     backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
     await_size: int = 0  # a restart is held until there are this many members,
     await_seconds: float = 0.0  # for this long at most
+    repeated: RepeatedFaults | None = None  # `None`: the job restarts without limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,9 @@ class Host(Protocol):
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
+    def progress(self) -> tuple[int, int]:
+        """The last training step of this iteration, and its pings; 0 if there are none."""
+
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault of this member that has no exception."""
 
@@ -128,3 +134,8 @@ class Host(Protocol):
 
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         """Called when every member has left iteration k, with the faults that ended it."""
+
+    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+        """Called when the job ends because of its faults; `reports` on the one member that is to
+        show the cause to the user.
+        """

@@ -32,9 +32,23 @@ class LauncherNotice:
         while held["call"] < self._call:
             held = json.loads(self._change(json.dumps(held), self._running))
 
-    def aborted(self) -> None:
-        """The job was ended by one of its members."""
-        self._change(self._running, self._record("aborted"))
+    def aborted(self, *, reports: bool) -> None:
+        """The job was ended by its members. `outlast run` also reads the ID of the process that has
+        reported the cause (`reports`).
+        """
+        held = self._running
+        while True:
+            record = json.loads(held)
+            if record["call"] != self._call or record["state"] == "completed":
+                return
+            wanted = {
+                **record,
+                "state": "aborted",
+                **({"reporter": os.getpid()} if reports else {}),
+            }
+            held = self._change(held, json.dumps(wanted))
+            if json.loads(held) == wanted:
+                return  # otherwise another rank was first
 
     def completed(self) -> None:
         """The call has completed. `outlast run` also reads the IDs of the processes that completed

@@ -10,11 +10,12 @@ from outlast.coordination.records import FaultRecord
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption.fault_echo import is_consequence
+from outlast.inprocess.interruption.permanent_error import permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
-from outlast.system.error_text import first_line, traceback_text
+from outlast.system.error_text import first_line, place_of, traceback_text
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -44,6 +45,7 @@ class RankFaults:
             interruption=interruption.value,
             cause=cause,
             pings=self.page.pings,
+            step=self.page.step,
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
@@ -92,6 +94,8 @@ class RankFaults:
             self.fault(iteration, interruption, where + first_line(error, with_type=True)),
             traceback=traceback_text(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
+            where=place_of(error),
+            permanent=permanence(error),
         )
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
         self.emitter.emit(fault_event(record))

@@ -20,7 +20,7 @@ from outlast.coordination import restarts
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
-from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
+from outlast.errors import NO_RESTART, HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
     Admitted,
     Assigned,
@@ -107,6 +107,7 @@ class RankHost(RankFaults):
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
             await_size=await_size,
             await_seconds=await_seconds,
+            repeated=settings.stops_repeated_faults,
         )
         self.size = SizeRequirement(settings, launch)
         self.stop: StopRecord | None = None
@@ -116,6 +117,8 @@ class RankHost(RankFaults):
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
+        self.pings = 0  # in the function, in this iteration
+        self.reported_cause = False
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
@@ -194,7 +197,7 @@ class RankHost(RankFaults):
         self.iteration_store.where = address.decode()
         self.replace_lost_monitor()
         self.atomic_section.reset()
-        self.page.pings = 0
+        self.page.pings = self.page.step = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
         self.watch = self.monitor_thread.watch_iteration(f"{self.prefix}over/{iteration}")
         publish_rank(
@@ -237,6 +240,7 @@ class RankHost(RankFaults):
             self.atomic_section.function_left()
             if error is not None:
                 restarts.record()
+        self.pings = page.pings
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():
@@ -321,6 +325,19 @@ class RankHost(RankFaults):
         except Exception:
             name = type(hook).__name__
             log.exception("rank %d: %s raised an exception", self.state.rank, name)
+
+    def progress(self) -> tuple[int, int]:
+        return self.page.step, self.pings
+
+    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+        self.reported_cause = reports
+        if reports:
+            trace = f"{cause.traceback.rstrip()}\n" if cause.traceback else ""
+            where = cause.rank, cause.host, cause.cause
+            log.error(
+                "%srank %d on %s: %s\nthe job ends after %s, exit code %d",
+                *(trace, *where, why, NO_RESTART),
+            )
 
     def release(self) -> None:
         """Ends the call: breaks the reference cycle of session and host, which would keep all of

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.training_step import observed_steps
 from outlast.errors import RestartAbort, StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
 from outlast.inprocess.abort import Abort
@@ -113,6 +114,7 @@ class _Session:
         with ExitStack() as stack:
             stack.callback(self.emitter.sink.close)
             stack.callback(self.page.close)
+            stack.enter_context(observed_steps(self._reached))
             stack.enter_context(exported())
             first = self.launch.rank == 0 and not self.launch.replacement
             self.monitor = MonitorSupervisor(
@@ -180,7 +182,7 @@ class _Session:
             self.emitter.emit(Lost(reason=repr(e)))
             if isinstance(e, RestartAbort):
                 with contextlib.suppress(RuntimeError):  # the store is lost: `e` is the error
-                    self.notice.aborted()
+                    self.notice.aborted(reports=host.reported_cause)
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
             if not isinstance(e, GeneratorExit):
@@ -297,6 +299,9 @@ class _Session:
         abort = self.settings.abort
         parts = () if abort is None else iter_parts(abort)
         return [part for part in parts if isinstance(part, Abort)]
+
+    def _reached(self, step: int) -> None:
+        self.page.step = max(self.page.step, step)
 
     def _run_abort(self, again: bool) -> None:
         """Called in the monitor thread."""

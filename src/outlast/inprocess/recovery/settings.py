@@ -14,11 +14,12 @@ from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
-from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
 
@@ -51,6 +52,7 @@ class Settings:
     termination_grace_time: datetime.timedelta
     monitor_process_logfile: str | None
     grow_policy: GrowPolicy
+    repeated_faults: RepeatedFaults | None
     completion: Completion | None = None
     terminate: Terminate | None = None
 
@@ -83,6 +85,15 @@ class Settings:
                 return seconds(part.timeout)
         return None
 
+    @property
+    def stops_repeated_faults(self) -> RepeatedFaults | None:
+        """The policy for repeated faults; `None` if they never end the job, or if a
+        `RetryController` decides.
+        """
+        parts = () if self.initialize is None else iter_parts(self.initialize)
+        overridden = any(isinstance(part, RetryController) for part in parts)
+        return None if overridden else self.repeated_faults
+
     def _check_parts(self) -> None:
         factory = self.store_factory
         if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
@@ -109,6 +120,7 @@ class Settings:
             "grow_policy": (GrowPolicy, False),
             "completion": (Completion, True),
             "terminate": (Terminate, True),
+            "repeated_faults": (RepeatedFaults, True),
         }
         for name, (kind, optional) in kinds.items():
             value = getattr(self, name)

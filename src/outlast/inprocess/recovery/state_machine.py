@@ -6,7 +6,7 @@
       |                            |  |                     |
       |                            |  +---------------------+
       v                            v
-    START <---------- ASSIGN <-- DECIDE <-- (restart) SETTLE <--+
+    START <- ASSIGN <- PAUSE <-- DECIDE <-- (restart) SETTLE <--+
       |                                                  ^      |
       | barrier start/k, all ranks are checked           |      |
       v                                                  |      |
@@ -26,8 +26,9 @@ There is one method per state; it makes the transition, and returns the next sta
 (`RecoveryState`).
 
 SETTLE consists of: abort done, torch.distributed released, finalize, health check, barrier
-`term/k`. After it, no live member is in the function at k (R2). DECIDE claims the view of k+1; all
-members use the view that won (R1). Every exception that leaves the machine is first recorded in the
+`term/k`. After it, no live member is in the function at k (R2). DECIDE claims the history of
+faults, which may end the job, and the view of k+1; all members use those that won (R1). PAUSE is
+the back-off between equal faults. Every exception that leaves the machine is first recorded in the
 ledger, so that the others continue without this member (R5): an exception on one rank never leaves
 the others waiting.
 
@@ -42,7 +43,7 @@ import contextlib
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
+from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, first_cause
 from outlast.coordination.stores.store import KeyTimeout
@@ -55,6 +56,7 @@ from outlast.errors import (
     RestartError,
     StoreError,
     TimeoutError,
+    UnrecoverableFault,
 )
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.admission import (
@@ -62,7 +64,13 @@ from outlast.inprocess.recovery.admission import (
     hold_for_replacements,
     wait_for_end_of_iteration,
 )
-from outlast.inprocess.recovery.fault_history import add_cause, agreed_faults, cause_of_abort
+from outlast.inprocess.recovery.fault_history import (
+    add_cause,
+    agreed_faults,
+    agreed_history,
+    cause_of_abort,
+    reporter_of,
+)
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
@@ -86,6 +94,7 @@ class Machine:
         self.cause: FaultRecord | None = None
         self.held_in_vain: frozenset[int] = frozenset()
         self.value: Any = None
+        self.pause = 0.0
 
     async def run(self) -> Any:
         """Runs the states until the job is done; returns the function's value."""
@@ -98,6 +107,7 @@ class Machine:
             RecoveryState.COMPLETE: self._complete,
             RecoveryState.SETTLE: self._settle,
             RecoveryState.DECIDE: self._decide,
+            RecoveryState.PAUSE: self._pause,
             RecoveryState.ASSIGN: self._assign,
         }
         state = RecoveryState.ENTER
@@ -196,12 +206,13 @@ class Machine:
         return RecoveryState.SETTLE
 
     async def _settle(self) -> RecoveryState:
-        k = self.iteration
+        k, (step, pings) = self.iteration, self.host.progress()
         await self.host.settle(k)
         hang_report = self.host.testimony(k, await self.membership.faults(k))
         if hang_report is not None:
             await self.membership.report_fault(hang_report)
-        await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)
+        said = {"step": step, "pings": pings}
+        await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected, **said)
         with self.host.timing("term"):
             await self._pass(f"term/{k}", self.record.expected)
         return RecoveryState.DECIDE
@@ -209,6 +220,7 @@ class Machine:
     async def _decide(self) -> RecoveryState:
         k = self.iteration
         faults = await agreed_faults(self.membership, k)
+        await self._stop_or_pause(faults)
         ender = await self.membership.end_of_job()
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
@@ -234,13 +246,43 @@ class Machine:
         self.host.restarting(cause, faults)
         self.iteration = k + 1
         if self.member in self.record.expected:
-            return RecoveryState.ASSIGN
+            return RecoveryState.PAUSE if self.pause else RecoveryState.ASSIGN
         if self.member in await barrier.lost_members(self.link):
             reason = next(
                 r.reason for r in await self.membership.ledger() if r.member == self.member
             )
             raise RankLostError(f"the other ranks continued without this one: {reason}")
         return RecoveryState.JOIN
+
+    async def _stop_or_pause(self, faults: list[FaultRecord]) -> None:
+        """Ends the job, or plans the pause, if the fault came back. Before the look at the ledger:
+        there, the first member that ends the job in this way is one that ended it.
+        """
+        policy = self.host.limits.repeated
+        if policy is None:
+            return
+        history = await agreed_history(self.membership, self.iteration, faults, policy)
+        # Members wait for each other at the barrier that follows the pause.
+        self.pause = min(history.pause, self.host.limits.barrier / 2)
+        cause = history.cause
+        if cause is not None:
+            self.cause = cause
+            reporter = await reporter_of(self.membership, cause)
+            self.host.stopping(cause, history.stop, reporter == self.member)
+            raise UnrecoverableFault(
+                f"rank {cause.rank} on {cause.host}: {cause.cause} "
+                f"(the job ended after {history.stop})"
+            )
+
+    async def _pause(self) -> RecoveryState:
+        """Waits before the iteration, unless a member leaves or a process asks to join."""
+        key = resume_key(self.iteration)
+        try:
+            await self.link.wait_for(key, self.pause)
+        except KeyTimeout:
+            await self.link.put(key, b"1")  # the first to have waited wakes the others
+            await self.link.wait_for(key, None)
+        return RecoveryState.ASSIGN
 
     async def _assign(self) -> RecoveryState:
         await self.host.exchange(self.link, self.record, self.member)
@@ -258,13 +300,14 @@ class Machine:
             )
             return
         add_cause(error, self.cause)
-        discarded = isinstance(error, RankDiscarded)
-        fault = self.host.fault_of(self.iteration, error)
-        await self.membership.report_lost(
-            LostRecord(self.member, fault.cause, discarded, isinstance(error, RestartAbort)),
-            self.iteration,
-            None if discarded else fault,
-        )
+        lost = LostRecord(self.member, str(error), ends_job=True)
+        fault: FaultRecord | None = None
+        if not isinstance(error, UnrecoverableFault):  # the fault that it ends with is on record
+            discarded = isinstance(error, RankDiscarded)
+            own = self.host.fault_of(self.iteration, error)
+            lost = LostRecord(self.member, own.cause, discarded, isinstance(error, RestartAbort))
+            fault = None if discarded else own
+        await self.membership.report_lost(lost, self.iteration, fault)
 
     async def _stop_is_done(self) -> bool:
         """Whether this member leaves as the stop requires: that is no fault."""

@@ -24,6 +24,7 @@ import signal
 import time
 
 from outlast.clock import Clock
+from outlast.errors import NO_RESTART
 from outlast.events import StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.death_log import DeathLog, Ending
@@ -175,6 +176,8 @@ class Agent:
             self._say(f"{what}: not replaced, the job is {job.state.value}")
         elif job.stopping:
             self._say(f"{what}: not replaced, the job was told to stop")
+        elif code == NO_RESTART:
+            self._say(f"{what}: not replaced, as this code asks; the other ranks go on")
         else:
             self._say(f"{what}: not replaced, no replacement is left; the other ranks go on")
 

@@ -130,7 +130,8 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
         blamed |= {Decision.LOST, Decision.STOPPED}
     return min(
         (death for death in deaths if death.decision in blamed),
-        key=lambda death: death.when,
+        # All ranks of an aborted job end together: the one that has printed the cause stands first.
+        key=lambda death: (death.pid != job.reporter, death.when),
         default=None,
     )
 

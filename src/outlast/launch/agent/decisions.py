@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import json
 
+from outlast.errors import NO_RESTART
+
 DEFAULT_REPLACEMENTS = 3
 """The default for a job that uses `Wrapper`; any other job has no restarts, as with torchrun."""
 
@@ -36,12 +38,14 @@ class JobRecord:
         prefix: of the keys of the call; empty if the record does not name it.
         stopping: whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not
             part of the value; the store has a separate key for it.
+        reporter: the process that has printed why the job was aborted; 0 if none has.
     """
 
     state: JobState = JobState.PLAIN
     pids: frozenset[int] = frozenset()
     prefix: str = ""
     stopping: bool = False
+    reporter: int = 0
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
@@ -55,7 +59,8 @@ class JobRecord:
         try:
             fields = json.loads(value)
             state, pids = JobState(fields["state"]), frozenset(fields.get("pids", ()))
-            return cls(state, pids, str(fields.get("prefix", "")))
+            reporter = int(fields.get("reporter", 0))
+            return cls(state, pids, str(fields.get("prefix", "")), reporter=reporter)
         except (ValueError, TypeError, KeyError):
             return cls(JobState.RUNNING)
 
@@ -89,16 +94,21 @@ def decide(
 ) -> Decision:
     """Decide how to proceed when a worker of a running job ends by itself or by a fault.
 
+    A worker that exits with 93 says that a restart would not help: it is never started again.
     `REPLACED` and `RESTARTED` each consume one of the restarts, of which `used` are already used.
     """
     if exit_code == 0:
         return Decision.DONE
     if job.state is JobState.PLAIN:
+        if exit_code == NO_RESTART:
+            return Decision.FATAL
         return Decision.RESTARTED if used < (max_restarts or 0) else Decision.FATAL
     if job.state is JobState.RUNNING and exit_code == TOLD_TO_STOP:
         return Decision.STOPPED
     if job.state is JobState.RUNNING and job.stopping:
         return Decision.LOST  # the others do not wait for it: they save and leave
+    if job.state is JobState.RUNNING and exit_code == NO_RESTART:
+        return Decision.LOST
     if job.state is JobState.RUNNING:
         return Decision.REPLACED if used < replacements(max_restarts) else Decision.LOST
     if job.state is JobState.COMPLETED and pid not in job.pids:

@@ -1,0 +1,41 @@
+"""Whether a restart would end with the same exception again."""
+
+from __future__ import annotations
+
+import dis
+
+from outlast.errors import OutlastError
+
+ALWAYS = "always"
+PROGRAM = "program"
+"""An error in the program: permanent if it is raised before the first ping or step of the job.
+Later it may depend on the data, so it counts like any other error.
+"""
+
+_PROGRAM_ERRORS = (TypeError, NameError, SyntaxError, ImportError)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def permanence(error: BaseException) -> str:
+    """`ALWAYS`, `PROGRAM`, or an empty string for an error that may not come back."""
+    if isinstance(error, OutlastError):
+        return ALWAYS if error.permanent else ""
+    if _is_misuse(error):
+        return ALWAYS
+    return PROGRAM if isinstance(error, _PROGRAM_ERRORS) else ""
+
+
+def _is_misuse(error: BaseException) -> bool:
+    """Whether it is a `ValueError` or `TypeError` from a `raise` statement of this package: a wrong
+    argument (see `outlast.errors`; a failure of the world is an `OutlastError`). The same types
+    from a C function that this package calls, such as a read from a closed file, are not misuse.
+    """
+    trace = error.__traceback__
+    if type(error) not in (ValueError, TypeError) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    package, _, module = str(trace.tb_frame.f_globals.get("__name__")).partition(".")
+    if package != "outlast" or module.startswith(("chaos", "testing")):
+        return False  # fault injection raises these types too, on purpose
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE

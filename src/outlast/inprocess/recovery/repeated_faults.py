@@ -1,0 +1,163 @@
+"""Faults that come back: which faults are equal, what counts as progress, when the job ends.
+
+The members agree on a `FaultHistory` for each iteration: the first cause of the iteration that
+ended is added to the history before it, and the result is claimed in the store (`agreed_history`).
+So all members, including those that join later, stop or pause together.
+
+*Equal* are exceptions (and hangs) of the same type, message and place, on any rank: a program fails
+on the rank that happens to be first. Numbers in the message may differ: a loss, a step, an address.
+
+The *end of a process* is equal only if the same rank ends at the same step or ping. A death costs a
+process, so it cannot be repeated for ever: the launcher counts and delays replacements. And kills
+from outside (a preempted host, the out-of-memory killer of a busy one) are alike whatever causes
+them, so without this a job would be stopped for three of them in a row.
+
+*Progress* is a later step than ever before (`Job.step`, `Checkpointer.save`): steps are counted
+from the beginning of the training, so repeated steps are not progress. Where no steps are known,
+the pings of the rank that failed are compared with those at the last equal fault: more are
+progress, and as many are the same place. Fewer may be the same place after a checkpoint, or an
+earlier one: the count starts again with these two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from typing import Any
+
+from outlast.coordination.records import FaultRecord, ends
+from outlast.inprocess.interruption.permanent_error import ALWAYS, PROGRAM
+from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_SIGNATURE_CHARS = 300
+_REMEMBERED = 8  # different faults since the last progress
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedFaults:
+    """When faults that come back end the job; pass it as `repeated_faults=`.
+
+    Attributes:
+        max_equal: the job ends after this many equal faults without progress in between.
+        backoff: the pause before the restart that follows the second equal fault; each further one
+            doubles it. The first restart never waits.
+        max_backoff: the longest pause.
+    """
+
+    max_equal: int = 3
+    backoff: Duration = datetime.timedelta(seconds=0.5)
+    max_backoff: Duration = datetime.timedelta(seconds=30)
+
+    def __post_init__(self) -> None:
+        check_int("RepeatedFaults max_equal", self.max_equal, at_least=1)
+        for name in ("backoff", "max_backoff"):
+            value = as_timedelta(f"RepeatedFaults {name}", getattr(self, name), allow_zero=True)
+            object.__setattr__(self, name, value)
+
+    def pause(self, times: int) -> float:
+        """Seconds until the restart after the `times`-th equal fault."""
+        if times < 2:
+            return 0.0
+        return min(seconds(self.max_backoff), seconds(self.backoff) * 2.0 ** min(times - 2, 60))
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualFaults:
+    """Equal faults without progress in between; `pings` are those of the last one."""
+
+    signature: str
+    times: int
+    pings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultHistory:
+    """What is known of all faults when an iteration has ended.
+
+    Attributes:
+        step: the furthest training step of the job; 0 if none is known.
+        trained: whether the job has made a step or a ping.
+        seen: the faults since the last progress, the latest last.
+        stop: why the job ends; empty if it continues.
+        cause: the first cause with which it ends.
+        pause: seconds until the restart.
+    """
+
+    step: int = 0
+    trained: bool = False
+    seen: tuple[EqualFaults, ...] = ()
+    stop: str = ""
+    cause: FaultRecord | None = None
+    pause: float = 0.0
+
+    def encode(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes | None) -> FaultHistory:
+        if data is None:
+            return cls()
+        values: dict[str, Any] = json.loads(data)
+        values["seen"] = tuple(EqualFaults(**each) for each in values["seen"])
+        values["cause"] = FaultRecord(**values["cause"]) if values["cause"] else None
+        return cls(**values)
+
+
+def add_fault(
+    history: FaultHistory,
+    cause: FaultRecord | None,
+    step: int,
+    pinged: bool,
+    policy: RepeatedFaults,
+) -> FaultHistory:
+    """The history after an iteration.
+
+    Args:
+        history: the one before the iteration.
+        cause: its first cause; `None` if it ended without a fault.
+        step: the furthest step of the iteration.
+        pinged: whether a rank made a ping in it.
+    """
+    trained = history.trained or pinged or step > 0
+    seen = () if step > history.step else history.seen
+    step = max(step, history.step)
+    if cause is None:
+        return FaultHistory(step, trained, seen)
+    stop = _why_permanent(cause, trained)
+    signature, times = signature_of(cause), 1
+    if signature:
+        before = next((each for each in seen if each.signature == signature), None)
+        if before is not None:
+            times = _times(before, cause.pings, steps_known=step > 0)
+        others = [each for each in seen if each.signature != signature]
+        seen = (*others, EqualFaults(signature, times, cause.pings))[-_REMEMBERED:]
+    if not stop and signature and times >= policy.max_equal:
+        stop = f"{times} equal faults without progress in between" if times > 1 else "a fault"
+    return FaultHistory(step, trained, seen, stop, cause if stop else None, policy.pause(times))
+
+
+def signature_of(fault: FaultRecord) -> str:
+    """Equal for equal faults; empty for a death at an unknown place, which is equal to none."""
+    if ends(fault):
+        at = f"step {fault.step}" if fault.step else f"ping {fault.pings}"
+        known = fault.step or fault.pings
+        return f"{fault.interruption} of rank {fault.rank} at {at}" if known else ""
+    text = f"{fault.interruption} {_NUMBER.sub('#', fault.cause)}"
+    return f"{text[:_SIGNATURE_CHARS]} at {fault.where}"
+
+
+def _times(before: EqualFaults, pings: int, *, steps_known: bool) -> int:
+    if steps_known or pings == before.pings:
+        return before.times + 1  # a later step would have cleared the history
+    return 1 if pings > before.pings else 2
+
+
+def _why_permanent(cause: FaultRecord, trained: bool) -> str:
+    if cause.permanent == ALWAYS:
+        return "an error that every restart would raise again"
+    if cause.permanent == PROGRAM and not trained:
+        return "an error in the program before the first step or ping"
+    return ""
