@@ -23,7 +23,6 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
-            +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
             +-- FolderInUse              another job saves into the same folder
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
@@ -171,12 +170,6 @@ class SaveCancelled(CheckpointError, CancelledError):
     """A save was dropped for all ranks before it was committed: by `abort`, a restart in place, or
     a `close` whose time ran out.
     """
-
-
-class CheckpointMismatch(CheckpointError):
-    """A valid checkpoint does not fit the state to restore; names what differs."""
-
-    permanent = True
 
 
 class FolderInUse(CheckpointError):

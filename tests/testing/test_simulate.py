@@ -100,9 +100,11 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         MembershipProtocol.report_lost,
         "await self.link.append(barrier.LEDGER, to_line(lost))\n"
         "    at = await self.current() if iteration < 0 else iteration\n"
+        "    views = []\n"
         "    while (view := await self.view(at)) is not None:\n"
         "        if lost.member",
         "at = await self.current() if iteration < 0 else iteration\n"
+        "    views = []\n"
         "    while (view := await self.view(at)) is not None or (\n"
         "        await self.link.append(barrier.LEDGER, to_line(lost))\n"
         "    ):\n"

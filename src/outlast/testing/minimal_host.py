@@ -48,5 +48,8 @@ class MinimalHost:
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         return None
 
+    def leaves_with(self, error: BaseException) -> None:
+        return None
+
     def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
         return None

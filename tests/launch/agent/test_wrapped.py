@@ -19,6 +19,20 @@ train()
 sys.exit(4 if os.environ["RANK"] == "1" else 0)
 """
 
+CANNOT_WORK = """
+import os
+from outlast.inprocess import Wrapper
+
+@Wrapper()
+def train():
+    if os.environ["RANK"] == "1":
+        undefined_name
+    import threading
+    threading.Event().wait()
+
+train()
+"""
+
 STATE = """
 import os, sys
 print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLAST_CHAOS_STATE"]))
@@ -31,6 +45,16 @@ def test_a_worker_that_fails_after_it_has_completed_fails_the_job(tmp_path: Path
     with Run(tmp_path, FAILS_AFTERWARDS, "--nproc-per-node=3") as run:
         assert run.wait() == 4
     assert "not replaced, the job is completed" in run.err
+
+
+def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) -> None:
+    with Run(tmp_path, CANNOT_WORK, "--nproc-per-node=3") as run:
+        assert run.wait() == 93
+    summary = run.err.rpartition("job failed, exit code 93")[2]
+    assert "first cause: rank 1 (" in summary.splitlines()[1], run.err
+    assert "NameError: name 'undefined_name' is not defined" in summary
+    assert summary.count("Traceback") == 1
+    assert "replacement" not in run.err
 
 
 def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:

@@ -135,6 +135,9 @@ class Host(Protocol):
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         """Called when every member has left iteration k, with the faults that ended it."""
 
+    def leaves_with(self, error: BaseException) -> None:
+        """Called when this member ends with `error`, before the others are told."""
+
     def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
         """Called when the job ends because of its faults; `reports` on the one member that is to
         show the cause to the user.

@@ -7,6 +7,7 @@ import logging
 import os
 
 from outlast.coordination.records import FaultRecord
+from outlast.errors import NO_RESTART, RestartAbort
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption.fault_echo import is_consequence
@@ -19,6 +20,8 @@ from outlast.system.error_text import first_line, place_of, traceback_text
 
 log = logging.getLogger("outlast.inprocess")
 
+log = logging.getLogger("outlast.inprocess")
+
 _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
@@ -28,11 +31,18 @@ class RankFaults:
     Attributes:
         state: the state of this rank in the current iteration.
         sample: the function's thread when the last iteration ended.
+        pings: those in the function, in this iteration.
+        announce_abort: tells the launcher that the job is aborted; set by the session.
+        reported_cause: whether this rank has shown the user why the job ends.
     """
+
+    announce_abort: Callable[[], None]
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
         self.page, self.emitter, self.state = page, emitter, state
         self.sample: StackSample | None = None
+        self.pings = 0
+        self.reported_cause = False
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault that has no exception; emits no event."""
@@ -55,6 +65,24 @@ class RankFaults:
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
         """The fault for an exception in the function or in initialize that restarts the job."""
         return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
+
+    def progress(self) -> tuple[int, int]:
+        return self.page.step, self.pings
+
+    def leaves_with(self, error: BaseException) -> None:
+        # Now, because the store may end as soon as the others know.
+        if isinstance(error, RestartAbort):
+            self.announce_abort()
+
+    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+        self.reported_cause = reports
+        if reports:
+            trace = f"{cause.traceback.rstrip()}\n" if cause.traceback else ""
+            where = cause.rank, cause.host, cause.cause
+            log.error(
+                "%srank %d on %s: %s\nthe job ends after %s, exit code %d",
+                *(trace, *where, why, NO_RESTART),
+            )
 
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This rank's hang report, if the rank made no progress when a soft timeout ended the

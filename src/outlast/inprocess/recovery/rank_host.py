@@ -20,7 +20,11 @@ from outlast.coordination import restarts
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
-from outlast.errors import NO_RESTART, HealthCheckError, InternalError, RankShouldRestart
+from outlast.errors import (
+    HealthCheckError,
+    InternalError,
+    RankShouldRestart,
+)
 from outlast.events import (
     Admitted,
     Assigned,
@@ -117,8 +121,6 @@ class RankHost(RankFaults):
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
-        self.pings = 0  # in the function, in this iteration
-        self.reported_cause = False
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
@@ -326,24 +328,11 @@ class RankHost(RankFaults):
             name = type(hook).__name__
             log.exception("rank %d: %s raised an exception", self.state.rank, name)
 
-    def progress(self) -> tuple[int, int]:
-        return self.page.step, self.pings
-
-    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
-        self.reported_cause = reports
-        if reports:
-            trace = f"{cause.traceback.rstrip()}\n" if cause.traceback else ""
-            where = cause.rank, cause.host, cause.cause
-            log.error(
-                "%srank %d on %s: %s\nthe job ends after %s, exit code %d",
-                *(trace, *where, why, NO_RESTART),
-            )
-
     def release(self) -> None:
         """Ends the call: breaks the reference cycle of session and host, which would keep all of
         their resources alive until the next garbage collection.
         """
-        self.replace_lost_monitor = _nothing
+        self.replace_lost_monitor = self.announce_abort = _nothing
         self.call_function = self.policy_store = _nothing
         self.watch = None
         del self.monitor_thread

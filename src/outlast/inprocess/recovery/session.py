@@ -22,7 +22,7 @@ import torch.distributed as dist
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.training_step import observed_steps
-from outlast.errors import RestartAbort, StoreError
+from outlast.errors import StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
@@ -160,6 +160,7 @@ class _Session:
             host.policy_store = lambda: self._policy_store(stack)
             for assignment in assignment_parts(self.settings.rank_assignment):
                 assignment.prepare()
+            host.announce_abort = self._announce_abort
             for part in self._abort_parts():
                 part.prepare()
             with ExitStack() as at_end:
@@ -180,9 +181,6 @@ class _Session:
         except BaseException as e:
             log.debug("rank %d: leaving the call: %r", host.state.rank, e)
             self.emitter.emit(Lost(reason=repr(e)))
-            if isinstance(e, RestartAbort):
-                with contextlib.suppress(RuntimeError):  # the store is lost: `e` is the error
-                    self.notice.aborted(reports=host.reported_cause)
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
             if not isinstance(e, GeneratorExit):
@@ -299,6 +297,10 @@ class _Session:
         abort = self.settings.abort
         parts = () if abort is None else iter_parts(abort)
         return [part for part in parts if isinstance(part, Abort)]
+
+    def _announce_abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            self.notice.aborted(reports=self.host.reported_cause)
 
     def _reached(self, step: int) -> None:
         self.page.step = max(self.page.step, step)

@@ -292,6 +292,7 @@ class Machine:
 
     async def _leave(self, error: BaseException) -> None:
         """Records that this member has left the job, and why."""
+        self.host.leaves_with(error)
         if self.member < 0:
             return
         if isinstance(error, SystemExit) and await self._stop_is_done():

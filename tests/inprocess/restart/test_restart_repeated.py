@@ -1,0 +1,83 @@
+"""Faults that come back end the job, with the cause on top and exit code 93."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from inprocess.job_output import errors, events, full, returned, said, views
+from procs import Job
+
+Ranks = Callable[..., Job]
+
+
+def _assert_stopped(job: Job, cause: str, why: str) -> None:
+    """Both ranks ended with the same error about rank 1, and only rank 1 shows the traceback."""
+    assert job.wait_all() == {0: 93, 1: 93}, errors(job)
+    for rank in (0, 1):
+        (raised,) = events(job, rank, "raised")
+        assert raised["type"] == "UnrecoverableFault"
+        assert f"rank 1 on {socket.gethostname()}: {cause}" in raised["message"]
+        assert why in raised["message"]
+        (found,) = events(job, rank, "cause")
+        assert found["rank"] == 1
+        assert cause in found["traceback"]
+        assert job.errors(rank).count("Traceback") == (rank == 1), errors(job)
+    said = job.errors(1).rpartition("Traceback")[2]
+    assert said.index(cause) < said.index(f"rank 1 on {socket.gethostname()}") < said.index(why)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "why"),
+    [
+        ("name", "NameError: name 'undefined_name'", "before the first step or ping"),
+        ("import", "ModuleNotFoundError: No module named", "before the first step or ping"),
+        ("argument", "ValueError: limit must be positive", "every restart would raise again"),
+    ],
+)
+def test_what_no_restart_fixes_ends_the_job_at_once(
+    ranks: Ranks, how: str, cause: str, why: str
+) -> None:
+    with ranks("repeats", "cannot_work", how) as job:
+        job.start_all()
+        _assert_stopped(job, cause, why)
+        assert views(job) == {0: full(2)}
+
+
+@pytest.mark.parametrize("how", ["nothing", "pings", "steps"])
+def test_three_equal_faults_without_progress_end_the_job(ranks: Ranks, how: str) -> None:
+    with ranks("repeats", "comes_back", how) as job:
+        job.start_all()
+        _assert_stopped(job, "ValueError: a planned fault at ", "3 equal faults without progress")
+        assert views(job) == {0: full(2), 1: full(2), 2: full(2)}
+
+
+@pytest.mark.parametrize("how", ["pings", "steps"])
+def test_equal_faults_with_progress_restart_without_a_pause(ranks: Ranks, how: str) -> None:
+    with ranks("repeats", "progresses", how) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert views(job) == {k: full(2) for k in range(6)}
+
+
+def test_a_retry_controller_decides_alone(ranks: Ranks) -> None:
+    with ranks("repeats", "is_controlled") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 1, 1: 1}, errors(job)
+        assert set(views(job)) == set(range(6))  # a rank may learn of the fault before it enters
+        assert events(job, 0, "raised")[0]["type"] == "RestartAbort"
+
+
+def test_a_rank_that_leaves_ends_the_pause_of_the_others(ranks: Ranks) -> None:
+    # The pause is longer than the test's net: only its early end lets rank 0 return.
+    with ranks("repeats", "left_in_the_pause") as job:
+        job.start_all()
+        for rank in (0, 1):
+            job.wait_for_line(rank, said("pause"))
+        job.send(1, signal.SIGINT)
+        assert job.wait(0, 45) == 0, errors(job)
+        assert job.wait(1) == -signal.SIGINT, errors(job)
+        assert returned(job) == {0: 1}
