@@ -89,7 +89,7 @@ def _rank(board: TimestampBoard, slot: int, floor_ms: int, hangs: int) -> None:
             time.sleep(3600)
         dist.all_reduce(data)
 
-    wrapped(train, inprocess.Wrapper(soft_timeout=timeout))()
+    wrapped(train, inprocess.Wrapper(soft_timeout=timeout, repeated_faults=None))()
 
 
 def _note_steps(taken: list[float]) -> None:

@@ -54,7 +54,7 @@ def _rank(board: TimestampBoard, slot: int, kind: str, faults: int) -> None:
     def train(call: inprocess.CallWrapper) -> None:
         body(board, slot, call.iteration, kind, faults, lambda: dist.init_process_group("gloo"))
 
-    wrapped(train, inprocess.Wrapper())()
+    wrapped(train, inprocess.Wrapper(repeated_faults=None))()
 
 
 def _attend(processes: RankProcesses, board: TimestampBoard, kind: str, faults: int) -> None:

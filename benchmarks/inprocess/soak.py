@@ -68,7 +68,7 @@ def _rank(board: TimestampBoard, slot: int, restarts: int, every: int, folder: s
             raise RuntimeError(f"planned fault {iteration}")
         dist.all_reduce(data)
 
-    wrapped(train, inprocess.Wrapper())()
+    wrapped(train, inprocess.Wrapper(repeated_faults=None))()
     Path(folder, f"rank{slot}.json").write_text(json.dumps(mine))
     Path(folder, f"monitor{slot}.json").write_text(json.dumps(monitors))
 
