@@ -236,6 +236,10 @@ class MembershipProtocol:
         """
         await self.link.claim("stop", to_line(stop))
         await self.wake_holders()
+        # Members that do not see the request yet may plan a pause now: it is over before it begins.
+        newest = await self.current()
+        for iteration in (newest, newest + 1):
+            await self.link.put(resume_key(iteration), b"1")
 
     async def finish_stop(self, done: str) -> None:
         """Records that all that the stop requires has been done. A member calls this before it

@@ -51,5 +51,5 @@ class MinimalHost:
     def leaves_with(self, error: BaseException) -> None:
         return None
 
-    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         return None

@@ -122,7 +122,7 @@ class SimulatedMember(MinimalHost):
     def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
         self.invariants.caused(self.iteration, cause)
 
-    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         self.invariants.stopped(self.iteration, cause, reports)
 
     def give(self, error: BaseException) -> BaseException:

@@ -50,8 +50,11 @@ async def agreed_history(
     cause = first_cause(faults)
     if cause is not None and cause.consequence and await _is_joined(membership, iteration):
         cause = None  # no rank failed: connections broke because the job was made to grow
-    mine = add_fault(before, cause, step, pinged, policy).encode()
-    return FaultHistory.decode(await link.claim(f"history/{iteration + 1}", mine))
+    mine = add_fault(before, cause, step, pinged, policy)
+    if await membership.stop_request() is not None:
+        mine = mine.without_end()  # at most one iteration follows anyway
+    claimed = await link.claim(f"history/{iteration + 1}", mine.encode())
+    return FaultHistory.decode(claimed)
 
 
 async def _is_joined(membership: MembershipProtocol, iteration: int) -> bool:

@@ -138,7 +138,7 @@ class Host(Protocol):
     def leaves_with(self, error: BaseException) -> None:
         """Called when this member ends with `error`, before the others are told."""
 
-    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         """Called when the job ends because of its faults; `reports` on the one member that is to
         show the cause to the user.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 
 from outlast.coordination.records import FaultRecord
 from outlast.errors import NO_RESTART, RestartAbort
@@ -74,7 +75,7 @@ class RankFaults:
         if isinstance(error, RestartAbort):
             self.announce_abort()
 
-    def stopping(self, cause: FaultRecord, why: str, reports: bool) -> None:
+    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         self.reported_cause = reports
         if reports:
             trace = f"{cause.traceback.rstrip()}\n" if cause.traceback else ""

@@ -93,6 +93,10 @@ class FaultHistory:
     cause: FaultRecord | None = None
     pause: float = 0.0
 
+    def without_end(self) -> FaultHistory:
+        """The same faults, which neither end the job nor delay the restart."""
+        return dataclasses.replace(self, stop="", cause=None, pause=0.0)
+
     def encode(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
 

@@ -246,7 +246,8 @@ class Machine:
         self.host.restarting(cause, faults)
         self.iteration = k + 1
         if self.member in self.record.expected:
-            return RecoveryState.PAUSE if self.pause else RecoveryState.ASSIGN
+            pauses = self.pause and self.record.stop is None
+            return RecoveryState.PAUSE if pauses else RecoveryState.ASSIGN
         if self.member in await barrier.lost_members(self.link):
             reason = next(
                 r.reason for r in await self.membership.ledger() if r.member == self.member
@@ -268,14 +269,16 @@ class Machine:
         if cause is not None:
             self.cause = cause
             reporter = await reporter_of(self.membership, cause)
-            self.host.stopping(cause, history.stop, reporter == self.member)
+            self.host.unrecoverable(cause, history.stop, reporter == self.member)
             raise UnrecoverableFault(
                 f"rank {cause.rank} on {cause.host}: {cause.cause} "
                 f"(the job ended after {history.stop})"
             )
 
     async def _pause(self) -> RecoveryState:
-        """Waits before the iteration, unless a member leaves or a process asks to join."""
+        """Waits before the iteration, unless a member leaves, a process asks to join, or the job is
+        told to stop.
+        """
         key = resume_key(self.iteration)
         try:
             await self.link.wait_for(key, self.pause)
@@ -295,7 +298,8 @@ class Machine:
         self.host.leaves_with(error)
         if self.member < 0:
             return
-        if isinstance(error, SystemExit) and await self._stop_is_done():
+        unrecoverable = isinstance(error, UnrecoverableFault)
+        if isinstance(error, SystemExit) and not unrecoverable and await self._stop_is_done():
             await self.membership.report_lost(
                 LostRecord(self.member, "the job was told to stop"), self.iteration
             )
@@ -303,7 +307,7 @@ class Machine:
         add_cause(error, self.cause)
         lost = LostRecord(self.member, str(error), ends_job=True)
         fault: FaultRecord | None = None
-        if not isinstance(error, UnrecoverableFault):  # the fault that it ends with is on record
+        if not unrecoverable:  # its fault is on record
             discarded = isinstance(error, RankDiscarded)
             own = self.host.fault_of(self.iteration, error)
             lost = LostRecord(self.member, own.cause, discarded, isinstance(error, RestartAbort))
