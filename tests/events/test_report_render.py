@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from events.synthetic_run import SyntheticRun
-from outlast.events import JsonlSink, Note, WorkerExited
+from outlast.events import BarrierPassed, JsonlSink, Note, WorkerExited
 from outlast.events.report import build, load, render, to_json
 from outlast.events.report.sentences import one_line, plural, share
 from outlast.system.units import duration_text
@@ -81,9 +81,12 @@ def test_nothing_is_cut_at_80(tmp_path: Path) -> None:
     run.begin(at=50_000.0)
     name = "a_package.a_module.AnExceptionWithANameThatIsLongerThanItsColumn"
     run.fault(39, at=100_000.0, cause=f"{name}: {'no' * 100} {'words' * 300}")
+    for member in range(20, 39):
+        run.write(member, BarrierPassed(name="replacements", seconds=0.25), 100_000.375)
     run.restart(at=100_000.0, lost=range(20), joiners=["a"] * 20)
     run.complete(at=200_000.0)
     text = printed(log(run, tmp_path), 80)
+    assert "of it, waiting for replacements 250.0 ms" in " ".join(text.split())
     assert "…" not in text
     assert "..." not in text
     assert all(len(line) <= 80 for line in text.splitlines())

@@ -276,8 +276,8 @@ class Job:
         Raises:
             CheckpointError: if a save failed.
         """
-        self._stop_listening()
         self._step_events.write()
+        self._stop_listening()
         self._release()
         self.checkpointer.close()
 
@@ -285,8 +285,8 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._step_events.write()  # first: a restart may interrupt the rest
         self._stop_listening()
-        self._step_events.write()
         try:
             if kind is None and self.steps and not self._is_saved():
                 self.save()

@@ -144,11 +144,10 @@ def _time_table(host: HostTime, report: Report) -> Table:
     table.show_header = False
     total = f"total, from the first {'start' if in_launcher else 'entry'} to the end"
     outside = "not all processes ran" if in_launcher else "not all ranks in the function"
-    if lost.replacements:
-        outside += f" (waiting for replacements: {duration_text(lost.replacements)})"
     rows = {
         "productive": host.productive_seconds,
         outside: lost.restart,
+        "  of it, waiting for replacements": lost.replacements,
         "hangs, until the timeout": lost.hang,
         "set-up and restore": lost.setup,
         "blocked by saves": lost.saves,
