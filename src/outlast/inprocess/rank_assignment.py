@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import datetime
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import ClassVar
 
 from outlast.errors import RankDiscarded
 from outlast.inprocess.distributed.group_keys import KeyExchange
@@ -35,7 +36,13 @@ class RankAssignment(abc.ABC):
     """Arranges the ranks of the next iteration.
 
     If it raises, the exception is propagated unchanged: this rank leaves, and the others continue.
+
+    Attributes:
+        keeps_reserve: whether inactive ranks may take the place of lost ones: then a restart does
+            not wait for replacements by default.
     """
+
+    keeps_reserve: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(
@@ -184,21 +191,24 @@ class FilterGroupedByKey(RankAssignment):
 
 @dataclasses.dataclass(eq=False)
 class AwaitReplacements(RankAssignment):
-    """Holds a restart until lost ranks are replaced, so that the job keeps its size.
+    """Holds a restart until lost ranks are replaced; after `timeout`, the job continues smaller.
 
     The wrapper looks for this policy in the rank assignment. Before deciding the members of the
     next iteration, it waits until there are as many processes as at the start, for at most
-    `timeout`. As an assignment, the policy changes nothing, so its position does not matter:
+    `timeout`; less under `outlast run`, if that has no replacement left. Without this policy, a
+    restart waits under `outlast run` only, and a `Job` never continues smaller by itself.
+
+    As an assignment, the policy changes nothing, so its position does not matter:
     `Compose(ShiftRanks(), AwaitReplacements(timeout))`.
 
     Args:
-        timeout: the maximum time for which a restart is held.
+        timeout: the maximum time for which a restart is held; 0 continues at once.
     """
 
     timeout: Duration
 
     def __post_init__(self) -> None:
-        self.timeout = as_timedelta("timeout", self.timeout)
+        self.timeout = as_timedelta("timeout", self.timeout, allow_zero=True)
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]

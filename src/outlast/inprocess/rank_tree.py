@@ -106,6 +106,8 @@ class Tree(RankAssignment):
         ValueError: when called, if the ranks have different keys in the first layer.
     """
 
+    keeps_reserve = True
+
     def __init__(
         self,
         layers: Sequence[Layer],

@@ -11,12 +11,10 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -47,8 +45,6 @@ def once() -> bool:
 
 
 def loss_fn(output: torch.Tensor, labels: Any) -> torch.Tensor:
-    while FAULT == "SIGKILL" and dist.get_world_size() == 1:
-        time.sleep(0.05)  # else the survivor completes all steps before the other is replaced
     step = sys._getframe(1).f_locals["job"].steps + 1
     rank = int(os.environ["RANK"])
     if FAULT != "none" and step == 15 and rank == 1 and once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rank import main, say, scenario, wrapped
-from rank_actions import Told, collective, finish, join_group, seconds
+from rank_actions import Told, collective, finish, join_group, seconds, wait_forever
 
 from outlast.events import Event, Joined, NullSink
 from outlast.inprocess import CallWrapper, Compose, GrowPolicy
@@ -57,6 +57,23 @@ def awaited() -> None:
         say("ready", iteration=call.iteration, size=size)
         if call.iteration == 0:
             told.wait()
+        return finish()
+
+    train()
+
+
+@scenario
+def held() -> None:
+    """The restart is held by default; with `raises`, rank 0 fails once more after it."""
+
+    @wrapped()
+    def train(call: CallWrapper) -> int:
+        size = join_group()
+        say("ready", iteration=call.iteration, size=size)
+        if call.iteration == 0:
+            wait_forever()
+        if call.iteration == 1 and ASKED == "raises" and call.state.rank == 0:
+            raise ValueError("once more")
         return finish()
 
     train()

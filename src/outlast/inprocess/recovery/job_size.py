@@ -11,7 +11,7 @@ from outlast.coordination.view import ViewRecord
 from outlast.errors import RestartAbort
 from outlast.inprocess.environment import Launch
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.state import State
 
 # `outlast run` says when a rank will not be replaced. This limit is for a replacement that hangs
@@ -23,14 +23,16 @@ def hold(settings: Settings, launch: Launch) -> tuple[int, float]:
     """The number of members for which a restart is held, and for how many seconds; 0 for none.
 
     `AwaitReplacements` decides, if there is one. Otherwise a restart is held under `outlast run`,
-    which replaces lost ranks; but not if no replacement would be admitted, or if a rank filter
-    keeps reserve ranks, which take over at once.
+    which replaces lost ranks; but not if no replacement would be admitted, or if there may be
+    reserve ranks, which take over at once.
     """
     seconds = settings.await_replacements
     if seconds is not None:
-        return launch.world_size, seconds
+        return (launch.world_size if seconds else 0), seconds
     admits = settings.grow_policy is not GrowPolicy.NEVER
-    if launch.agent and admits and settings.rank_filter is None:
+    parts = assignment_parts(settings.rank_assignment)
+    reserve = settings.rank_filter is not None or any(part.keeps_reserve for part in parts)
+    if launch.agent and admits and not reserve:
         return launch.world_size, _REPLACEMENT_LIMIT_S
     return 0, 0.0
 
