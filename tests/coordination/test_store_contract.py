@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
+from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
 
@@ -186,6 +187,50 @@ def test_nothing_that_many_append_or_add_is_lost(connect: Connect) -> None:
     for number in range(8):  # each thread's, in its order
         mine = [line for line in lines if line.startswith(f"{number}.")]
         assert mine == [f"{number}.{n}" for n in range(20)]
+
+
+class Deleting:
+    """A torch store on which another process deletes a key as soon as it was seen."""
+
+    def __init__(self, store: Any, delete: Callable[[], None]) -> None:
+        self._store, self._delete = store, delete
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(self._store.check(keys))
+        self._delete()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_read_does_not_wait_for_a_key_that_is_deleted_meanwhile(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = connect(), connect()
+    store.put("k", b"v")
+    store.put("empty", b"")
+    if isinstance(store, TorchStore):
+        store.torch_store = Deleting(store.torch_store, lambda: other.delete("k"))
+    elif isinstance(store, TcpClient):
+        present = tcp_client._is_present
+
+        def then_deleted(connection: Any, key: str) -> bool:
+            found = present(connection, key)
+            monkeypatch.setattr(tcp_client, "_is_present", present)
+            other.delete("k")
+            return found
+
+        monkeypatch.setattr(tcp_client, "_is_present", then_deleted)
+    else:
+        other.delete("k")
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(store.read, "k")
+        try:
+            assert reading.result(NET_S / 4) is None
+        finally:
+            other.put("k", b"v")  # ends a read that waits
+    assert other.read("empty") == b""
 
 
 OPERATIONS: dict[str, Callable[[Store], Any]] = {

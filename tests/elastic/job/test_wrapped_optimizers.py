@@ -60,8 +60,9 @@ class Unrelated:
 
 
 def accelerated(parameters: list[nn.Parameter]) -> Optimizer:
-    optimizer = pytest.importorskip("accelerate.optimizer", reason="accelerate is not installed")
-    wrapped: Optimizer = optimizer.AcceleratedOptimizer(torch.optim.Adam(parameters))
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    wrapped: Optimizer = accelerator.prepare_optimizer(torch.optim.Adam(parameters))
     return wrapped
 
 

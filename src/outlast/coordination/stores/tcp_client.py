@@ -174,12 +174,21 @@ def _bytes(value: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, key: str) -> bytes | None:
-    # Two requests, because the server has none that tells an absent key from an empty value.
+    # Two requests, because the server has none that tells an absent key from an empty value. It
+    # also answers a GET with an empty value if the key was deleted after the CHECK.
+    value: bytes | None = None
+    while _is_present(connection, key):
+        before = value
+        _send(connection, _Request.GET, _key(key))
+        value = _receive_bytes(connection)
+        if value or value == before:
+            return value
+    return None
+
+
+def _is_present(connection: socket.socket, key: str) -> bool:
     _send(connection, _Request.CHECK, _ONE_KEY, _key(key))
-    if _receive(connection, 1) != _PRESENT:
-        return None
-    _send(connection, _Request.GET, _key(key))
-    return _receive_bytes(connection)
+    return _receive(connection, 1) == _PRESENT
 
 
 def _receive_bytes(connection: socket.socket) -> bytes:

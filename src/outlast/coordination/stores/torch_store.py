@@ -4,10 +4,11 @@ torch's own store is used because every launcher hosts one already, it is well m
 wait on it is event-driven: the server answers when the key appears. This class adds errors that
 name host and port, and reads that do not wait.
 
-A read is two operations, `check` and `get`. One would be enough, `compare_set` with an expected
-value that no key ever has; but torch's server wakes all waiters of a key at every `compare_set` on
-it, even if that leaves the key absent (seen on torch 2.13). For the same reason a wait checks for
-the key when it returns.
+A read is two operations, `check`, and `compare_set` with an expected value that no key ever has,
+which returns the value. `get` would wait for a key that was deleted in between, and hold up the
+connection meanwhile. `compare_set` alone would be enough; but torch's server wakes all waiters of a
+key at every `compare_set` on it, even if that leaves the key absent (seen on torch 2.13). For the
+same reason a wait checks for the key when it returns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ T = TypeVar("T")
 # For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but converts them
 # to nanoseconds in places: ten years do not overflow there.
 _FOREVER = datetime.timedelta(days=3650)
+_NEVER = "outlast: not a value"
 # The message of FileStore, a plain RuntimeError; the other stores have a type for it.
 _FILE_TIMEOUT = "Wait timeout"
 
@@ -51,7 +53,8 @@ class TorchStore:
     def read(self, key: str) -> bytes | None:
         if not self._try(lambda: bool(self.torch_store.check([key]))):
             return None
-        return self._try(lambda: bytes(self.torch_store.get(key)))
+        value = self._try(lambda: bytes(self.torch_store.compare_set(key, _NEVER, _NEVER)))
+        return None if value == _NEVER.encode() else value
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         limit = _FOREVER if timeout is None else datetime.timedelta(seconds=max(timeout, 0.001))
