@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from events.synthetic_run import SyntheticRun
-from outlast.events import Seen, StopRequested, WorkerExited, WorkerStarted
+from outlast.events import Fault, Lost, Seen, StopRequested, WorkerExited, WorkerStarted
 from outlast.events.report import build
 from outlast.events.report.sentences import describe_restart, describe_stop
 
@@ -34,6 +34,16 @@ def test_a_stop_is_not_a_restart() -> None:
         "The job was told to stop, 10.000 s into the run: SIGTERM to the launcher. The processes "
         "ended: rank 0 (exit code 143) and rank 1 (exit code 143)."
     )
+
+
+def test_ranks_that_leave_without_a_fault_are_not_lost() -> None:
+    run = stopped_run()
+    run.events = [event for event in run.events if not isinstance(event, Fault)]
+    for member in (0, 1):
+        run.write(member, Lost(reason="SystemExit(143)"), 11.5)
+    report = build(run.events)
+    assert report.restarts == ()
+    assert report.stop is not None
 
 
 def test_a_fault_before_the_stop_is_a_restart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,3 +45,22 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
     by_pings = build([event for event in events if not isinstance(event, StepsDone)])
     assert (by_pings.redone_steps, by_pings.steps_from) == (9 + 3, "pings")
     assert by_pings.hosts == report.hosts, "the time is measured without the numbers of steps"
+
+
+def test_a_stop_is_not_a_restart_and_loses_no_rank(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("redone", str(tmp_path / "checkpoints"), "1000000", "[]", nprocs=2, env=env) as job:
+        job.start_all()
+        job.wait_for_line(1, lambda line: line.get("event") == "trains")
+        job.send(1, signal.SIGTERM)
+        assert job.wait_all() == {0: 143, 1: 143}, [job.errors(rank) for rank in range(2)]
+    report = build(load(logs))
+    assert report.restarts == ()
+    assert report.lost == 0
+    assert report.stop is not None
+    assert report.stop.reason.startswith("rank 1 on ")
+    assert "signal SIGTERM" in report.stop.reason

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from outlast.events.report.history.call_history import CallHistory
 from outlast.events.report.model import Stop
-from outlast.events.types import Event, StopRequested, WorkerExited
+from outlast.events.types import Event, Fault, Lost, StopRequested, WorkerExited
 from outlast.system.error_text import exit_summary
 
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")
@@ -43,7 +43,9 @@ def ended_by_stop(call: CallHistory, iteration: int, events: Sequence[Event]) ->
         if isinstance(event, StopRequested):
             since[event.host] = min(event.time, since.get(event.host, event.time))
     faults = [fault for fault in call.faults(iteration) if not fault.consequence]
-    return bool(since and faults) and all(
-        fault.interruption in _LEAVES and fault.time >= since.get(fault.host, float("inf"))
-        for fault in faults
+    lost = [event for event in call.during(iteration) if isinstance(event, Lost)]
+    return bool(since and (faults or lost)) and all(
+        not (isinstance(event, Fault) and event.interruption not in _LEAVES)
+        and event.time >= since.get(event.host, float("inf"))
+        for event in (*faults, *lost)
     )
