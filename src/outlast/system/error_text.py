@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 
@@ -26,14 +25,6 @@ def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> s
     """The traceback; only its end if it is very long, because it is sent to other ranks."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return text[-max_chars:]
-
-
-def place_of(error: BaseException) -> str:
-    """The innermost frame of the traceback: `train.py:12 in step`; empty without a traceback."""
-    frames = traceback.extract_tb(error.__traceback__, -1)
-    if not frames:
-        return ""
-    return f"{os.path.basename(frames[0].filename)}:{frames[0].lineno} in {frames[0].name}"
 
 
 def message(error: BaseException) -> str:

@@ -45,7 +45,9 @@ class MinimalHost:
     def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
         return None
 
-    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+    def restarting(
+        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
+    ) -> None:
         return None
 
     def leaves_with(self, error: BaseException) -> None:

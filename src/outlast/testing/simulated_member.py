@@ -119,7 +119,9 @@ class SimulatedMember(MinimalHost):
         self.maybe_leave("finalize")
         self.inside = False
 
-    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+    def restarting(
+        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
+    ) -> None:
         self.invariants.caused(self.iteration, cause)
 
     def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:

@@ -31,6 +31,7 @@ from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnap
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
+from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -136,6 +137,11 @@ class Restorer:
             if failure is None:
                 seconds = self._emitter.clock.now() - began
                 self._emitter.emit(CheckpointRestored(step=step, source=source, seconds=seconds))
+                if self._ranks.rank == 0:
+                    # A warning, so that users see it by default: the job goes back to this step.
+                    log.warning(
+                        "restored step %d from %s in %s", step, source, duration_text(seconds)
+                    )
                 return step
             text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
             if failure.name == MISFIT:

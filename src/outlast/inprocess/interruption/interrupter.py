@@ -39,6 +39,7 @@ from typing import Any
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.fault_echo import ending_in
+from outlast.system.user_frames import in_own_code, is_own, user_place_of
 
 INTERRUPT_SIGNAL = signal.SIGURG
 
@@ -159,14 +160,25 @@ class Interrupter:
         return self._inside
 
     def where(self) -> str:
-        """The thread's stack frames, innermost first, as `file:line function`."""
+        """The thread's stack frames, innermost first, as `file:line function`, without those of
+        this package.
+        """
         frame = sys._current_frames().get(self.ident)
         places: list[str] = []
         while frame is not None and frame.f_code is not _USER_REGION and len(places) < 4:
-            file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-            places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+            if not is_own(frame):
+                file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+                places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
         return " < ".join(places)
+
+    def user_place(self) -> str:
+        """The innermost line of the user on the thread's stack: `train.py:42 in step`."""
+        return user_place_of(sys._current_frames().get(self.ident))
+
+    def in_library(self) -> bool:
+        """Whether the thread is in this package, which the user has called."""
+        return in_own_code(sys._current_frames().get(self.ident))
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks."""

@@ -242,9 +242,12 @@ class MonitorThread:
                 return
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed
-                where = self._interrupter.where()
-                log.warning("user code swallowed the interrupt, it is repeated; now at %s", where)
-                self._emit(InterruptSwallowed(where=where))
+                if not self._interrupter.in_library():  # else: the library's own clean-up
+                    where = self._interrupter.where()
+                    log.warning(
+                        "user code swallowed the interrupt, it is repeated; now at %s", where
+                    )
+                    self._emit(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
 
     def _emit(self, event: Event) -> None:

@@ -19,6 +19,7 @@ from outlast.clock import MonotonicClock
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
+from outlast.inprocess.monitor.frozen_notice import FrozenNotice
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
@@ -45,7 +46,9 @@ class MonitorLoop:
         self._poll.register(end, select.POLLIN)
         self._threads: set[int] = set()  # pidfds of threads of the main process
         self._store = StoreAccess(plan, self._clock)
-        self._reports = FaultReports(plan, main, Emitter(_sink(plan)), self._store)
+        emitter = Emitter(_sink(plan))
+        self._reports = FaultReports(plan, main, emitter, self._store)
+        self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
         self._timeouts = ProgressTimeouts(plan, self._clock, self._reports, self._pidfd)
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
         self._service = StoreService(plan, self._clock, self._store, self._ring)
@@ -91,6 +94,7 @@ class MonitorLoop:
                     self._poll.unregister(self._end)
             else:
                 self._timeouts.check()
+                self._frozen.check()
                 self._ring.beat()
         return False
 

@@ -83,6 +83,7 @@ class HeartbeatThread:
             if self._monitor.fileno() in ready:
                 poll.unregister(self._monitor)
                 self._on_monitor_end()
+            self._page.heartbeat = self._clock.now()
             self._take_timestamp()
             self._every_interval()
 

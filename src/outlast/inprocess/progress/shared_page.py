@@ -68,6 +68,7 @@ class SharedPage:
     soft_limit = _Float(1)
     # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
     long_limit = _Float(2)
+    heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic)
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, mmap.PAGESIZE)

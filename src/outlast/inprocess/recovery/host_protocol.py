@@ -132,8 +132,12 @@ class Host(Protocol):
         the last restart.
         """
 
-    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
-        """Called when every member has left iteration k, with the faults that ended it."""
+    def restarting(
+        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
+    ) -> None:
+        """Called when every member has left iteration k, with the faults that ended it; `reports`
+        on the one member that is to show the cause to the user.
+        """
 
     def leaves_with(self, error: BaseException) -> None:
         """Called when this member ends with `error`, before the others are told."""

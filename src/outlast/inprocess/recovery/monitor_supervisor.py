@@ -12,6 +12,7 @@ from outlast.inprocess.distributed.connection import Connection
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
 from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
+from outlast.inprocess.progress.progress_notice import ProgressNotice
 from outlast.inprocess.progress.shared_page import Activity
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
@@ -69,13 +70,26 @@ class MonitorSupervisor:
 
         settings = self._settings
         patience = settings.barrier_timeout.total_seconds()
+        host = self._host
+        notice = ProgressNotice(
+            self._page,
+            host.atomic_section.interrupter,
+            host.clock,
+            host.emitter.host,
+            settings.soft.total_seconds(),
+        )
+
+        def every_interval() -> None:
+            control.break_off_overdue(patience)
+            notice.check()
+
         self._heartbeat = HeartbeatThread(
             self._page,
             self._host.clock,
             settings.progress_watchdog_interval.total_seconds(),
             self._handle.socket,
             report_loss,
-            lambda: control.break_off_overdue(patience),
+            every_interval,
         )
         self._page.thread_1 = self._heartbeat.native_id
         self._page.thread_2 = self._host.monitor_thread.native_id

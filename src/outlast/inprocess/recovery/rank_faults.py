@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.errors import NO_RESTART, RestartAbort
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
@@ -17,9 +17,8 @@ from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.state import State
-from outlast.system.error_text import first_line, place_of, traceback_text
-
-log = logging.getLogger("outlast.inprocess")
+from outlast.system.error_text import first_line
+from outlast.system.user_frames import user_place, user_traceback
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -85,6 +84,34 @@ class RankFaults:
                 *(trace, *where, why, NO_RESTART),
             )
 
+    def show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
+        """Logs the cause of a restart: as a warning, with the traceback, where this rank `reports`
+        its own fault.
+        """
+        if cause is None:
+            log.info("restart of iteration %d: the job changes its size", self.state.iteration)
+            return
+        own = reports and cause.member == self.page.member and cause.traceback
+        place = f", at {cause.where}" if cause.where else ""
+        trace = f"\n{cause.traceback.rstrip()}" if own else ""
+        log.log(
+            logging.WARNING if reports else logging.INFO,
+            "restart of iteration %d: rank %d on %s: %s%s%s",
+            *(cause.iteration, cause.rank, cause.host, cause.cause, place, trace),
+        )
+
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+        if stop.done:
+            log.warning("the job was told to stop (%s): %s", stop.reason, stop.done)
+            return
+        fault = "" if cause is None else f", rank {cause.rank} on {cause.host}: {cause.cause}"
+        log.warning(
+            "the job was told to stop (%s), and a fault prevented the last save%s; what was "
+            "trained since the newest committed checkpoint is not saved",
+            stop.reason,
+            fault,
+        )
+
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This rank's hang report, if the rank made no progress when a soft timeout ended the
         iteration: its position and its progress.
@@ -121,9 +148,9 @@ class RankFaults:
     ) -> FaultRecord:
         record = dataclasses.replace(
             self.fault(iteration, interruption, where + first_line(error, with_type=True)),
-            traceback=traceback_text(error, _TRACEBACK_CHARS),
+            traceback=user_traceback(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
-            where=place_of(error),
+            where=user_place(error),
             permanent=permanence(error),
         )
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)

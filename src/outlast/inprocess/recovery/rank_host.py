@@ -292,30 +292,16 @@ class RankHost(RankFaults):
             ) from e
         self.replace_lost_monitor()
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
-        if stop.done:
-            log.warning("the job was told to stop (%s): %s", stop.reason, stop.done)
-            return
-        fault = "" if cause is None else f", rank {cause.rank} on {cause.host}: {cause.cause}"
-        log.warning(
-            "the job was told to stop (%s), and a fault prevented the last save%s; what was "
-            "trained since the newest committed checkpoint is not saved",
-            stop.reason,
-            fault,
-        )
-
-    def restarting(self, cause: FaultRecord | None, faults: list[FaultRecord]) -> None:
+    def restarting(
+        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
+    ) -> None:
         # Only now, when every rank has left: a torch client that finds no server retries forever,
         # in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
         self.torch_log.end()  # every operation that the abort ended has returned
         self.cause = cause
-        if cause is None:
-            log.info("restart of iteration %d: the job changes its size", self.state.iteration)
-        else:
-            where = cause.iteration, cause.rank, cause.host
-            log.warning("restart of iteration %d: rank %d on %s: %s", *where, cause.cause)
+        self.show_restart(cause, reports)
 
     def run_at_end(self, hook: Completion | Terminate | None) -> None:
         """Runs a hook at the end of the call, whose failure does not change the outcome."""

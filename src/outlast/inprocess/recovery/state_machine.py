@@ -243,7 +243,11 @@ class Machine:
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
             cause = None  # no rank failed: connections broke because the job was made to grow
-        self.host.restarting(cause, faults)
+        survivors = self.record.expected - {joiner.member for joiner in self.record.joiners}
+        # The member that failed shows the cause; if it has ended, the first that is left does.
+        failed = cause is not None and cause.member in survivors
+        reporter = cause.member if cause and failed else min(survivors, default=-1)
+        self.host.restarting(cause, faults, reports=reporter == self.member)
         self.iteration = k + 1
         if self.member in self.record.expected:
             pauses = self.pause and self.record.stop is None

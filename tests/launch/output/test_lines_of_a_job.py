@@ -1,0 +1,104 @@
+"""What a user sees of a fault under `outlast run`: every line of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.runs import Run
+
+TRAINS = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import outlast
+import outlast.inprocess as inprocess
+
+rank, how = int(sys.argv[1]), sys.argv[2]
+
+def step(call, job):
+    first = call.iteration == 0 and os.environ.get("OUTLAST_REPLACEMENT", "0") == "0"
+    if first and job.steps == 5 and dist.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("a bad batch")
+        os.kill(os.getpid(), getattr(signal, how))
+
+@inprocess.Wrapper()
+def train(call: inprocess.CallWrapper):
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 1)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with outlast.Job("checkpoints", model=ddp, optimizer=optimizer, every=2) as job:
+        job.restore()
+        while job.steps < 10:
+            call.ping()
+            step(call, job)
+            loss = ddp(torch.ones(4, 2)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            job.step()
+    del ddp
+    dist.destroy_process_group()
+
+train()
+"""
+
+
+def run(tmp_path: Path, rank: int, how: str) -> Run:
+    return Run(tmp_path, TRAINS, "--nproc-per-node=2", args=[str(rank), how])
+
+
+def lines(run: Run) -> list[str]:
+    """The lines on stderr, with what differs from run to run replaced."""
+    text = re.sub(r"\d\d:\d\d:\d\d", "TIME", run.err)
+    text = re.sub(r"\d+ min \d+ s|[\d.]+ (s|ms|µs)\b", "DURATION", text)
+    text = re.sub(r"pid \d+|process \d+", "PID", text)
+    text = re.sub(r"\bon \S+: |\bhost \S+\)", "HOST", text)
+    return [line for line in text.splitlines() if set(line) & set("^~") == set()]
+
+
+def test_an_exception(tmp_path: Path) -> None:
+    with run(tmp_path, 1, "raise") as job:
+        assert job.wait() == 0
+    script = tmp_path / "script.py"
+    number = (
+        script.read_text().splitlines().index('            raise ValueError("a bad batch")') + 1
+    )
+    step = script.read_text().splitlines().index("            step(call, job)") + 1
+    started, *middle, restored, ended = lines(job)
+    assert started == "[outlast] TIME started 2 ranks: rank 0 is PID, rank 1 is PID"
+    assert middle == [
+        f"[1] restart of iteration 0: rank 1 HOSTValueError: a bad batch, "
+        f"at script.py:{number} in step",
+        "[1] Traceback (most recent call last):",
+        f'[1]   File "{script}", line {step}, in train',
+        "[1]     step(call, job)",
+        f'[1]   File "{script}", line {number}, in step',
+        '[1]     raise ValueError("a bad batch")',
+        "[1] ValueError: a bad batch",
+    ]
+    assert re.fullmatch(r"\[0\] restored step \d from (memory|storage) in DURATION", restored)
+    assert ended == "[outlast] TIME job completed after DURATION"
+
+
+@pytest.mark.slow
+def test_a_killed_rank(tmp_path: Path) -> None:
+    with run(tmp_path, 1, "SIGKILL") as job:
+        assert job.wait() == 0
+    assert "Traceback" not in job.err
+    assert job.err.count("ended without a report (killed or crashed)") == 1
+    assert job.verdict == "job completed"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_stop(tmp_path: Path) -> None:
+    with run(tmp_path, 1, "SIGTERM") as job:
+        assert job.wait() == 128 + signal.SIGTERM
+    assert not any("fail" in line for line in job.words)
+    assert job.words[-1].startswith("job stopped as told: saved, exit code 143, after ")
