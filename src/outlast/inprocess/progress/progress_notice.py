@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from outlast.clock import Clock
-from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
 log = logging.getLogger("outlast.inprocess")
 
 AFTER_S = 10.0
+
+
+class Stack(Protocol):
+    """The stack of the function's thread; `Interrupter` implements it."""
+
+    def user_place(self) -> str:
+        """The innermost line of the user."""
+
+    def waits_for_others(self) -> bool:
+        """Whether it is where torch waits for other ranks."""
 
 
 class ProgressNotice:
@@ -30,13 +40,13 @@ class ProgressNotice:
     def __init__(
         self,
         page: SharedPage,
-        interrupter: Interrupter,
+        stack: Stack,
         clock: Clock,
         host: str,
         soft_timeout: float,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        self._page, self._interrupter, self._clock = page, interrupter, clock
+        self._page, self._stack, self._clock = page, stack, clock
         self._host, self._soft_timeout, self._say = host, soft_timeout, say
         self._after = AFTER_S
         self._said: float | None = None  # the progress after which it was said
@@ -57,9 +67,9 @@ class ProgressNotice:
         if self._said is not None:
             return
         self._said = progress
-        where = self._interrupter.user_place() or "an unknown place"
+        where = self._stack.user_place() or "an unknown place"
         who = f"rank {page.rank} on {self._host}"
-        if not self._interrupter.waits_for_others():
+        if not self._stack.waits_for_others():
             limit = page.soft_limit or self._soft_timeout
             idle_s = f"{idle:.0f} s"
             self._say(
