@@ -175,8 +175,6 @@ class SaveCancelled(CheckpointError, CancelledError):
 class FolderInUse(CheckpointError):
     """Another job saves into the same folder; names the lock holder."""
 
-    permanent = True
-
 
 class RankShouldRestart(BaseException):
     """Raised in the training function to interrupt it.

@@ -42,6 +42,7 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts
 from outlast.coordination.call_ledger import connect_ledger
+from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events import Emitter, Sink
 from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
@@ -196,7 +197,9 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        return self._pipeline.save(step, state_dict, metric)
+        handle = self._pipeline.save(step, state_dict, metric)
+        report_step(step)
+        return handle
 
     # --------------------------------------------------------------------------- restoring
 

@@ -24,8 +24,8 @@ class FaultRecord:
         idle: how long it had made no progress, in seconds.
         testimony: whether the hung member reports itself: it knows where it was.
         where: the place where the exception was raised; empty if there was none.
-        permanent: whether a restart would raise it again: `always`, `program` (an error in the
-            program, if it has not trained yet), or empty.
+        permanent: whether a restart would raise it again: `always`, `at start` (if the job has not
+            trained yet), or empty.
         step: the last training step in this iteration; 0 if none is known.
     """
 

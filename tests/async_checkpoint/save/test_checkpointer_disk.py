@@ -23,7 +23,7 @@ from async_checkpoint.checkpoints import (
     valid_steps,
 )
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -103,7 +103,7 @@ def test_two_jobs_in_one_folder(ranks: Ranks, tmp_path: Path) -> None:
     with ranks("lives", "trains", str(tmp_path), nprocs=1) as job:
         job.start_all()
         job.wait_for_line(0, lambda line: line["event"] == "restored")
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(FolderInUse) as error:
             Checkpointer(tmp_path)
         assert f"{tmp_path} is in use by another job (process {job.pid(0)} on" in str(error.value)
         job.wait_for_line(0, lambda line: line["event"] == "committed")

@@ -23,7 +23,7 @@ from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, Dropped, write_files
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 from outlast.system.shared_memory import SharedMemory
 
 PART = 5 << 20  # S3's minimum size of a part that is not the last
@@ -214,7 +214,7 @@ LOCKER = """
 import sys
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 storage = (LocalStorage if sys.argv[1] == "local" else RemoteStorage)(sys.argv[2])
 try:
     storage.lock("the other")
@@ -243,7 +243,7 @@ def test_two_jobs_cannot_have_it(storage: Storage) -> None:
     with other_job(storage) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(CheckpointError, match=r"in use by another job \(the other\)"):
+        with pytest.raises(FolderInUse, match=r"in use by another job \(the other\)"):
             storage.lock("this one")
         other.kill()
     # It did not unlock, but it is dead.

@@ -12,7 +12,7 @@ from outlast.coordination.records import FaultRecord
 from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse
 from outlast.inprocess import Wrapper
 from outlast.inprocess.initialize import RetryController
-from outlast.inprocess.interruption.permanent_error import ALWAYS, PROGRAM, permanence
+from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START, permanence
 from outlast.inprocess.recovery.repeated_faults import (
     FaultHistory,
     RepeatedFaults,
@@ -100,7 +100,7 @@ def test_without_steps_the_pings_tell_how_far_it_got() -> None:
 
 
 def test_errors_in_the_program_end_the_job_only_before_it_has_trained() -> None:
-    wrong = fault("NameError: x", permanent=PROGRAM)
+    wrong = fault("NameError: x", permanent=AT_START)
     assert "before the first step or ping" in after([wrong]).stop
     assert not after([fault(pings=3), wrong]).stop
     assert not after([dataclasses.replace(wrong, step=3)]).stop
@@ -125,12 +125,12 @@ def _raise(error: BaseException) -> None:
         (lambda: check_int("size", "3", at_least=0), ALWAYS),
         (lambda: Wrapper(soft_timeout=-1), ALWAYS),
         (lambda: _raise(CheckpointMismatch("shapes")), ALWAYS),
-        (lambda: _raise(FolderInUse("by another job")), ALWAYS),
+        (lambda: _raise(FolderInUse("by another job")), AT_START),
         (lambda: _raise(CheckpointError("damaged")), ""),
         (lambda: _raise(ValueError("of the user")), ""),
-        (lambda: _raise(ModuleNotFoundError("of the user")), PROGRAM),
-        (lambda: _raise(UnboundLocalError("of the user")), PROGRAM),
-        (lambda: len(3), PROGRAM),  # type: ignore[arg-type]
+        (lambda: _raise(ModuleNotFoundError("of the user")), AT_START),
+        (lambda: _raise(UnboundLocalError("of the user")), AT_START),
+        (lambda: len(3), AT_START),  # type: ignore[arg-type]
         (lambda: FaultHistory.decode(b"{"), ""),  # a ValueError that this package did not raise
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError, CheckpointMismatch
+from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse
 
 T = TypeVar("T")
 
@@ -74,12 +74,12 @@ class Agreement:
                     "is": work([json.loads(each) for each in ledger.parts(index)])
                 }
             except (CheckpointError, OSError) as e:
-                answer = {"error": f"rank 0: {e}"}
+                answer = {"error": f"rank 0: {e}", "in_use": isinstance(e, FolderInUse)}
             ledger.conclude(index, json.dumps(answer).encode())
         said = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
         ledger.forget(index)
         if "error" in said:
-            raise CheckpointError(said["error"])
+            raise (FolderInUse if said["in_use"] else CheckpointError)(said["error"])
         result: T = said["is"]
         return result
 

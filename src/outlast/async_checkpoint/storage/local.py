@@ -26,7 +26,7 @@ from pathlib import Path
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.protocol import IDENTITY, REMOVED, STATES, STEP, step_of
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 from outlast.system.files import FileLocked, fsync_folder, lock_file
 
 WORKING = ".tmp-"
@@ -157,7 +157,7 @@ class LocalStorage:
             self._lock = lock_file(path, owner)
         except FileLocked as e:
             holder = str(e) or "which left no name"
-            raise CheckpointError(
+            raise FolderInUse(
                 f"{self.where} is in use by another job ({holder}); two jobs that save into one "
                 "folder would overwrite each other's checkpoints"
             ) from None

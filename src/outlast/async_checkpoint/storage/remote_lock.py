@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from outlast.async_checkpoint.storage.remote_files import as_os_errors
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -42,7 +42,7 @@ class RemoteLock:
             alive = _alive(other)
             if alive or (alive is None and careful):
                 doubt = "" if alive else ", as far as one can know from here"
-                raise CheckpointError(
+                raise FolderInUse(
                     f"{self._where} is in use by another job ({_name(other)}){doubt}; two jobs "
                     "that save into one folder would remove each other's checkpoints"
                 )
@@ -108,7 +108,10 @@ def _alive(holder: dict[str, Any]) -> bool | None:
     if any(holder.get(key) != here[key] for key in ("host", "boot", "pids")):
         return None
     try:
-        began = psutil.Process(int(holder["pid"])).create_time()
+        process = psutil.Process(int(holder["pid"]))
+        began = process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:  # killed, and not reaped yet
+            return False
     except (psutil.Error, KeyError, TypeError, ValueError):
         return False
     return bool(abs(began - float(holder.get("began", -1))) < 1.0)  # PIDs are reused

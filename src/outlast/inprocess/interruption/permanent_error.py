@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dis
 
-from outlast.errors import OutlastError
+from outlast.errors import FolderInUse, OutlastError
 
 ALWAYS = "always"
-PROGRAM = "program"
-"""An error in the program: permanent if it is raised before the first ping or step of the job.
-Later it may depend on the data, so it counts like any other error.
+AT_START = "at start"
+"""Permanent if it is raised before the first ping or step of the job. Later it may pass, and counts
+like any other error: an error in the program may depend on the data, and the folder may be locked
+by a lost host of this job.
 """
 
-_PROGRAM_ERRORS = (TypeError, NameError, SyntaxError, ImportError)
+_AT_START = (TypeError, NameError, SyntaxError, ImportError, FolderInUse)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def permanence(error: BaseException) -> str:
-    """`ALWAYS`, `PROGRAM`, or an empty string for an error that may not come back."""
-    if isinstance(error, OutlastError):
-        return ALWAYS if error.permanent else ""
+    """`ALWAYS`, `AT_START`, or an empty string for an error that may not come back."""
+    if isinstance(error, OutlastError) and error.permanent:
+        return ALWAYS
     if _is_misuse(error):
         return ALWAYS
-    return PROGRAM if isinstance(error, _PROGRAM_ERRORS) else ""
+    return AT_START if isinstance(error, _AT_START) else ""
 
 
 def _is_misuse(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ import re
 from typing import Any
 
 from outlast.coordination.records import FaultRecord, ends
-from outlast.inprocess.interruption.permanent_error import ALWAYS, PROGRAM
+from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -162,6 +162,6 @@ def _times(before: EqualFaults, pings: int, *, steps_known: bool) -> int:
 def _why_permanent(cause: FaultRecord, trained: bool) -> str:
     if cause.permanent == ALWAYS:
         return "an error that every restart would raise again"
-    if cause.permanent == PROGRAM and not trained:
-        return "an error in the program before the first step or ping"
+    if cause.permanent == AT_START and not trained:
+        return "an error before the first step or ping that a restart does not fix"
     return ""
