@@ -9,8 +9,12 @@ imports cannot be changed calls `install()` before them.
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
+import types
+from collections.abc import Sequence
 
 __all__ = ["install"]
 
@@ -24,9 +28,36 @@ def install() -> None:
         RuntimeError: if the real package was imported before.
     """
     this = sys.modules[__name__]
-    if sys.modules.get(_REPLACED, this) is not this:
+    if sys.modules.setdefault(_REPLACED, this) is not this:
         raise RuntimeError(f"{_REPLACED} is imported already: call install() before")
-    sys.modules[_REPLACED] = this
-    for found in pkgutil.walk_packages(this.__path__, f"{__name__}."):
-        module = importlib.import_module(found.name)
-        sys.modules[found.name.replace(__name__, _REPLACED, 1)] = module
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds each module of the replaced package in this one, when it is imported."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(f"{_REPLACED}.") or _standing_in(fullname) is None:
+            return None
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The import continues with what is here afterwards: one module under two names.
+        sys.modules[module.__name__] = importlib.import_module(_name(module.__name__))
+
+
+def _name(replaced: str) -> str:
+    return replaced.replace(_REPLACED, __name__, 1)
+
+
+def _standing_in(replaced: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(_name(replaced))
+    except ModuleNotFoundError:
+        return None
