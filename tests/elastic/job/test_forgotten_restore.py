@@ -1,4 +1,4 @@
-"""A job that forgot `restore()` replaces no checkpoint."""
+"""A job that forgot `restore()` replaces no checkpoint; a mistake that no restart mends ends it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outlast
+from procs import Job
 
 
 def job(path: Path, **options: Any) -> outlast.Job:
@@ -61,3 +62,32 @@ def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
         one.steps = 7
         one.step()
     assert steps_in(path) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("no restore", "has checkpoints up to step 5, and this job is at step 0"),
+        pytest.param(
+            "other model",
+            "'model.bias' has shape (3,), (2,) was saved",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_wrapped_job_ends_at_once_with_the_cause(
+    ranks: Callable[..., Job], tmp_path: Path, mistake: str, message: str
+) -> None:
+    def run(mistake: str) -> tuple[set[int], list[dict[str, Any]], list[str]]:
+        with ranks("misfits", str(tmp_path / "saved"), mistake, nprocs=2) as processes:
+            processes.start_all()
+            codes = set(processes.wait_all().values())
+            lines = [line for rank in range(2) for line in processes.lines(rank)]
+            return codes, lines, [processes.errors(rank) for rank in range(2)]
+
+    assert run("none")[0] == {0}
+    codes, lines, errors = run(mistake)
+    assert codes == {93}, "\n".join(errors)
+    assert {line["iteration"] for line in lines} == {0}
+    assert any(message in error for error in errors)
+    assert steps_in(tmp_path / "saved") == [4, 5]

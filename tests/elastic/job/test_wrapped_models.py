@@ -70,7 +70,16 @@ def state_of(job: outlast.Job) -> list[Any]:
     return [tensor.tolist() for tensor in tensors]
 
 
-@pytest.mark.parametrize("saved", WRAPPERS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(kind, marks=() if kind in ("compiled", "DDP in compiled") else SLOW)
+        for kind in WRAPPERS
+    ],
+)
 def test_saved_with_one_wrapper_and_loaded_with_others(tmp_path: Path, saved: str) -> None:
     with job(tmp_path, WRAPPERS[saved](module(0)), other=WRAPPERS[saved](module(1))) as one:
         one.restore()
@@ -99,7 +108,10 @@ def test_the_saved_names_are_those_of_the_module(tmp_path: Path) -> None:
     assert set(state["model"]) == names
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "_orig_mod.module.", "module."])
+@pytest.mark.parametrize(
+    "prefix",
+    ["_orig_mod.", *(pytest.param(p, marks=SLOW) for p in ("_orig_mod.module.", "module."))],
+)
 def test_a_checkpoint_with_the_names_of_a_wrapped_model_is_loaded(
     tmp_path: Path, prefix: str
 ) -> None:
