@@ -83,6 +83,7 @@ class SavePipeline:
         self._lock = threading.Lock()
         self._aborted = False
         self._thread: threading.Thread | None = None
+        self._thread_ends = threading.Event()
 
     @property
     def pending(self) -> list[Save]:
@@ -179,10 +180,13 @@ class SavePipeline:
     # ------------------------------------------------------------- on the thread of the saves
 
     def _run(self) -> None:
-        while (save := self._queue.get()) is not None:
-            self._complete(save)
-        if not self._aborted:
-            self._outcomes.await_removals()
+        try:
+            while (save := self._queue.get()) is not None:
+                self._complete(save)
+            if not self._aborted:
+                self._outcomes.await_removals()
+        finally:
+            self._thread_ends.set()
 
     def _complete(self, save: Save) -> None:
         size_bytes = 0
@@ -361,8 +365,8 @@ class SavePipeline:
         self._queue.put(None)
         if self._thread is None:
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        # Not `join`: if a signal handler raises in it, CPython 3.11 takes the thread for ended.
+        return self._thread_ends.wait(timeout_s)
 
     def _claim_abort(self, saves: list[Save]) -> None:
         try:
