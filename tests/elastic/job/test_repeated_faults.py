@@ -1,0 +1,20 @@
+"""Steps that a `Job` repeats after a restore are no progress between equal faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from procs import Job
+
+
+def test_equal_faults_before_the_furthest_step_end_the_job(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    # Every iteration makes more pings than none, and no step beyond the seventh.
+    with ranks("redone", str(tmp_path / "checkpoints"), "16", "[8, 7, 8, 9, 10]") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 93, 1: 93}, [job.errors(rank) for rank in range(2)]
+        assert "3 equal faults without progress in between" in job.errors(1)
+        assert "ValueError: a planned exception" in job.errors(1)
+        assert not any(line["event"] == "ended" for line in job.lines(0))
