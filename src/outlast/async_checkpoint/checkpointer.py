@@ -133,6 +133,7 @@ class Checkpointer:
             )
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
         self._session, taken_over = session_for(self._url, threads=threads, linger_s=linger_s)
+        self._session.writer.timeout_s = self._timeout
         if taken_over:
             self._take_over()
         if self.rank != 0:

@@ -42,11 +42,19 @@ class Channel:
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(one), cls(other)
 
+    def limit(self, timeout_s: float) -> None:
+        """Limits every wait for the other end. After a `TimeoutError`, a message may be incomplete:
+        close the channel.
+        """
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            self._socket.settimeout(timeout_s)
+
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
         """Sends one message; blocks while the other end does not read. The descriptors are
         duplicated: the caller keeps its own, and may close them at any time.
 
         Raises:
+            TimeoutError: if the other end does not read in time (`limit`).
             ValueError: for more than `MAX_DESCRIPTORS` descriptors.
             OSError: when the other end is gone (`BrokenPipeError`, `ConnectionResetError`), or
                 this one is closed.
@@ -73,6 +81,7 @@ class Channel:
 
         Raises:
             EOFError: when the other end is gone, even in the middle of a message.
+            TimeoutError: if the other end does not send in time (`limit`).
             OSError: when the process has too many open files to receive the descriptors.
         """
         descriptors: list[int] = []

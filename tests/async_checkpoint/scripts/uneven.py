@@ -37,6 +37,26 @@ def another_order(path: str, plan: str) -> None:
 
 
 @scenario
+def one_disk_hangs(path: str, plan: str) -> None:
+    join_group()
+    own = f"own{RANK}"
+    stage = Plan(Path(plan)).use(pytest.MonkeyPatch()) if RANK == 1 else None
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, {**state_of(1), own: torch.ones(10)})
+        dist.barrier()
+        if stage is not None:
+            stage.set({"op": "write_at", "do": "wait"})
+            stage.gate()
+            checkpointer._session.writer.timeout_s = 0.3
+        raising(lambda: saves(checkpointer, 2, {**state_of(2), own: torch.ones(10)}))
+        if stage is not None:
+            stage.set()
+            checkpointer._session.writer.timeout_s = 60.0
+        saves(checkpointer, 3, {**state_of(3), own: torch.ones(10)})
+    leave_group()
+
+
+@scenario
 def one_changes(path: str, plan: str) -> None:
     """A part that only rank 1 has appears, grows and disappears; the other ranks do not change."""
     join_group()

@@ -32,9 +32,17 @@ from typing import Any
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.save import ABORTED, Save, commit_of, error_of, save_name
+from outlast.async_checkpoint.save.save import (
+    ABORTED,
+    Save,
+    commit_of,
+    error_of,
+    no_buffer,
+    save_name,
+)
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter
+from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import (
@@ -48,7 +56,13 @@ from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.clock import Clock
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
-from outlast.errors import CheckpointError, OutlastError, SaveCancelled, StoreError
+from outlast.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    OutlastError,
+    SaveCancelled,
+    StoreError,
+)
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
@@ -104,8 +118,13 @@ class SavePipeline:
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
             agreed = self._exchange.agree(index, state_dict)
             snapshot = self._snapshotter.take(
-                index, step, state_dict, agreed.structure, agreed.leaves
+                index, step, state_dict, agreed.structure, agreed.leaves, self._timeout
             )
+        except NoFreeBuffer:
+            earlier = [save.step for save in self.pending]
+            error = no_buffer(step, earlier, self._ledger.rank, self._timeout, self._session.url)
+            self._refuse(index, step, error)
+            raise error from None
         except StoreError as e:
             raise CheckpointError(f"the {save_name(step)} failed: {describe(e)}") from e
         except Exception as e:
@@ -163,7 +182,7 @@ class SavePipeline:
     def _refuse(self, index: int, step: int, error: Exception) -> None:
         """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
         # If the store is out of reach, it is for them too; this rank's error comes first.
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError, CheckpointTimeout):
             self._exchange.refuse(index, str(error))
             failure = CallFailure.of(error, index, save_name(step), self._ledger.rank)
             self._ledger.fail(index, failure)
@@ -230,6 +249,7 @@ class SavePipeline:
         old checkpoints may be removed.
         """
         ledger, index = self._ledger, save.index
+        late = False
         try:
             if not save.agreed:
                 save.catalog = self._exchange.unchanged(index) or save.catalog
@@ -238,6 +258,7 @@ class SavePipeline:
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
+            late = isinstance(e, CheckpointTimeout)
             # After an abort, whatever this is, the abort caused it: it kills the writer.
             ledger.fail(index, save.failure(ABORTED) if self._aborted else save.failure_of(e))
         else:
@@ -245,10 +266,11 @@ class SavePipeline:
         verdict = self._await_verdict(save)
         if verdict.failure is not None:
             # Rank 0 does it for all; but a rank that was at another save has its own folder.
-            if ledger.rank == 0 or verdict.failure.name != save.name:
+            # A disk that did not respond is not asked again: the next job removes what is there.
+            if not late and (ledger.rank == 0 or verdict.failure.name != save.name):
                 self._remove_files(save)
             ledger.forget(index)
-            raise error_of(verdict.failure)
+            raise error_of(verdict.failure, late)
         manifest: Manifest | None = None
         if ledger.rank == 0:
             manifest, result = self._commit(save)
@@ -319,7 +341,8 @@ class SavePipeline:
             manifest, commit = commit_of(save, self._ledger.parts(save.index))
             self._session.writer.request(commit)
         except (OutlastError, OSError, Dropped) as e:
-            self._remove_files(save)
+            if not isinstance(e, CheckpointTimeout):
+                self._remove_files(save)
             if self._aborted:
                 return None, {
                     "dropped": "dropped for all ranks by rank 0, while it was being committed"

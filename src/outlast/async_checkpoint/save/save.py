@@ -22,7 +22,7 @@ from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import Commit
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, OutlastError, SaveCancelled
+from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, SaveCancelled
 
 _METADATA = ".metadata"
 ABORTED = "aborted: it was dropped for all ranks"
@@ -76,14 +76,28 @@ def save_name(step: int) -> str:
     return f"save of step {step}"
 
 
-def error_of(failure: CallFailure) -> CheckpointError:
-    """The error that every rank raises when one has failed or dropped the save."""
+def no_buffer(
+    step: int, earlier: Sequence[int], rank: int, timeout_s: float, url: str
+) -> CheckpointTimeout:
+    """The error of a save that cannot begin, because saves of `earlier` steps use all buffers."""
+    return CheckpointTimeout(
+        f"the {save_name(step)} could not begin: rank {rank} waited {timeout_s:g} s for a free "
+        f"snapshot buffer while step {', '.join(map(str, earlier))} was being written to {url} "
+        "(the disk may not respond)"
+    )
+
+
+def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
+    """The error that every rank raises when one has failed or dropped the save; `late` if a wait of
+    this rank took too long.
+    """
     if failure.cause == ABORTED:
         return SaveCancelled(
             f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
         )
     text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
-    return CheckpointError(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+    kind = CheckpointTimeout if late else CheckpointError
+    return kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
 
 
 def commit_of(save: Save, parts: Sequence[bytes]) -> tuple[Manifest, Commit]:

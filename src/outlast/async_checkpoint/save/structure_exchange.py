@@ -29,7 +29,7 @@ from outlast.async_checkpoint.state_dict.sharding import (
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointTimeout
 
 
 class StructureMemo:
@@ -144,7 +144,7 @@ class StructureExchange:
             catalog = self._coordinate(index) if ledger.rank == 0 else None
             answer = json.loads(ledger.await_conclusion(index, self._timeout))
         except KeyTimeout as e:
-            raise CheckpointError(
+            raise CheckpointTimeout(
                 f"rank {ledger.rank} saves a state dict of new structure, and waited for the other "
                 f"ranks to save too; not all did within {self._timeout:g} s"
             ) from e
@@ -167,7 +167,7 @@ class StructureExchange:
         try:
             catalog = self._coordinate(index) if ledger.rank == 0 else None
         except KeyTimeout as e:
-            raise CheckpointError(
+            raise CheckpointTimeout(
                 f"not all ranks began this save within {self._timeout:g} s"
             ) from e
         ledger.forget(index)
@@ -189,7 +189,11 @@ class StructureExchange:
     @contextlib.contextmanager
     def _turn(self, index: int) -> Iterator[None]:
         with self._advanced:  # the other thread may still be at an earlier exchange
-            self._advanced.wait_for(lambda: self._passed >= index - 1, self._timeout)
+            if not self._advanced.wait_for(lambda: self._passed >= index - 1, self._timeout):
+                raise CheckpointTimeout(
+                    f"rank 0 waited {self._timeout:g} s for the save before this one, which "
+                    "is still being written (the disk may not respond)"
+                )
         try:
             yield
         finally:

@@ -106,9 +106,14 @@ class Snapshotter:
         state_dict: Mapping[str, Any],
         structure: Structure,
         leaves: Sequence[Any],
+        timeout_s: float,
     ) -> Snapshot:
-        """A snapshot of `state_dict` as it is now."""
-        buffer = self._session.pool.take(structure)
+        """A snapshot of `state_dict` as it is now.
+
+        Raises:
+            NoFreeBuffer: if no buffer becomes free within `timeout_s`.
+        """
+        buffer = self._session.pool.take(structure, timeout_s)
         try:
             snapshot = self._describe(index, step, state_dict, structure, buffer)
             self._copy(snapshot, leaves, structure)

@@ -26,6 +26,10 @@ from outlast.async_checkpoint.writer.messages import (
 from outlast.system.shared_memory import SharedMemory, populate
 
 
+class NoFreeBuffer(Exception):
+    """Saves in progress use all buffers."""
+
+
 @dataclasses.dataclass
 class SnapshotBuffer:
     """Memory for one snapshot.
@@ -79,10 +83,15 @@ class BufferPool:
         while len(self.buffers) < count:
             self.buffers.append(SnapshotBuffer(len(self.buffers)))
 
-    def take(self, structure: Structure) -> SnapshotBuffer:
-        """A buffer for a snapshot of this structure; waits until one is free."""
+    def take(self, structure: Structure, timeout_s: float) -> SnapshotBuffer:
+        """A buffer for a snapshot of this structure; waits until one is free.
+
+        Raises:
+            NoFreeBuffer: after `timeout_s`.
+        """
         with self._freed:
-            self._freed.wait_for(lambda: any(not buffer.busy for buffer in self.buffers))
+            if not self._freed.wait_for(self._has_free, timeout_s):
+                raise NoFreeBuffer
             free = [buffer for buffer in self.buffers if not buffer.busy]
             # Prefer one that is laid out for the structure; of these, the one with the oldest
             # snapshot.
@@ -173,6 +182,9 @@ class BufferPool:
         for buffer in (*self.buffers, *self.handed_over):
             buffer.drop_memory()
         self.buffers, self.handed_over = [], []
+
+    def _has_free(self) -> bool:
+        return any(not buffer.busy for buffer in self.buffers)
 
     def _await_allocation(self) -> None:
         if self._allocating is not None:

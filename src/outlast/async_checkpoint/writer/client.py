@@ -14,25 +14,31 @@ import contextlib
 import os
 import select
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 from outlast.async_checkpoint.writer.messages import (
+    AwaitRemovals,
     BufferReused,
+    Commit,
     Goodbye,
+    HideFolders,
     Message,
     ReleaseBuffer,
+    RemoveFolders,
     Request,
     RequestFailed,
     SaveDropped,
     ShareBuffer,
     SnapshotSealed,
     SnapshotTorn,
+    WriteSnapshot,
     decode,
     encode,
 )
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointTimeout
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.channel import Channel, pack
 from outlast.system.error_text import exit_text
@@ -49,10 +55,31 @@ class WriterFailed(CheckpointError):
         self.remote_traceback = remote_traceback
 
 
+class WriterTimeout(WriterFailed, CheckpointTimeout):
+    """The writer did not answer a request within the time limit, and was killed."""
+
+
+_REQUESTS: dict[type[Message], str] = {
+    WriteSnapshot: "write the files of this rank",
+    Commit: "commit a checkpoint",
+    RemoveFolders: "remove the files of a failed save",
+    HideFolders: "remove old checkpoints",
+    AwaitRemovals: "remove old checkpoints",
+}
+# How long a killed process may take to end. One that waits for a disk ends when the disk answers.
+_KILL_S = 5.0
+_LEAST_S = 0.001  # 0 would mean not to wait for messages at all
+
+
 class WriterClient:
-    """Starts the writer process with `config` (url, threads, linger_s, launcher); talks to it."""
+    """Starts the writer process with `config` (url, threads, linger_s, launcher); talks to it.
+
+    Attributes:
+        timeout_s: how long the writer may take to read a message, or to answer a request.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
+        self.timeout_s = 1800.0
         self._config = {**config, "main": os.getpid()}
         self._process: BackgroundProcess | None = None
         self._buffers: dict[int, tuple[SharedMemory, bytes]] = {}
@@ -83,19 +110,27 @@ class WriterClient:
             if self._process is not None:
                 if self._process.alive and not _hung_up(self._process.channel):
                     return
-                self._process.close()
+                _end(self._process)
                 self._process = None
             process = start_process(
                 "outlast.async_checkpoint.writer.main",
                 arguments=[pack(self._config).decode().rstrip("\n")],
             )
-            for number, (memory, index) in self._buffers.items():
-                _share(process, number, memory, index)
-            # A notification sent meanwhile follows these, to the new process.
-            with self._telling:
-                for message in self._ends.values():
-                    process.channel.send(encode(message))
-                self._process = process
+            process.channel.limit(max(self.timeout_s, _LEAST_S))
+            try:
+                for number, (memory, index) in self._buffers.items():
+                    _share(process, number, memory, index)
+                # A notification sent meanwhile follows these, to the new process.
+                with self._telling:
+                    for message in self._ends.values():
+                        process.channel.send(encode(message))
+                    self._process = process
+            except TimeoutError:
+                _end(process)
+                raise WriterTimeout(
+                    f"the writer process {process.pid} was not ready for {self._config['url']} "
+                    f"within {self.timeout_s:g} s, and was killed"
+                ) from None
 
     def share(self, number: int, memory: SharedMemory, index: bytes) -> None:
         """Shares a buffer with the writer, replacing the one with that number. `index` says what a
@@ -106,7 +141,7 @@ class WriterClient:
             with self._telling:
                 self._ends.pop(number, None)
             if self._process is not None:
-                with contextlib.suppress(OSError):  # lost: its replacement gets the buffer
+                with _killed_if_late(self._process):  # its replacement gets the buffer
                     _share(self._process, number, memory, index)
 
     def forget(self, number: int) -> None:
@@ -124,7 +159,7 @@ class WriterClient:
                     self._ends.pop(message.buffer, None)
             process = self._process
         if process is not None:
-            with contextlib.suppress(OSError):
+            with _killed_if_late(process):
                 process.channel.send(encode(message))
 
     def await_idle(self, timeout: float) -> None:
@@ -148,6 +183,7 @@ class WriterClient:
         """Sends a request, and waits for the answer.
 
         Raises:
+            WriterTimeout: if there is no answer within `timeout_s`; the writer is then killed.
             WriterFailed: names the cause.
             Dropped: if the request was dropped.
         """
@@ -163,12 +199,13 @@ class WriterClient:
         if self._half_read:
             with self._starting:
                 if self._process is not None:
-                    self._process.close()
+                    _end(self._process)
                     self._process = None
             self._half_read = False
         self.start()
         process = self._process
         assert process is not None
+        process.channel.limit(max(self.timeout_s, _LEAST_S))
         self._requests += 1
         number = self._requests
         try:
@@ -179,6 +216,9 @@ class WriterClient:
                 if answered == number:
                     break
             self._half_read = False
+        except TimeoutError:
+            self._half_read = False
+            raise self._too_late(process, request) from None
         except (OSError, EOFError):
             self._half_read = False
             raise WriterFailed(self._how_lost(process)) from None
@@ -192,20 +232,58 @@ class WriterClient:
         with self._starting:
             self._closed = True
             if self._process is not None:
-                self._process.close(timeout)
+                _end(self._process, timeout)
                 self._process = None
 
     def _how_lost(self, process: BackgroundProcess) -> str:
-        code = process.close(timeout=1.0)
+        how = _end(process, 1.0)
+        self._forget_process(process)
+        return f"the writer process {process.pid} {how}"
+
+    def _too_late(self, process: BackgroundProcess, request: Message) -> WriterTimeout:
+        _end(process)
+        self._forget_process(process)
+        what = _REQUESTS.get(type(request), "answer")
+        return WriterTimeout(
+            f"the writer process {process.pid} could not {what} in {self._config['url']} within "
+            f"{self.timeout_s:g} s (the disk may not respond), and was killed"
+        )
+
+    def _forget_process(self, process: BackgroundProcess) -> None:
         with self._starting:
             if self._process is process:
                 self._process = None
-        return f"the writer process {process.pid} {exit_text(code)}"
 
 
 def _share(process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes) -> None:
     message = ShareBuffer(buffer=number, size_bytes=memory.size_bytes, blob=index)
     process.channel.send(encode(message), [memory.descriptor])
+
+
+def _end(process: BackgroundProcess, timeout_s: float = 0.0) -> str:
+    """Ends the process, with a kill after `timeout_s`, and reaps it; returns how it ended. If it
+    waits for its disk, it cannot be killed yet: a thread waits for it.
+    """
+    process.channel.close()
+    if process.wait(timeout_s) is None:
+        process.kill()
+        if process.wait(_KILL_S) is None:
+            threading.Thread(target=process.close, name="outlast-reap", daemon=True).start()
+            return "cannot be killed: it waits for its disk"
+    return exit_text(process.close())
+
+
+@contextlib.contextmanager
+def _killed_if_late(process: BackgroundProcess) -> Iterator[None]:
+    """For a message without an answer. A lost writer does not need it; one that does not read it in
+    time is killed, because the channel holds a part of the message.
+    """
+    try:
+        yield
+    except TimeoutError:
+        process.kill()
+    except OSError:
+        pass
 
 
 def _hung_up(channel: Channel) -> bool:

@@ -1,0 +1,140 @@
+"""A disk or a writer process that does not respond: every wait of a save ends with an error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from async_checkpoint.checkpoints import NET, state_of, valid_steps
+from async_checkpoint.staged_writer import Plan
+from outlast import Job
+from outlast.async_checkpoint import Checkpointer
+from outlast.errors import CheckpointTimeout, RestartError
+from procs import Job as Processes
+
+SHORT_S = 0.3
+FILE = "__0_0.distcp"
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    return Plan(tmp_path / "plan").use(monkeypatch)
+
+
+def limit(checkpointer: Checkpointer, timeout_s: float) -> None:
+    """Sets the timeout once a writer is running: under load a writer takes seconds to start."""
+    checkpointer._session.writer.timeout_s = checkpointer._pipeline._timeout = timeout_s
+
+
+def check_error(error: BaseException, path: Path) -> None:
+    assert isinstance(error, TimeoutError)
+    assert not isinstance(error, RestartError)
+    assert re.search(rf"{path} within 0.3 s .*respond|0.3 s for .* to {path} .*respond", str(error))
+
+
+@pytest.mark.parametrize("op", ["write_at", "finish", "publish"])
+def test_a_disk_that_hangs(tmp_path: Path, plan: Plan, op: str) -> None:
+    path = tmp_path / "c"
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        lost = checkpointer._session.writer.pid
+        plan.set({"op": op, "name": "" if op == "publish" else FILE, "do": "wait"})
+        gate = plan.gate()
+        limit(checkpointer, SHORT_S)
+        handle = checkpointer.save(2, state_of(2))
+        gate.arrived()
+        error = handle.exception(NET)
+        assert error is not None
+        if op != "publish":  # there the error is the one that rank 0 reports to all ranks
+            assert isinstance(error, CheckpointTimeout)
+        assert f"in {path} within 0.3 s (the disk may not respond), and was killed" in str(error)
+        assert str(error).startswith("the save of step 2 ")
+        plan.set()
+        limit(checkpointer, NET.total_seconds())
+        checkpointer.save(3, state_of(3)).wait(NET)
+        assert lost is not None
+        assert not psutil.pid_exists(lost)
+    assert valid_steps(path) == [1, 3]
+
+
+def test_a_save_does_not_wait_longer_for_a_buffer(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "c"
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        plan.set({"op": "write_at", "name": FILE, "do": "wait"})
+        gate = plan.gate()
+        handle = checkpointer.save(2, state_of(2))  # its write may take a minute
+        gate.arrived()
+        checkpointer._pipeline._timeout = SHORT_S
+        with pytest.raises(CheckpointTimeout) as error:
+            checkpointer.save(3, state_of(3))
+        check_error(error.value, path)
+        assert "save of step 3 could not begin: rank 0 waited 0.3 s" in str(error.value)
+        checkpointer._pipeline._timeout = NET.total_seconds()
+        plan.set()
+        gate.open()
+        handle.result(NET)
+        checkpointer.save(4, state_of(4)).result(NET)
+    assert valid_steps(path) == [1, 2, 4]
+
+
+def test_a_step_of_a_job_does_not_wait_longer(tmp_path: Path, plan: Plan) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    path = tmp_path / "c"
+    with Job(path, model=net, optimizer=optimizer, every=1, overlap=False, signals=()) as job:
+        job.restore()
+        plan.set({"op": "write_at", "name": FILE, "do": "wait"})
+        gate = plan.gate()
+        limit(job.checkpointer, SHORT_S)
+        job.step()
+        gate.arrived()
+        with pytest.raises(CheckpointTimeout) as error:
+            for _ in range(3):
+                job.step()
+        check_error(error.value, path)
+        plan.set()
+        limit(job.checkpointer, NET.total_seconds())
+        for save in job.checkpointer._pipeline.pending:
+            save.handle.exception(NET)
+        job.save().result(NET)
+    assert valid_steps(path)[-1] == job.steps
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_stopped_writer(tmp_path: Path, size: int) -> None:
+    """With a large value, the message does not fit into the socket: the main thread waits there."""
+    state = {"x": torch.ones(10), "value": "v" * size}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+        writer = checkpointer._session.writer.pid
+        assert writer is not None
+        limit(checkpointer, SHORT_S)
+        checkpointer._session.writer._process.channel.limit(SHORT_S)  # type: ignore[union-attr]
+        os.kill(writer, signal.SIGSTOP)
+        error = checkpointer.save(2, state).exception(NET)
+        assert isinstance(error, CheckpointTimeout)
+        assert "the writer process" in str(error)
+        limit(checkpointer, NET.total_seconds())
+        checkpointer.save(3, state).wait(NET)
+        assert not psutil.pid_exists(writer)
+    assert valid_steps(tmp_path) == [1, 3]
+
+
+def test_the_disk_of_one_rank_hangs(ranks: Callable[..., Processes], tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "plan")
+    with ranks("uneven", "one_disk_hangs", str(tmp_path / "c"), str(plan.folder)) as job:
+        job.start_all()
+        assert job.wait_all(60) == {0: 0, 1: 0}, (job.errors(0) + job.errors(1))[-4000:]
+        for rank in range(2):
+            (message,) = [x["message"] for x in job.lines(rank) if x["event"] == "raised"]
+            assert "the save of step 2 failed on rank 1 on" in message
+            assert f"could not write the files of this rank in {tmp_path}/c within 0.3 s" in message
+    assert valid_steps(tmp_path / "c") == [1, 3]
