@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, scenario
+from ranks import RANK, WORLD_SIZE, join_group, leave_group, main, raising, say, scenario
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -110,6 +111,53 @@ def check(found: Any, expected: Any) -> None:
     for name, value in expected.items():
         equal = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
         assert equal, name
+
+
+@scenario
+def fsdp_trains(path: str, until: str) -> None:
+    """Trains a sharded model as docs/checkpoints.md has it; saves after step 3."""
+    join_group()
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 13), torch.nn.ReLU(), torch.nn.Linear(13, 5))
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def training_state() -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    with Checkpointer(path, overlap=optimizer) as checkpointer:
+        if checkpointer.checkpoints():
+            for wrong in (
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                {"model": model.state_dict(), "optimizer": {}},
+            ):
+                raising(lambda wrong=wrong: checkpointer.restore(wrong))
+            assert wrong["optimizer"] == {}
+        state = training_state()
+        first = checkpointer.restore(state)
+        if first is None:
+            optimizer.state.clear()
+        else:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        for step in range(first or 0, int(until)):
+            torch.manual_seed(100 * step + RANK)
+            loss = model(torch.randn(4, 9)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            say("trained", step=step, loss=loss.item().hex())
+            if step == 2:
+                checkpointer.save(3, training_state())
+    leave_group()
 
 
 @scenario

@@ -22,6 +22,7 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import Content, load
+from outlast.async_checkpoint.restore.mixture import check_mixture
 from outlast.async_checkpoint.restore.verified_read import StorageSource
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
@@ -47,14 +48,15 @@ class _Candidate:
 
 @dataclasses.dataclass
 class _Request:
-    """The arguments of a restore. `overwritten` are the names of tensors that may hold parts of a
-    damaged candidate.
+    """The arguments of a restore. `empty` are the dicts that were empty before. `overwritten` are
+    the names of tensors that may hold parts of a damaged candidate.
     """
 
     state_dict: dict[str, Any]
     strict: bool
     optional: tuple[str, ...]
     weights_only: bool
+    empty: list[dict[Any, Any]]
     overwritten: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -127,9 +129,9 @@ class Restorer:
                 raise CheckpointError(f"{where} has no checkpoint of step {step}")
             self._emitter.emit(NothingToRestore())
             return None
-        request = _Request(state_dict, strict, optional, weights_only)
         errors: list[str] = []
         empty = empty_dicts(state_dict)
+        request = _Request(state_dict, strict, optional, weights_only, empty)
         for candidate in found:
             began = self._emitter.clock.now()
             failure = self._load(candidate, snapshots, request)
@@ -144,13 +146,13 @@ class Restorer:
                     )
                 return step
             text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
+            for each in empty:
+                each.clear()  # the next candidate may fill it differently
             if failure.name == MISFIT:
                 raise CheckpointMismatch(text)
             if failure.name == BROKEN:
                 raise CheckpointError(text)
             errors.append(text)
-            for each in empty:
-                each.clear()  # the next candidate may fill it differently
             log.warning("passed over the checkpoint of step %s: %s", step, text)
             self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))
         raise CheckpointError(f"no checkpoint in {where} is valid:\n  " + "\n  ".join(errors))
@@ -242,6 +244,7 @@ class Restorer:
 
     def _compare(self, content: Content, request: _Request) -> Fit:
         present = self._items(request.state_dict)
+        check_mixture(request.state_dict, present, request.empty, content.index, content.where)
         found = fit(present, content.index, content.where, request.strict, request.optional)
         lost = request.overwritten & {item.name for item in present}
         lost -= {item.name for item in found.items}
