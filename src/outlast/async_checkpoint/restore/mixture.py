@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from outlast.async_checkpoint.restore.fit import Index, Misfit
+from outlast.async_checkpoint.restore.fit import Index
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import look_up, nodes
+from outlast.errors import CheckpointMismatch
 
 _SHOWN = 3
 
@@ -30,7 +31,7 @@ def check_mixture(
     """Checks the tensors of a state dict that has DTensors. `filled` are the dicts that were empty.
 
     Raises:
-        Misfit: if a tensor that was saved in parts is whole here, or if a dict was filled with
+        CheckpointMismatch: if a tensor that was saved in parts is whole here, or if a dict was filled with
             whole tensors of the shape of a DTensor, such as an optimizer's moments; names the fix.
     """
     shapes = {tuple(leaf.shape) for _, leaf in nodes(state_dict) if isinstance(leaf, DTensor)}
@@ -48,7 +49,7 @@ def check_mixture(
     if whole:
         more = f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
         names = ", ".join(map(repr, whole[:_SHOWN]))
-        raise Misfit(
+        raise CheckpointMismatch(
             f"{where} cannot be restored into a mixture of DTensors and whole tensors: {names}"
             f"{more} would be whole next to DTensors, which an optimizer cannot step. Build the "
             "state dict with get_state_dict(model, optimizer) of torch.distributed.checkpoint."
