@@ -31,8 +31,9 @@ def check_mixture(
     """Checks the tensors of a state dict that has DTensors. `filled` are the dicts that were empty.
 
     Raises:
-        CheckpointMismatch: if a tensor that was saved in parts is whole here, or if a dict was filled with
-            whole tensors of the shape of a DTensor, such as an optimizer's moments; names the fix.
+        CheckpointMismatch: if a tensor that was saved in parts is whole here, or if a dict was
+            filled with whole tensors of the shape of a DTensor, such as an optimizer's moments;
+            names the fix.
     """
     shapes = {tuple(leaf.shape) for _, leaf in nodes(state_dict) if isinstance(leaf, DTensor)}
     if not shapes:

@@ -36,6 +36,7 @@ from outlast.async_checkpoint.save.save import (
     ABORTED,
     Save,
     commit_of,
+    error_from,
     error_of,
     no_buffer,
     save_name,
@@ -216,7 +217,7 @@ class SavePipeline:
         except CheckpointError as e:
             error = e
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
-            error = self._failed(save, e)
+            error = error_from(save, e)
         with self._lock:
             self._pending.remove(save)
             queued = len(self._pending)
@@ -232,17 +233,6 @@ class SavePipeline:
         # Last, so that nothing waits for it.
         if manifest is not None:
             self._outcomes.apply_retention(manifest)
-
-    def _failed(self, save: Save, cause: Exception) -> CheckpointError:
-        """The error of a save that this rank could not carry out. Only rank 0 commits: it knows
-        that it did not, and the other ranks cannot know without the store.
-        """
-        text = f"the {save.name} failed: {describe(cause)}"
-        if isinstance(cause, StoreError) and self._ledger.rank != 0:
-            text = f"it is not known whether the {save.name} was committed: {describe(cause)}"
-        error = CheckpointError(text)
-        error.__cause__ = cause
-        return error
 
     def _carry_out(self, save: Save) -> tuple[int, Manifest | None]:
         """Saves and commits; returns the size of the checkpoint, and on rank 0 its manifest, if

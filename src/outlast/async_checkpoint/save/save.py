@@ -22,7 +22,14 @@ from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import Commit
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, SaveCancelled
+from outlast.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    OutlastError,
+    SaveCancelled,
+    StoreError,
+)
+from outlast.system.error_text import describe
 
 _METADATA = ".metadata"
 ABORTED = "aborted: it was dropped for all ranks"
@@ -74,6 +81,18 @@ class Save:
 def save_name(step: int) -> str:
     """The name of the save of a step in messages."""
     return f"save of step {step}"
+
+
+def error_from(save: Save, cause: Exception) -> CheckpointError:
+    """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
+    did not, and the other ranks cannot know without the store.
+    """
+    text = f"the {save.name} failed: {describe(cause)}"
+    if isinstance(cause, StoreError) and save.rank != 0:
+        text = f"it is not known whether the {save.name} was committed: {describe(cause)}"
+    error = CheckpointError(text)
+    error.__cause__ = cause
+    return error
 
 
 def no_buffer(
