@@ -31,6 +31,7 @@ import psutil
 import torch.distributed as dist
 
 import zygote
+from outlast.coordination.stores.torch_store import TorchStore
 from outlast.launch.agent.job_store import JOB_KEY
 from procs import MARKER, NET_S, marked, torch_noise
 
@@ -186,6 +187,10 @@ class Run:
 
     def set_job(self, state: str, **fields: Any) -> None:
         """Writes the record that `Wrapper` keeps in the launcher's store."""
+        self.store().put(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}).encode())
+
+    def store(self) -> TorchStore:
+        """A connection to the launcher's store."""
         env = self._said_any()["env"]
         store = dist.TCPStore(
             env["MASTER_ADDR"],
@@ -193,7 +198,7 @@ class Run:
             is_master=False,
             timeout=datetime.timedelta(seconds=NET_S),
         )
-        store.set(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}))
+        return TorchStore(store, "the launcher's store")
 
     # ---------------------------------------------------------------------------- private
 

@@ -69,6 +69,45 @@ def test_a_newcomer_is_turned_away_where_the_job_does_not_grow() -> None:
         assert "takes in no new processes" in str(error)
 
 
+def stopped(seed: int) -> Result:
+    """A schedule in which the job may be told to stop, twice."""
+    return simulate(seed, dataclasses.replace(Schedule.of(seed), stops=2))
+
+
+def test_a_request_to_stop_ends_the_job_after_one_restart() -> None:
+    results = [stopped(seed) for seed in range(_CHUNK)]
+    ended = [any(isinstance(e, SystemExit) for e in r.raised.values()) for r in results]
+    assert sum(ended) > _CHUNK / 4
+    assert sum(r.iterations > 1 for r in results) > _CHUNK / 4
+
+
+STOP_MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "a decision does not read the request": (
+        MembershipProtocol.propose,
+        "if stop is not None:",
+        "if False:",
+    ),
+    "the job is restarted more than once": (
+        view.ViewRecord.with_stop,
+        "bool(stop.done) or tried or",
+        "bool(stop.done) or",
+    ),
+    "members that are late restart after the stop": (
+        view.ViewRecord.with_stop,
+        "bool(stop.done) or tried or None in self.slots()",
+        "False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOP_MUTATIONS)
+def test_the_simulation_of_stops_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, *STOP_MUTATIONS[name])
+    with pytest.raises(AssertionError, match=r"\nseed \d+: Schedule\("):
+        for seed in range(1_500):
+            stopped(seed)
+
+
 # Each: the function, a text in its source, and the replacement.
 MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a loss does not check start": (

@@ -18,6 +18,7 @@ class Schedule:
         max_equal: equal faults that end the job; 0 for no limit.
         faults, leaves, aborts: exceptions that restart, that end a member, that end the job.
         joins: new processes, mostly replacements of a dead one.
+        stops: requests to stop the job.
     """
 
     members: int = 4
@@ -28,6 +29,7 @@ class Schedule:
     aborts: int = 0
     double_deaths: int = 1
     suspicions: int = 0
+    stops: int = 0
     p_death: float = 0.01
     grow: GrowPolicy = GrowPolicy.AT_ONCE
     divisor: int = 1

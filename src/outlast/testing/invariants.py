@@ -12,7 +12,7 @@ from outlast.errors import RankLostError, RestartAbort, RestartError, Unrecovera
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.testing.fault_budget import Schedule
 from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_member import HOLD_S, PAUSE_S, SimulatedMember
+from outlast.testing.simulated_member import HOLD_S, PAUSE_S, STOPPED, SimulatedMember
 
 
 class Invariants:
@@ -27,6 +27,8 @@ class Invariants:
         self.sizes: dict[int, int] = {}
         self.finished: dict[int, set[int]] = {}
         self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
+        self.told_to_stop: dict[int, bool] = {}  # before the view was decided
+        self.last: set[int] = set()  # the iterations that began with a request to stop
         self.suspected: set[int] = set()
         self.causes: dict[int, int] = {}
         self.stopped_at: int | None = None
@@ -84,9 +86,17 @@ class Invariants:
             )
         asked = [said["member"] for said in self._read("joins")]
         self.known.setdefault(k + 1, (lost, asked))
+        self.told_to_stop.setdefault(k + 1, "stop" in self.sim.store.table)
 
     def decided(self, record: ViewRecord) -> None:
-        """R1 of a view, when a member follows it."""
+        """R1 of a view, when a member follows it. A request to stop is in the next view, and no
+        iteration follows that one.
+        """
+        told = self.told_to_stop.get(record.iteration, False)
+        self.must(record.stop is not None or not told, f"{record} lacks the request to stop")
+        if record.stop is not None:
+            self.last.add(record.iteration)
+        self.must(len(self.last) <= 1, f"iterations {sorted(self.last)} follow a stop")
         if record.iteration not in self.known:
             return
         lost, asked = self.known[record.iteration]
@@ -159,6 +169,8 @@ class Invariants:
 
     def failed(self, error: BaseException, host: SimulatedMember) -> None:
         allowed = error is host.given
+        if isinstance(error, SystemExit) and "stop" in self.sim.store.table:
+            allowed |= error.code == STOPPED
         if isinstance(error, UnrecoverableFault):
             allowed |= self.stopped_at is not None
         elif isinstance(error, RestartAbort):

@@ -6,13 +6,13 @@ from typing import Any
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
-from outlast.coordination.records import LostRecord, lines
+from outlast.coordination.records import LostRecord, StopRecord, lines
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
 from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.invariants import Invariants
 from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_member import SimulatedMember
+from outlast.testing.simulated_member import STOPPED, SimulatedMember
 
 
 class SimulatedJob:
@@ -62,6 +62,8 @@ class SimulatedJob:
         elif self.budget.spend("suspicions", 0.01):
             host = self.sim.random.choice(list(self.hosts.values()))
             self._watch(host, self._observer(host, suspected=True))
+        elif self.budget.spend("stops", 0.02):
+            self._watch(self.sim.random.choice(list(self.hosts.values())), self._stop())
         elif self.budget.spend("joins", 0.002):
             self.start(self.sim.random.randrange(self.schedule.members + 1))
 
@@ -75,6 +77,11 @@ class SimulatedJob:
         membership = MembershipProtocol(Link(), self.schedule.members)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
         await membership.report_killed(host.preferred_rank, host.token, host.member, fault)
+
+    async def _stop(self) -> None:
+        """A process of the job is told to stop."""
+        membership = MembershipProtocol(Link(), self.schedule.members)
+        await membership.request_stop(StopRecord("a signal", STOPPED))
 
     async def _observer(self, host: SimulatedMember, suspected: bool = False) -> None:
         """The monitor of another member no longer sees a heartbeat of this one."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # How long a restart is held for replacements, if the schedule says so. Shorter than the backstop of
 # the waits: a hold whose end was to come from a member that died ends by itself first.
 HOLD_S = 0.5
+STOPPED = 143  # the exit code of a job that was told to stop
 PAUSE_S = 0.25  # between equal faults
 
 
@@ -107,6 +108,9 @@ class SimulatedMember(MinimalHost):
             return Raised(self.fault(iteration, Interruption.EXCEPTION, "function"))
         if outcome == "interrupt":
             return Interrupted()
+        if self.machine.record.stop is not None:  # as `Job` does, after its last save
+            await self.machine.membership.finish_stop("saved")
+            raise self.give(SystemExit(STOPPED))
         self.invariants.returned(iteration, self.member)
         return Returned(self.name)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
+from procs import NET_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2, signal.SIGSEGV])
@@ -172,3 +173,28 @@ def test_two_that_die_in_the_same_moment_are_both_replaced(tmp_path: Path) -> No
         first[0].kill()
         first[2].kill()
         assert run.complete(run.ready(0), first[1], run.ready(2)) == 0
+
+
+def test_members_learn_which_ranks_are_given_up(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=1") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running", prefix="call/")
+        first[1].kill()
+        second = run.ready(1)
+        store = run.store()
+        assert store.read("outlast/gone") is None
+        second.kill()
+        store.wait_for("call/joined/1", NET_S)  # what wakes the members
+        assert store.read("outlast/gone") == b"[1]"
+        assert run.complete(first[0]) == 0
+
+
+def test_no_replacement_for_a_job_that_was_told_to_stop(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running", prefix="call/")
+        run.store().put("call/stop", b'{"reason": "a signal", "exit_code": 143, "done": ""}')
+        first[1].kill()
+        run.until_said("not replaced, the job was told to stop")
+        first[0].succeed()
+        assert run.wait() == 128 + signal.SIGKILL  # no rank left with 143: the stop did not succeed

@@ -84,3 +84,15 @@ def test_a_stopped_worker_is_killed_too(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
     assert "still running, killed: rank 1" in run.words
+
+
+def test_a_job_that_saves_is_not_killed_at_the_end_of_the_grace_time(tmp_path: Path) -> None:
+    with Run(tmp_path, TELLS, "--nproc-per-node=1", "--grace=0.2", args=["--stay"]) as run:
+        worker = run.ready(0)
+        run.set_job("running", prefix="call/")
+        run.store().put("call/last-save", b"1000")
+        run.process.send_signal(signal.SIGTERM)
+        run.until_said("the job is saving: it has 1000 s more")
+        worker.succeed()
+        assert run.wait() == 128 + signal.SIGTERM
+    assert "still running, killed" not in run.err

@@ -150,6 +150,7 @@ class Machine:
         view = await self.membership.view(k)
         if view is not None and self.member in view.expected:
             self.record = view
+            self._leave_if_stopped()
             return RecoveryState.ASSIGN
         await end_iteration_to_join(self.membership, self.host.grow, k, view)
         how, self.iteration = await wait_for_end_of_iteration(self.membership, self.host, k)
@@ -220,7 +221,8 @@ class Machine:
     async def _decide(self) -> RecoveryState:
         k = self.iteration
         faults = await agreed_faults(self.membership, k)
-        await self._stop_or_pause(faults)
+        if await self.membership.stop_request() is None:  # a job that stops ends with its exit code
+            await self._stop_or_pause(faults)
         ender = await self.membership.end_of_job()
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
@@ -236,10 +238,7 @@ class Machine:
         )
         if self.host.limits.await_size:
             await self.membership.wake_holders()
-        if self.record.stop is not None and self.record.ends_job:
-            # All members that decide take this path, because all follow the same view.
-            self.host.stopped(self.record.stop, self.cause)
-            raise SystemExit(self.record.stop.exit_code)
+        self._leave_if_stopped()
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
             cause = None  # no rank failed: connections broke because the job was made to grow
@@ -258,6 +257,12 @@ class Machine:
             )
             raise RankLostError(f"the other ranks continued without this one: {reason}")
         return RecoveryState.JOIN
+
+    def _leave_if_stopped(self) -> None:
+        """Leaves if the view ends the job: all its members do, because all follow the same view."""
+        if self.record.stop is not None and self.record.ends_job:
+            self.host.stopped(self.record.stop, self.cause)
+            raise SystemExit(self.record.stop.exit_code)
 
     async def _stop_or_pause(self, faults: list[FaultRecord]) -> None:
         """Ends the job, or plans the pause, if the fault came back. Before the look at the ledger:
