@@ -78,7 +78,7 @@ def test_a_request_to_stop_ends_the_job_after_one_restart() -> None:
     results = [stopped(seed) for seed in range(_CHUNK)]
     ended = [any(isinstance(e, SystemExit) for e in r.raised.values()) for r in results]
     assert sum(ended) > _CHUNK / 4
-    assert sum(r.iterations > 1 for r in results) > _CHUNK / 4
+    assert sum(r.iterations > 1 for r in results) > _CHUNK / 10
 
 
 STOP_MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
