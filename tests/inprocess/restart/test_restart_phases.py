@@ -40,7 +40,7 @@ def test_a_health_check_that_fails_once_costs_a_restart_and_no_rank(ranks: Ranks
         failure = "OSError('the device does not answer')"
         checked = [(x["iteration"], x["train_ex"]) for x in events(job, 1, "checked")]
         assert checked == [(0, "None"), (0, failure), (1, "None")]
-        assert "health_check: OSError: the device does not answer" in job.errors(0)
+        assert "OSError: the device does not answer" in job.errors(1)
 
 
 def test_the_second_health_check_decides_whether_the_rank_stays(ranks: Ranks) -> None:
