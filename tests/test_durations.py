@@ -42,6 +42,7 @@ OTHERS = {
     "TCPStore.wait_for_workers",  # a bool
     "Slow.sleep",  # a function
     "run_within.timeout",  # called by parts that have checked theirs
+    "RepeatedFaults.pause.times",  # a count
     "seconds.value",
 }
 HANDLES, WAITS = ("PendingSave", "SaveHandle"), ("exception", "result", "wait")
@@ -163,6 +164,8 @@ CALLS: dict[str, Call] = {
     "PlannedFault.after_seconds": lambda path, value: chaos.PlannedFault(
         rank=0, kind=chaos.Kind.EXCEPTION, after_seconds=value
     ),
+    "RepeatedFaults.backoff": lambda path, value: inprocess.RepeatedFaults(backoff=value),
+    "RepeatedFaults.max_backoff": lambda path, value: inprocess.RepeatedFaults(max_backoff=value),
     "Slow.seconds_per_write": lambda path, value: Slow(seconds_per_write=value),
     "TCPStore.timeout": lambda path, value: store.TCPStore(timeout=value),
     "ThreadedFinalize.timeout": lambda path, value: finalize.ThreadedFinalize(value, print),

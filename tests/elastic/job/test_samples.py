@@ -156,6 +156,10 @@ def restored(path: Path, loader: Any) -> None:
         assert one.restore() == 2
 
 
+def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "global batch size" in message]
+
+
 @pytest.mark.parametrize("kind", ["loader", "stream"])
 def test_another_global_batch_size_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
@@ -173,9 +177,9 @@ def test_another_global_batch_size_is_said_once(
     with caplog.at_level(logging.WARNING, "outlast"):
         restored(tmp_path, loader(8))
         restored(tmp_path, loader(4, rank=1))
-        assert caplog.messages == []
+        assert changes(caplog) == []
         restored(tmp_path, loader(4))
-    (message,) = caplog.messages
+    (message,) = changes(caplog)
     assert message.startswith("the global batch size is 4, 8 was saved: training continues at ")
     if kind == "loader":
         assert "at sample 16 of 22 of epoch 0, with 2 steps left in it" in message
@@ -197,4 +201,4 @@ def test_a_checkpoint_without_a_global_batch_size(
             for _ in zip(range(2), one.loader, strict=False):
                 one.step()
     restored(tmp_path, ElasticLoader(DATA, global_batch_size=4))
-    assert caplog.messages == []
+    assert changes(caplog) == []

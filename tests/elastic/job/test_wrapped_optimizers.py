@@ -103,7 +103,7 @@ def test_a_wrapped_optimizer_saves_and_resumes(
     assert begun == 3
     assert found == expected
     said = "overlap: the step of Unrelated cannot wait for a copy"
-    assert [said in message for message in caplog.messages] == [True] * (kind == "unrelated")
+    assert sum(said in message for message in caplog.messages) == (kind == "unrelated")
 
 
 @pytest.mark.parametrize("overlap", ["optimizer", "list", True, False])

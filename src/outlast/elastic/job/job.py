@@ -30,6 +30,7 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.collectives import least
 from outlast.coordination.training_step import report_step
+from outlast.elastic.job.forgotten_restore import check_nothing_to_restore
 from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.sample_count import SampleCount
@@ -99,7 +100,7 @@ class Job:
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
         every = check_interval(every)
-        self.path = os.fspath(path)
+        self._path = os.fspath(path)
         check_stateful(loader, states or {})
         if min_ranks is not None and min_ranks < 1:
             raise ValueError(f"min_ranks={min_ranks} must be at least 1")
@@ -360,20 +361,9 @@ class Job:
             raise CheckpointError(f"rank {first} could not load its state: see its own error")
 
     def _check_restored(self) -> None:
-        """Raises if a save would replace the checkpoints of a run that this job does not continue.
-        The first time, all ranks call it.
-        """
         if self._may_save:
             return
-        newest = max((info.step for info in self.checkpointer.checkpoints()), default=0)
-        newest = int(self._ledger.agree("newest-unrestored", str(newest)))
-        if newest > self.steps:
-            raise ValueError(
-                f"{self.path} has checkpoints up to step {newest}, and this job is at step "
-                f"{self.steps}, because restore() was not called: its saves would replace them. "
-                "Call job.restore() before the first step. To start over, use another folder, or "
-                "delete the checkpoints first (outlast checkpoint rm)"
-            )
+        check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
         self._may_save = True
 
     def _counters(self) -> dict[str, Any]:
