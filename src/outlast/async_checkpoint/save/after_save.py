@@ -97,7 +97,7 @@ class SaveOutcomes:
             )
             if is_due_to_restart(error):
                 # A restart in place drops the saves in progress, and the store may be gone before
-                # this process is told. If training goes on, the next call raises the error.
+                # this process is told. If training continues, the next call raises the error.
                 log.debug("%s", error)
             elif self._policy is None or not self._policy.failed(error):
                 log.error("%s", error)
