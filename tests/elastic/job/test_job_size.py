@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -138,7 +139,8 @@ def test_a_signal_to_the_launcher_and_a_fault(
     assert launched.saved == 3
     if code is None:
         assert "still running, killed" not in launched.errors
-    assert "step 3 is saved, and the steps up to 5, done before a fault, are not" in launched.errors
+    # Rank 0 may be interrupted before it has completed its step.
+    assert re.search(r"step 3 is saved, and the steps up to [45], done before", launched.errors)
 
 
 @pytest.mark.slow
