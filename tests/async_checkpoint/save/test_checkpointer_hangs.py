@@ -16,7 +16,7 @@ from async_checkpoint.checkpoints import NET, state_of, valid_steps
 from async_checkpoint.staged_writer import Plan
 from outlast import Job
 from outlast.async_checkpoint import Checkpointer
-from outlast.errors import CheckpointTimeout, RestartError
+from outlast.errors import CheckpointError, CheckpointTimeout, RestartError
 from procs import Job as Processes
 
 SHORT_S = 0.3
@@ -120,7 +120,8 @@ def test_a_stopped_writer(tmp_path: Path, size: int) -> None:
         checkpointer._session.writer._process.channel.limit(SHORT_S)  # type: ignore[union-attr]
         os.kill(writer, signal.SIGSTOP)
         error = checkpointer.save(2, state).exception(NET)
-        assert isinstance(error, CheckpointTimeout)
+        # With a large value, the message or the request may be the first that is too late.
+        assert isinstance(error, CheckpointTimeout if size < 1000 else CheckpointError)
         assert "the writer process" in str(error)
         limit(checkpointer, NET.total_seconds())
         checkpointer.save(3, state).wait(NET)
