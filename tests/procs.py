@@ -290,7 +290,8 @@ class Job:
 
 def torch_noise(output: str) -> str:
     """The lines of torch's C++ log in the output of a process: none, whatever the fault was."""
-    signs = re.compile(r"^(\[rank\d+\]:)?\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |^frame #\d+: ")
+    prefixes = r"^(\[\d+\] )?(\[rank\d+\]:)?"  # of the launcher, of torch
+    signs = re.compile(prefixes + r"(\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |frame #\d+: )")
     # Where no resolver answers, every connection of torch's may say so.
     unresolved = "The hostname of the client socket cannot be retrieved"
     noise = [line for line in output.splitlines() if signs.search(line) and unresolved not in line]

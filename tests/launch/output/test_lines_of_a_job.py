@@ -88,8 +88,9 @@ def test_an_exception(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank(tmp_path: Path) -> None:
-    with run(tmp_path, 1, "SIGKILL") as job:
+@pytest.mark.parametrize("rank", [0, 1])  # rank 0 serves the store of the process group
+def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
+    with run(tmp_path, rank, "SIGKILL") as job:
         assert job.wait() == 0
     assert "Traceback" not in job.err
     assert job.err.count("ended without a report (killed or crashed)") == 1
