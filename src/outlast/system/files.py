@@ -5,6 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
+import time
+
+from outlast.system.processes import is_dying
+
+_FLOCK = "hhlli0l"  # struct flock: type, whence, start, length, pid
+_DYING_S = 60.0
+_ELSEWHERE_S = 5.0
+_POLL_S = 0.01
+_pause = time.sleep
 
 
 class FileLocked(Exception):
@@ -28,19 +38,47 @@ def lock_file(path: str | os.PathLike[str], owner: str) -> int:
     child does not hold it. It also ends when the descriptor that is returned, or any other
     descriptor of the file, is closed.
 
+    A killed process gives back its memory before its locks, which takes about 100 ms per GiB, and
+    its peers know of its death before that. So the lock of a process that is dying is waited for:
+    60 seconds at most, because a write to a disk that hangs may delay its end. Of a process on
+    another host or in another container it cannot be known whether it is dying: 5 seconds at most.
+
     Raises:
         FileLocked: if another process has locked it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o644)
+    began = time.monotonic()
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _lock_now(descriptor):
+            if time.monotonic() - began > _patience(descriptor):
+                holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+                raise FileLocked(holder)
+            _pause(_POLL_S)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, owner.encode(), 0)
-    except OSError as e:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+    except BaseException:
         os.close(descriptor)
-        if e.errno in (errno.EACCES, errno.EAGAIN):
-            raise FileLocked(holder) from None
         raise
     return descriptor
+
+
+def _lock_now(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+def _patience(descriptor: int) -> float:
+    """How long the present holder of the lock is waited for, in seconds."""
+    request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
+    if kind == fcntl.F_UNLCK:
+        return _DYING_S  # released just now
+    if pid <= 0:  # on another host, or in another container
+        return _ELSEWHERE_S
+    return _DYING_S if is_dying(pid) else 0.0
