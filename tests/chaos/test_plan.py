@@ -162,3 +162,10 @@ def test_draws_have_the_rate_and_use_every_kind() -> None:
     assert set(hits) == set(random.kinds)
     other = RandomFaults(seed=2, rate_per_step=0.1, kinds=random.kinds, max_faults=1)
     assert drawn != [other.draw(at(rank, 0, step)) for rank in range(4) for step in range(2500)]
+
+
+def test_every_fault_of_the_demo_can_fire() -> None:
+    """Each fault costs one restart, so the demo's faults are those of consecutive iterations."""
+    plan = Plan.load(Path(__file__).parents[2] / "examples" / "digits_faults.json")
+    assert [fault.kind for fault in plan.faults] == [Kind.EXCEPTION, Kind.SIGKILL, Kind.HANG]
+    assert [fault.iteration for fault in plan.faults] == [0, 1, 2]
