@@ -11,7 +11,7 @@ from outlast.coordination.view import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.next_view import state_in_view
+from outlast.inprocess.recovery.ranks.next_view import state_in_view
 from outlast.inprocess.state import State
 
 

@@ -15,7 +15,7 @@ from outlast.coordination import barrier, view
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
 from outlast.inprocess.recovery.admission import hold_for_replacements
-from outlast.inprocess.recovery.fault_history import agreed_faults
+from outlast.inprocess.recovery.faults.fault_history import agreed_faults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.testing.fault_budget import Schedule

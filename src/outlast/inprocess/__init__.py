@@ -30,8 +30,8 @@ from outlast.inprocess.exception import (
     UnrecoverableFault,
 )
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
+from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.wrapper import Wrapper
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from outlast.errors import RankDiscarded, RestartAbort
 from outlast.inprocess.rank_assignment import RankAssignment, as_ranks
-from outlast.inprocess.recovery.tree_arrangement import (
+from outlast.inprocess.recovery.ranks.tree_arrangement import (
     Arrangement,
     LayerRule,
     Path,

@@ -21,8 +21,8 @@ from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore

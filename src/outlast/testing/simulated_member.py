@@ -10,6 +10,7 @@ from outlast.coordination.records import FaultRecord
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
@@ -18,7 +19,6 @@ from outlast.inprocess.recovery.host_protocol import (
     RecoveryState,
     Returned,
 )
-from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.minimal_host import MinimalHost

@@ -22,7 +22,7 @@ from outlast.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from outlast.inprocess.rank_filter import MaxActiveWorldSize, RankFilter, WorldSizeDivisibleBy
-from outlast.inprocess.recovery.next_view import state_in_view
+from outlast.inprocess.recovery.ranks.next_view import state_in_view
 from outlast.inprocess.state import State, Status
 
 

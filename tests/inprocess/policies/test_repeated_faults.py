@@ -13,7 +13,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse
 from outlast.inprocess import Wrapper
 from outlast.inprocess.initialize import RetryController
 from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START, permanence
-from outlast.inprocess.recovery.repeated_faults import (
+from outlast.inprocess.recovery.faults.repeated_faults import (
     FaultHistory,
     RepeatedFaults,
     add_fault,

@@ -70,7 +70,7 @@ class Job:
             next forward and backward pass; or other optimizers, as for `Checkpointer`.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
-        signals: the signals on which to save and exit. The second of a kind has its usual effect.
+        signals: the signals on which to save and exit. A second SIGINT has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a job that was told to stop.
         min_ranks: the smallest number of ranks with which a restart in place may continue. By

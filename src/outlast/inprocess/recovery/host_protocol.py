@@ -12,7 +12,7 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
+from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 
 
 class RecoveryState(enum.Enum):

@@ -45,6 +45,7 @@ from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.recovery.faults.rank_faults import RankFaults
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
@@ -55,10 +56,9 @@ from outlast.inprocess.recovery.host_protocol import (
 )
 from outlast.inprocess.recovery.iteration_store import IterationStore
 from outlast.inprocess.recovery.job_size import SizeRequirement, hold
-from outlast.inprocess.recovery.next_view import state_in_view
-from outlast.inprocess.recovery.rank_faults import RankFaults
+from outlast.inprocess.recovery.ranks.next_view import state_in_view
+from outlast.inprocess.recovery.ranks.value_exchange import exchange_values
 from outlast.inprocess.recovery.settings import Settings, assignment_parts
-from outlast.inprocess.recovery.value_exchange import exchange_values
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child

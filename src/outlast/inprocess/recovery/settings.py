@@ -18,8 +18,8 @@ from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.recovery.repeated_faults import RepeatedFaults
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
 

@@ -64,7 +64,7 @@ from outlast.inprocess.recovery.admission import (
     hold_for_replacements,
     wait_for_end_of_iteration,
 )
-from outlast.inprocess.recovery.fault_history import (
+from outlast.inprocess.recovery.faults.fault_history import (
     add_cause,
     agreed_faults,
     agreed_history,

@@ -6,7 +6,11 @@ from outlast.coordination import barrier
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, ends, first_cause
 from outlast.errors import RankFault, RestartAbort, RestartError
-from outlast.inprocess.recovery.repeated_faults import FaultHistory, RepeatedFaults, add_fault
+from outlast.inprocess.recovery.faults.repeated_faults import (
+    FaultHistory,
+    RepeatedFaults,
+    add_fault,
+)
 
 
 async def agreed_faults(membership: MembershipProtocol, iteration: int) -> list[FaultRecord]:

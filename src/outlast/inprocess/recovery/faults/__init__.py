@@ -1,0 +1,1 @@
+"""Faults of a rank: how they are recorded and agreed on, and which ones come back."""
