@@ -343,12 +343,18 @@ class Checkpointer:
     # ----------------------------------------------------------------------------- private
 
     def _close_and_log(self, limit: datetime.timedelta) -> None:
-        """Closes; logs an error that can be raised nowhere, unless it is in the log already."""
+        """Closes; logs an error that can be raised nowhere, unless it is in the log already. The
+        saves of an iteration that a fault has ended are dropped: its store is going away, and
+        other ranks may never finish theirs.
+        """
+        if self.world_size > 1 and self._restarts != restarts.count():
+            self.abort()
+            return
         try:
             self.close(limit)
         except CheckpointError as e:
-            if is_due_to_restart(e):
-                log.error("%s", e)
+            if is_due_to_restart(e):  # the end of another rank is no failure of the save
+                log.warning("%s", e)
 
     def _take_over(self) -> None:
         before = self._session.owner

@@ -49,17 +49,21 @@ def end(job: Any, path: Path, how: str) -> None:
     say("ending")
     if how == "exception" and RANK == 1:
         raise ValueError("planned")
-    if how == "RestartAbort" and RANK == 1:
+    if how.startswith("RestartAbort") and RANK == 1:
+        if "save" in how:
+            job.save()
         raise RestartAbort("planned")
     if how == "SIGTERM" and RANK == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     if how == "SystemExit":
         raise SystemExit(3)
+    if "save" in how:
+        job.save()
 
 
 @scenario
 def ends(path: str, how: str) -> None:
-    if how == "RestartAbort":
+    if how.startswith("RestartAbort"):
 
         @Wrapper()
         def run(call: CallWrapper) -> None:

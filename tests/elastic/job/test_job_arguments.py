@@ -40,6 +40,7 @@ def loader(**options: Any) -> ElasticLoader:
         (lambda path: job(path, keep=True), "^keep must be a Retention or an int, not True"),
         (lambda path: Retention(last=1.5), "^last must be an int, not 1.5"),  # type: ignore[arg-type]
         (lambda path: loader(global_batch_size=2.0), "^global_batch_size must be an int, not 2.0"),
+        (lambda path: job(path, min_ranks=1.5), "^min_ranks must be an int, not 1.5"),
         (lambda path: loader(seed="1"), "^seed must be an int, not '1'"),
     ],
 )

@@ -78,7 +78,7 @@ class FolderSession:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
         self.pool.end_copies()  # their memory is released below
-        self.writer.close(timeout_s, tidy=self.recycles)
+        self.writer.close(timeout_s, tidy=self.recycles, last=self.locked)
         self.pool.close()
         self.storage.close()
         self.locked = False

@@ -28,8 +28,8 @@ def optimizers_of(overlap: Any) -> tuple[list[Optimizer], list[str]]:
         return [], []
     if overlap is True:
         raise ValueError(
-            "overlap must name the optimizers, not True: a Checkpointer does not know them, pass "
-            "overlap=optimizer (a Job does know its own)"
+            "overlap=True is for a Job, which has the optimizer: pass the optimizer itself to a "
+            "Checkpointer, overlap=optimizer"
         )
     several = isinstance(overlap, Iterable) and not isinstance(overlap, str)
     hooked: list[Optimizer] = []

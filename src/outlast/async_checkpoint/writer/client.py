@@ -91,6 +91,7 @@ class WriterClient:
         self._requests = 0
         self._requesting = threading.RLock()
         self._telling = threading.Lock()
+        self._deaf: BackgroundProcess | None = None  # did not read a notification in time
 
     @property
     def pid(self) -> int | None:
@@ -108,7 +109,8 @@ class WriterClient:
             if self._closed:
                 raise WriterFailed("the checkpointer was closed")
             if self._process is not None:
-                if self._process.alive and not _hung_up(self._process.channel):
+                usable = self._process is not self._deaf and self._process.alive
+                if usable and not _hung_up(self._process.channel):
                     return
                 _end(self._process)
                 self._process = None
@@ -141,7 +143,7 @@ class WriterClient:
             with self._telling:
                 self._ends.pop(number, None)
             if self._process is not None:
-                with _killed_if_late(self._process):  # its replacement gets the buffer
+                with self._killed_if_late(self._process):  # its replacement gets the buffer
                     _share(self._process, number, memory, index)
 
     def forget(self, number: int) -> None:
@@ -159,7 +161,7 @@ class WriterClient:
                     self._ends.pop(message.buffer, None)
             process = self._process
         if process is not None:
-            with _killed_if_late(process):
+            with self._killed_if_late(process):
                 process.channel.send(encode(message))
 
     def await_idle(self, timeout: float) -> None:
@@ -221,19 +223,36 @@ class WriterClient:
             raise self._too_late(process, request) from None
         except (OSError, EOFError):
             self._half_read = False
+            if self._deaf is process:  # killed meanwhile by `tell`, on another thread
+                raise self._too_late(process, request) from None
             raise WriterFailed(self._how_lost(process)) from None
         return answer
 
-    def close(self, timeout: float, *, tidy: bool = False) -> None:
+    def close(self, timeout: float, *, tidy: bool = False, last: bool = False) -> None:
         """Ends the writer process, after `timeout` seconds with a kill; what it is writing and its
-        snapshots are lost. With `tidy` it deletes the recycled files first.
+        snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
+        files of saves that were not committed.
         """
-        self.tell(Goodbye(tidy=tidy))
+        self.tell(Goodbye(tidy=tidy, last=last))
         with self._starting:
             self._closed = True
             if self._process is not None:
                 _end(self._process, timeout)
                 self._process = None
+
+    @contextlib.contextmanager
+    def _killed_if_late(self, process: BackgroundProcess) -> Iterator[None]:
+        """For a message without an answer. A lost writer does not need it; one that does not read
+        it in time is killed, because the channel holds a part of the message. The next request
+        starts another one.
+        """
+        try:
+            yield
+        except TimeoutError:
+            self._deaf = process  # before the kill: it takes a moment, and ends a wait for answers
+            process.kill()
+        except OSError:
+            pass
 
     def _how_lost(self, process: BackgroundProcess) -> str:
         how = _end(process, 1.0)
@@ -271,19 +290,6 @@ def _end(process: BackgroundProcess, timeout_s: float = 0.0) -> str:
             threading.Thread(target=process.close, name="outlast-reap", daemon=True).start()
             return "cannot be killed: it waits for its disk"
     return exit_text(process.close())
-
-
-@contextlib.contextmanager
-def _killed_if_late(process: BackgroundProcess) -> Iterator[None]:
-    """For a message without an answer. A lost writer does not need it; one that does not read it in
-    time is killed, because the channel holds a part of the message.
-    """
-    try:
-        yield
-    except TimeoutError:
-        process.kill()
-    except OSError:
-        pass
 
 
 def _hung_up(channel: Channel) -> bool:

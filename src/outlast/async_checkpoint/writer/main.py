@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.protocol import is_temporary
 from outlast.async_checkpoint.writer import messages
 from outlast.async_checkpoint.writer.handover import hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
@@ -35,6 +36,8 @@ from outlast.system.error_text import describe, traceback_text
 from outlast.system.processes import open_process
 from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
+
+_LAST_REQUEST_S = 10.0  # a disk that hangs must not keep this process forever
 
 
 class Writer:
@@ -57,11 +60,16 @@ class Writer:
             messages.AwaitRemovals: self._await_removals,
             messages.DescribeSnapshots: self._describe_snapshots,
         }
-        self._queue: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
-        threading.Thread(target=self._answer_all, name="outlast-writer", daemon=True).start()
+        self._queue: queue.SimpleQueue[tuple[Message, int] | None] = queue.SimpleQueue()
+        self._answering = threading.Thread(
+            target=self._answer_all, name="outlast-writer", daemon=True
+        )
+        self._answering.start()
         self._removals: queue.Queue[str] = queue.Queue()
         self._removal_errors: list[str] = []  # since they were last reported
         self._recycles = False  # whether there may be recycled files of this process
+        self._uncommitted: set[str] = set()  # the folders of saves begun
+        self._is_last = False  # no other process will commit them
         threading.Thread(target=self._remove_all, name="outlast-remover", daemon=True).start()
 
     def serve(self) -> bool:
@@ -77,8 +85,10 @@ class Writer:
             message, number = messages.decode(payload)
             if isinstance(message, messages.Goodbye):
                 self._recycles = self._recycles or message.tidy
+                self._is_last = message.last
                 return True
             if isinstance(message, Request):
+                self._recycles = self._recycles or isinstance(message, messages.HideFolders)
                 self._queue.put((message, number))
             else:
                 self._note(message, descriptors)
@@ -128,8 +138,8 @@ class Writer:
     # --------------------------------------------------------------------------- requests
 
     def _answer_all(self) -> None:
-        while True:
-            request, number = self._queue.get()
+        while (received := self._queue.get()) is not None:
+            request, number = received
             try:
                 answer = self._requests[type(request)](request)
             except Dropped:
@@ -148,6 +158,7 @@ class Writer:
         buffer = self.buffers[request.buffer]
         progress = buffer.progress_of(request.save_id)
         assert buffer.memory is not None
+        self._uncommitted.add(request.folder)
         files = write_files(
             self.storage,
             request.folder,
@@ -176,15 +187,16 @@ class Writer:
             at += size_bytes
         self.storage.sync(request.working)
         self.storage.publish(request.working, request.final)
+        self._uncommitted.discard(request.working)
         return messages.Done()
 
     def _remove_folders(self, request: messages.RemoveFolders) -> messages.Done:
         for folder in request.folders:
             self.storage.remove(folder)
+            self._uncommitted.discard(folder)
         return messages.Done()
 
     def _hide_folders(self, request: messages.HideFolders) -> messages.RemovalErrors:
-        self._recycles = True
         for folder in request.folders:
             if hidden := self.storage.hide(folder):
                 self._removals.put(hidden)
@@ -203,12 +215,26 @@ class Writer:
     # --------------------------------------------------------------------------- removals
 
     def tidy_up(self) -> None:
-        """At the end: completes the removals, and deletes the recycled files. No one is left to
-        report an error to: the next job removes the rest.
+        """At the end: completes the removals, deletes the recycled files, and removes what dropped
+        saves have left. No one is left to report an error to: the next job removes the rest.
+
+        A save that the main process has dropped may still hide checkpoints, whose files would be
+        recycled after the deletion, or commit: so the last request ends first.
         """
-        if self._recycles:
-            with contextlib.suppress(OSError, CheckpointError):
+        unfinished = self._is_last and self._uncommitted
+        if not self._recycles and not unfinished:
+            return
+        self.buffers.wake_all(self.dropped)  # a write ends at once
+        self._queue.put(None)
+        self._answering.join(_LAST_REQUEST_S)
+        if self._answering.is_alive():
+            return
+        with contextlib.suppress(OSError, CheckpointError):
+            if self._recycles:
                 self._make_room()
+            for folder in self._uncommitted if self._is_last else ():
+                if is_temporary(folder):  # elsewhere it is invisible, and may be used again
+                    self.storage.remove(folder)
 
     def _make_room(self) -> None:
         self._removals.join()

@@ -141,10 +141,13 @@ class DropSaves(Message):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goodbye(Message):
     """The main process ends normally; the writer ends too, and keeps nothing. It completes removals
-    in the background first, and deletes the recycled files if `tidy`.
+    in the background first, deletes the recycled files if `tidy`, and removes what it has written
+    of saves that were not committed if `last`: the main process is rank 0, so no other process will
+    commit them.
     """
 
     tidy: bool
+    last: bool = False
 
 
 # ------------------------------------------------------------------------ answers and requests

@@ -42,7 +42,7 @@ from outlast.elastic.wrapped_modules import with_old_names
 from outlast.errors import CheckpointError
 from outlast.events import StopRequested
 from outlast.inprocess.running_call import running_call
-from outlast.system.arguments import Duration, as_timedelta, check_options, options_of
+from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -102,8 +102,8 @@ class Job:
         every = check_interval(every)
         self._path = os.fspath(path)
         check_stateful(loader, states or {})
-        if min_ranks is not None and min_ranks < 1:
-            raise ValueError(f"min_ranks={min_ranks} must be at least 1")
+        if min_ranks is not None:
+            min_ranks = as_int("min_ranks", min_ranks, at_least=1)
         self.steps = 0
         self.seconds = 0.0
         self._grace = as_timedelta("grace", grace, allow_zero=True)
