@@ -140,7 +140,7 @@ def test_a_signal_to_the_launcher_and_a_fault(
     if code is None:
         assert "still running, killed" not in launched.errors
     # Rank 0 may be interrupted before it has completed its step.
-    assert re.search(r"step 3 is saved, and the steps up to [45], done before", launched.errors)
+    assert re.search(r"step 3 is saved; the steps up to [45], done before", launched.errors)
 
 
 @pytest.mark.slow

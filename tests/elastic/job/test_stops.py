@@ -118,7 +118,7 @@ def test_a_signal_and_an_exception_in_the_same_step(
     assert training.saved == 3
     assert f"rank {told} on " in training.errors
     # The rank that failed has not completed its step.
-    assert re.search(r"step 3 is saved, and the steps up to [45], done before", training.errors)
+    assert re.search(r"step 3 is saved; the steps up to [45], done before", training.errors)
     check(training, codes, lines, reference)
 
 

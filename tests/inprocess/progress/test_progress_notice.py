@@ -93,7 +93,7 @@ def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage) -> N
     )
     assert process.stdout is not None
     process.stdout.readline()
-    plan: Any = SimpleNamespace(page=page, hard=90.0)
+    plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0)
     notice = FrozenNotice(plan, process.pid, clock, "node1")
     page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
     process.send_signal(signal.SIGSTOP)
@@ -109,6 +109,25 @@ def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage) -> N
     )
 
 
+def test_a_stopped_process_is_ended_after_the_timeout_in_force(
+    page: SharedPage, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    clock.advance(100)
+    with (tmp_path / "errors").open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=file
+        )
+    plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0)
+    page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
+    page.soft_limit = 2.0  # learned from the pings
+    clock.advance(11)
+    FrozenNotice(plan, process.pid, clock, "node1").check()
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "errors").read_text().endswith("after 20 s it is ended\n")
+
+
 def test_a_file_at_a_position_of_the_processs_own_is_left_alone(
     page: SharedPage, tmp_path: Path
 ) -> None:
@@ -119,7 +138,7 @@ def test_a_file_at_a_position_of_the_processs_own_is_left_alone(
             process = subprocess.Popen(
                 [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=file
             )
-        plan: Any = SimpleNamespace(page=page, hard=90.0)
+        plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0)
         notice = FrozenNotice(plan, process.pid, clock, "node1")
         page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
         clock.advance(11)

@@ -162,6 +162,26 @@ def test_last_lines_of_a_failure() -> None:
     ]
 
 
+def test_a_typo_is_shown_once_in_the_last_lines() -> None:
+    equal = "Traceback (most recent call last):\n  boom\nKeyError: 1"
+    chained = (
+        f"{equal}\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  bang\nNameError: los"
+    )
+    ended = death(1, 2, Decision.FAILED, 93)
+    first = dataclasses.replace(
+        death(0, 1, Decision.FAILED, 93),
+        last_output=f"restart of iteration 0\n{chained}\nrestart of iteration 1\n{chained}\nend",
+        source="stderr",
+    )
+    assert summary([first, ended], Ending(first, None, False, 12.5), "here") == [
+        "job failed, exit code 93, after 12.50 s",
+        "first cause: rank 0 (pid 100, host here) exited with code 93",
+        "last lines on stderr:",
+        *(f"  {line}" for line in [*chained.splitlines(), "end"]),
+    ]
+
+
 def test_when_workers_failed_whose_ends_were_seen_together() -> None:
     # An error file gives the time; without one, the time is now at the latest.
     assert failure_times([(1, None), (1, 5.0), (1, 99.0)], now=10.0) == [10.0, 5.0, 10.0]

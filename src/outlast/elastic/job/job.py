@@ -308,7 +308,7 @@ class Job:
         self.checkpointer.wait(self._grace)
         furthest, done = self._stop_request.furthest, f"step {self.steps} is saved"
         if furthest > self.steps:
-            done += f", and the steps up to {furthest}, done before a fault, are not"
+            done += f"; the steps up to {furthest}, done before a fault, are lost"
             log.warning(done)
         if self._call is not None:
             self._call.finish_stop(done)

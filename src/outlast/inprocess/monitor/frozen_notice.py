@@ -12,6 +12,7 @@ from pathlib import Path
 from outlast.clock import Clock
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.logfile import write_line
+from outlast.inprocess.monitor.progress_timeouts import timeouts_in_force
 from outlast.inprocess.progress.progress_notice import AFTER_S
 from outlast.inprocess.progress.shared_page import Activity
 
@@ -32,11 +33,12 @@ class FrozenNotice:
         if not timed or not heartbeat or heartbeat == self._said or idle < AFTER_S:
             return
         self._said = heartbeat
+        _, hard = timeouts_in_force(self._plan, page)
         why = "is stopped (SIGSTOP)" if _is_stopped(self._main) else "is in code that holds the GIL"
         _say(
             self._main,
             f"rank {self._page.rank} on {self._host}: no progress for {idle:.0f} s: process "
-            f"{self._main} {why}; after {self._plan.hard:g} s it is ended",
+            f"{self._main} {why}; after {hard:.0f} s it is ended",
         )
 
 

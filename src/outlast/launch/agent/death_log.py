@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Sequence
 
+from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
 from outlast.launch.workers.worker import Worker
@@ -19,6 +20,8 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before each line of a traceback."""
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
 """The line of a traceback with the exception; C++ code may write more lines after it."""
+_CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
+"""What Python writes, between two empty lines, above a traceback with a context or a cause."""
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -177,13 +180,16 @@ class Ending:
 
 def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
     """The last lines of a job. A failed job's first cause comes after its other failures, and its
-    traceback last; otherwise the last line tells how the job has ended.
+    traceback last; otherwise the last line tells how the job has ended. Ranks that exited with 93
+    because of the first cause are not failures of their own.
     """
     cause = ending.cause if ending.failed else None
     others = [
         death
         for death in sorted(deaths, key=lambda death: death.when)
-        if death is not cause and not (ending.stopped and death.decision is Decision.STOPPED)
+        if death is not cause
+        and not (ending.stopped and death.decision is Decision.STOPPED)
+        and not (cause is not None and cause.exit_code == death.exit_code == NO_RESTART)
     ]
     lines = ["failures:"] if others and cause is None else ["other failures:"] if others else []
     lines.extend(
@@ -202,10 +208,21 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
         lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
         if cause.last_output:
             lines.append("traceback:" if cause.source == "traceback" else "last lines on stderr:")
-            lines.extend(f"  {line}" for line in cause.last_output.splitlines())
+            output = cause.last_output.splitlines()
+            if cause.exit_code == NO_RESTART:  # the equal faults before it have the same traceback
+                output = from_last_traceback(output)
+            lines.extend(f"  {line}" for line in output)
     else:
         lines.append(f"job completed {after}")
     return lines
+
+
+def from_last_traceback(lines: list[str]) -> list[str]:
+    """The lines from the last traceback on, with the tracebacks that it is chained to."""
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    while len(starts) > 1 and lines[starts[-1] - 2].startswith(_CHAINED):
+        starts.pop()
+    return lines[starts[-1] :] if starts else lines
 
 
 def _where(death: Death, host: str) -> str:

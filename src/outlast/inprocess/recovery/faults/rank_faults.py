@@ -104,10 +104,10 @@ class RankFaults:
         if stop.done:
             log.warning("the job was told to stop (%s): %s", stop.reason, stop.done)
             return
-        fault = "" if cause is None else f", rank {cause.rank} on {cause.host}: {cause.cause}"
+        fault = "" if cause is None else f": rank {cause.rank} on {cause.host}: {cause.cause}"
         log.warning(
-            "the job was told to stop (%s), and a fault prevented the last save%s; what was "
-            "trained since the newest committed checkpoint is not saved",
+            "the job was told to stop (%s); a fault prevented the last save%s; the steps since the "
+            "newest committed checkpoint are lost",
             stop.reason,
             fault,
         )
