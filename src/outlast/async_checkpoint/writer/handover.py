@@ -4,6 +4,10 @@ The writer opens a socket only once its main process is dead, so a process that 
 snapshots of a dead process only. The socket is in a folder that only this user can enter, and both
 ends check that the other one belongs to this user.
 
+A replacement may be faster than the writer, which first takes checksums. So a writer with snapshots
+announces itself: it locks a file beside the socket, in which its main process is named. As long as
+the file is locked and that process is dead, the replacement waits for the socket.
+
 Nothing here imports torch.
 """
 
@@ -11,21 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from outlast.async_checkpoint.writer.messages import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
+from outlast.system.files import FileLocked, lock_file
+from outlast.system.processes import is_dying
 from outlast.system.waiting import readable
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A replacement that connects and then sends nothing must not keep the writer forever.
 _PATIENCE_S = 10.0
+# How long a replacement waits for a writer that has announced itself: it may be hashing snapshots.
+_OPENING_S = 60.0
+_POLL_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +60,64 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | None) -> None:
+class Announcement:
+    """A writer's announcement that it will hand over snapshots once `main`, a process id, is dead.
+    It ends with the writer, however that ends.
+    """
+
+    def __init__(self, main: int) -> None:
+        self._main = main
+        self._path: Path | None = None
+        self._descriptor = -1
+
+    def place(self, socket_path: Path) -> None:
+        """Announces a socket instead of the one before. Without success, a replacement that is too
+        early restores from storage; the next snapshot tries again.
+        """
+        path = _announcement(socket_path)
+        if self._descriptor >= 0 and path == self._path:
+            return
+        self.withdraw()
+        with contextlib.suppress(OSError, FileLocked):
+            private_folder(path.parent)
+            self._descriptor = lock_file(path, str(self._main))
+            self._path = path
+
+    def withdraw(self) -> None:
+        """Ends it."""
+        if self._descriptor >= 0 and self._path is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_announced(socket_path: Path) -> bool:
+    """Whether the writer of a dead process will listen at this socket."""
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(_announcement(socket_path), flags)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # the writer lives
+        main = os.pread(descriptor, 20, 0)
+        return main.isdigit() and is_dying(int(main))
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _announcement(socket_path: Path) -> Path:
+    return socket_path.with_suffix(".writer")
+
+
+def hand_over(
+    snapshots: Sequence[HandedOver],
+    linger_s: float,
+    launcher: int | None,
+    announcement: Announcement,
+) -> None:
     """Waits for a replacement of the main process, for `linger_s` seconds, and hands it all
     snapshots. `launcher` is the pidfd of the process that would start one; without it, or without
     snapshots, it does not wait.
@@ -67,6 +135,7 @@ def hand_over(snapshots: Sequence[HandedOver], linger_s: float, launcher: int | 
                 return
             connection, _ = listener.accept()
             path.unlink(missing_ok=True)
+            announcement.withdraw()  # before the writer of the replacement places its own
             if _is_ours(connection):
                 _give(connection, snapshots)
             else:
@@ -90,17 +159,11 @@ def take_over(path: Path) -> list[HandedOver]:
     """The snapshots of a dead predecessor, if its writer is still there. The caller closes the
     descriptors.
     """
-    connection = socket.socket(socket.AF_UNIX)
-    # Applies to sending and receiving: the other side answers at once, or never.
-    connection.settimeout(_PATIENCE_S)
-    try:
-        private_folder(path.parent)
-        connection.connect(str(path))
-        if not _is_ours(connection):
-            raise PermissionError(f"{path} belongs to another user")
-    except OSError:
-        connection.close()
-        return []
+    deadline = time.monotonic() + _OPENING_S
+    while (connection := _connect(path)) is None:
+        if not is_announced(path) or time.monotonic() > deadline:
+            return []
+        time.sleep(_POLL_S)
     channel = Channel(connection)
     found: list[HandedOver] = []
     try:
@@ -116,6 +179,21 @@ def take_over(path: Path) -> list[HandedOver]:
     finally:
         channel.close()
     return found
+
+
+def _connect(path: Path) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    # Applies to sending and receiving: the other side answers at once, or never.
+    connection.settimeout(_PATIENCE_S)
+    try:
+        private_folder(path.parent)
+        connection.connect(str(path))
+        if not _is_ours(connection):
+            raise PermissionError(f"{path} belongs to another user")
+    except OSError:
+        connection.close()
+        return None
+    return connection
 
 
 def _is_ours(connection: socket.socket) -> bool:

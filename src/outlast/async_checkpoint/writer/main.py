@@ -20,12 +20,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import is_temporary
 from outlast.async_checkpoint.writer import messages
-from outlast.async_checkpoint.writer.handover import hand_over
+from outlast.async_checkpoint.writer.handover import Announcement, hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
 from outlast.async_checkpoint.writer.messages import Message, Request
 from outlast.async_checkpoint.writer.write_files import Dropped, write_files
@@ -47,9 +48,11 @@ class Writer:
         self.channel = channel
         parent = os.getppid()
         self.main_process = open_process(parent) if parent == config["main"] else None
+        self._lingers = config["linger_s"] > 0
         self.threads = config["threads"]
         self.storage = open_storage(config["url"])
         self.buffers = HeldBuffers()
+        self.announcement = Announcement(config["main"])
         self.dropped = threading.Event()
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             messages.BeginSave: self._begin_save,
@@ -126,6 +129,8 @@ class Writer:
                 buffer.snapshot = message.snapshot
                 buffer.take_checksums()
                 buffer.progress_of(message.snapshot["save_id"]).reached(sys.maxsize)
+                if self._lingers:
+                    self.announcement.place(Path(message.snapshot["socket"]))
             case messages.SnapshotCommitted():
                 snapshot = self.buffers[message.buffer].snapshot
                 if snapshot is not None and snapshot["save_id"] == message.save_id:
@@ -270,7 +275,9 @@ def main() -> None:
         if not writer.serve() and writer.main_process is not None and config["linger_s"] > 0:
             # The channel may end before the process does.
             readable(writer.main_process, timeout=config["linger_s"])
-            hand_over(writer.buffers.handover(), config["linger_s"], launcher)
+            snapshots = writer.buffers.handover()
+            hand_over(snapshots, config["linger_s"], launcher, writer.announcement)
+        writer.announcement.withdraw()
         writer.tidy_up()
     finally:
         os._exit(0)  # threads in the middle of a write must not hold up the end
