@@ -292,10 +292,11 @@ def torch_noise(output: str) -> str:
     """The lines of torch's C++ log in the output of a process: none, whatever the fault was."""
     prefixes = r"^(\[\d+\] )?(\[rank\d+\]:)?"  # of the launcher, of torch
     signs = re.compile(prefixes + r"(\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |frame #\d+: )")
-    # Where no resolver answers, every connection of torch's may say so.
-    unresolved = "The hostname of the client socket cannot be retrieved"
-    noise = [line for line in output.splitlines() if signs.search(line) and unresolved not in line]
-    return "\n".join(noise)
+    # Not about faults: where no resolver answers, every connection of torch's may say so; DDP's
+    # advice about the script's model.
+    others = ("The hostname of the client socket cannot be retrieved", "reducer.cpp")
+    lines = [line for line in output.splitlines() if signs.search(line)]
+    return "\n".join(line for line in lines if not any(other in line for other in others))
 
 
 def marked(job_id: str) -> list[psutil.Process]:

@@ -28,7 +28,7 @@ def test_initialize_raises_and_everyone_goes_on(ranks: Ranks) -> None:
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
         seen = views(job)
         assert seen[0] == seen[2] == full(3)  # some may have entered at iteration 1
-        assert "initialize: OSError: a planned fault in initialize" in job.errors(0)
+        assert "initialize: OSError: a planned fault in initialize" in job.errors(1)
         assert_never_together(job)
 
 
