@@ -264,6 +264,10 @@ class MembershipProtocol:
         done = await self.link.read("stopped") or b""
         return dataclasses.replace(StopRecord(**json.loads(data)), done=done.decode())
 
+    async def reporter_of_stop(self, member: int) -> int:
+        """The member that tells the user how the stop ended: the first to ask."""
+        return int(await self.link.claim("stop-reporter", str(member).encode()))
+
     async def give_up(self, ranks: frozenset[int]) -> None:
         """Records the ranks, as numbered by the launcher, that will not be replaced: only the
         launcher calls this.

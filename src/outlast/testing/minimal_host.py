@@ -42,7 +42,7 @@ class MinimalHost:
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
         return None
 
     def restarting(

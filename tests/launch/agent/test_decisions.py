@@ -132,6 +132,10 @@ def test_a_job_that_stopped_as_told_did_not_fail() -> None:
     assert summary([], by_signal, "here") == [
         "job stopped by SIGTERM: saved, exit code 143, after 12.50 s"
     ]
+    prevented = "job stopped as told: NOT saved, a fault prevented the last save, exit code 143, "
+    assert summary(deaths, dataclasses.replace(asked, unsaved=True), "here") == [
+        f"{prevented}after 12.50 s"
+    ]
     killed = dataclasses.replace(by_signal, saved=False)
     assert summary([], killed, "here") == ["job ended by SIGTERM, exit code 143, after 12.50 s"]
 

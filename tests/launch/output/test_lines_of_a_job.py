@@ -25,6 +25,14 @@ def step(call, job):
     if first and job.steps == 5 and dist.get_rank() == rank:
         if how == "raise":
             raise ValueError("a bad batch")
+        if how == "die in the last save":
+            def save(saves=job.save):
+                if sys._getframe(1).f_code.co_name == "_exit":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return saves()
+            job.save = save
+            job.stop()
+            return
         os.kill(os.getpid(), getattr(signal, how))
 
 @inprocess.Wrapper()
@@ -103,3 +111,13 @@ def test_a_rank_that_is_told_to_stop(tmp_path: Path) -> None:
         assert job.wait() == 128 + signal.SIGTERM
     assert not any("fail" in line for line in job.words)
     assert job.words[-1].startswith("job stopped as told: saved, exit code 143, after ")
+
+
+@pytest.mark.slow
+def test_a_stop_without_its_save(tmp_path: Path) -> None:
+    with run(tmp_path, 1, "die in the last save") as job:
+        assert job.wait() == 128 + signal.SIGTERM
+    assert job.err.count("; a fault prevented the last save: rank 1 on ") == 1
+    assert job.words[-1].startswith(
+        "job stopped as told: NOT saved, a fault prevented the last save, exit code 143, after "
+    )

@@ -127,9 +127,9 @@ class Host(Protocol):
     def timing(self, name: str) -> AbstractContextManager[object]:
         """Measures the wait at the barrier `start` or `term`."""
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
         """Called before this member leaves because the job was told to stop; `cause` is that of
-        the last restart.
+        the last restart; `reports` on the one member that is to show it to the user.
         """
 
     def restarting(

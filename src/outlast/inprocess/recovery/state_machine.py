@@ -150,7 +150,7 @@ class Machine:
         view = await self.membership.view(k)
         if view is not None and self.member in view.expected:
             self.record = view
-            self._leave_if_stopped()
+            await self._leave_if_stopped()
             return RecoveryState.ASSIGN
         await end_iteration_to_join(self.membership, self.host.grow, k, view)
         how, self.iteration = await wait_for_end_of_iteration(self.membership, self.host, k)
@@ -238,7 +238,7 @@ class Machine:
         )
         if self.host.limits.await_size:
             await self.membership.wake_holders()
-        self._leave_if_stopped()
+        await self._leave_if_stopped()
         cause = first_cause(faults)
         if cause is not None and cause.consequence and self.record.joiners:
             cause = None  # no rank failed: connections broke because the job was made to grow
@@ -258,10 +258,11 @@ class Machine:
             raise RankLostError(f"the other ranks continued without this one: {reason}")
         return RecoveryState.JOIN
 
-    def _leave_if_stopped(self) -> None:
+    async def _leave_if_stopped(self) -> None:
         """Leaves if the view ends the job: all its members do, because all follow the same view."""
         if self.record.stop is not None and self.record.ends_job:
-            self.host.stopped(self.record.stop, self.cause)
+            reporter = await self.membership.reporter_of_stop(self.member)
+            self.host.stopped(self.record.stop, self.cause, reporter == self.member)
             raise SystemExit(self.record.stop.exit_code)
 
     async def _stop_or_pause(self, faults: list[FaultRecord]) -> None:

@@ -233,6 +233,7 @@ class Agent:
             cause=None if self._received else death_log.first_cause(deaths, self._last),
             received=self._received,
             saved=set(codes) == {TOLD_TO_STOP},
+            unsaved=self._last.unsaved,
             seconds=resources.loop.clock.now() - self._began,
         )
         lines = death_log.summary(deaths, ending, resources.host)

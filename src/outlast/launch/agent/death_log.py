@@ -158,6 +158,7 @@ class Ending:
         cause: the first failure from which it did not recover.
         received: the signal to the launcher that ended it.
         saved: whether all workers ended as `outlast.Job` does after the last save of a stop.
+        unsaved: whether a fault prevented that save.
         seconds: since the start of the job.
     """
 
@@ -165,10 +166,11 @@ class Ending:
     received: signal.Signals | None
     saved: bool
     seconds: float
+    unsaved: bool = False
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended because it was told to, and saved."""
+        """Whether it ended because it was told to, by itself."""
         told = self.cause is not None and self.cause.decision is Decision.STOPPED
         return self.saved if self.received is not None else told
 
@@ -200,7 +202,8 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
     code = f"exit code {exit_code(ending.cause, ending.received)}"
     if ending.stopped:
         signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
-        lines.append(f"job stopped {signal_}: saved, {code}, {after}")
+        saved = "NOT saved, a fault prevented the last save" if ending.unsaved else "saved"
+        lines.append(f"job stopped {signal_}: {saved}, {code}, {after}")
     elif ending.received is not None:
         lines.append(f"job ended by {ending.received.name}, {code}, {after}")
     elif cause is not None:

@@ -38,6 +38,7 @@ class JobRecord:
         prefix: of the keys of the call; empty if the record does not name it.
         stopping: whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not
             part of the value; the store has a separate key for it.
+        unsaved: whether it was told to stop, and has not completed the save that this requires.
         reporter: the process that has printed why the job was aborted; 0 if none has.
     """
 
@@ -45,6 +46,7 @@ class JobRecord:
     pids: frozenset[int] = frozenset()
     prefix: str = ""
     stopping: bool = False
+    unsaved: bool = False
     reporter: int = 0
 
     @classmethod

@@ -57,7 +57,9 @@ class JobStore:
         if not record.prefix:
             return record
         stop = drive(_membership(record).stop_request(), perform_on(self._store))
-        return dataclasses.replace(record, stopping=stop is not None)
+        if stop is None:
+            return record
+        return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
 
     def give_up(self, ranks: frozenset[int]) -> None:
         """Tell the members of the running call which ranks will not be replaced, so that they do

@@ -100,12 +100,14 @@ class RankFaults:
             *(cause.iteration, cause.rank, cause.host, cause.cause, place, trace),
         )
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None) -> None:
+    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
+        level = logging.WARNING if reports else logging.INFO
         if stop.done:
-            log.warning("the job was told to stop (%s): %s", stop.reason, stop.done)
+            log.log(level, "the job was told to stop (%s): %s", stop.reason, stop.done)
             return
         fault = "" if cause is None else f": rank {cause.rank} on {cause.host}: {cause.cause}"
-        log.warning(
+        log.log(
+            level,
             "the job was told to stop (%s); a fault prevented the last save%s; the steps since the "
             "newest committed checkpoint are lost",
             stop.reason,
