@@ -110,9 +110,9 @@ class Checkpointer:
         if on_failure != "raise" and not isinstance(on_failure, FailurePolicy):
             raise ValueError(f"on_failure must be 'raise' or a FailurePolicy, not {on_failure!r}")
         self._closed = True  # until the constructor ends
-        given = os.fspath(path)
+        given = os.fspath(path).removeprefix("file://")
         # One name for each folder: two sessions for one folder would not know of each other.
-        self._url = given if "://" in given else str(Path(given).expanduser().resolve())
+        self._url = given.rstrip("/") if "://" in given else str(Path(given).expanduser().resolve())
         optimizers, not_hooked = optimizers_of(overlap)
         self._timeout = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
@@ -307,9 +307,11 @@ class Checkpointer:
 
         Raises:
             CheckpointError: if a save failed or was dropped, and its handle was not read.
+            RuntimeError: in a callback of a handle, which would wait for its own thread.
         """
         if self._closed:
             return
+        self._pipeline.check_not_in_callback()
         limit = as_wait("timeout", timeout)
         self._pipeline.seal_all()
         in_time = self._pipeline.finish(None if limit is None else limit.total_seconds())

@@ -74,3 +74,21 @@ def test_an_interrupted_close_waits_for_removals_the_next_time(
         controller.join()
         signal.signal(signal.SIGUSR2, before)
     assert events == ["removed", "closed"]
+
+
+def test_a_close_in_a_callback_is_refused(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+    told = threading.Event()
+
+    def close(_: object) -> None:
+        try:
+            checkpointer.close(NET)
+        except RuntimeError as e:
+            errors.append(e)
+        told.set()
+
+    with Checkpointer(tmp_path) as checkpointer:
+        with checkpointer._session.writer.exclusive:  # else the save may have ended already
+            checkpointer.save(1, state_of(1)).add_done_callback(close)
+        assert told.wait(NET.total_seconds())
+    assert "close() was called in a callback of a save" in str(errors[0])

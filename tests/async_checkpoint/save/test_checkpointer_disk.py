@@ -131,6 +131,13 @@ def test_a_second_checkpointer_of_a_process_is_refused(
     assert valid_steps(tmp_path / "folder") == [2, 3]
 
 
+def test_a_url_of_the_same_folder_is_no_other_folder(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path), pytest.raises(ValueError, match="already has a Checkpointer"):
+        Checkpointer(f"file://{tmp_path}/")
+    with Checkpointer(f"file://{tmp_path}"), pytest.raises(ValueError, match="already has a"):
+        Checkpointer(tmp_path)
+
+
 def test_the_options_of_the_next_checkpointer_count(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path, threads=1)
     first.save(1, state_of(1)).result(NET)

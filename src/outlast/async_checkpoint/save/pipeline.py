@@ -373,6 +373,14 @@ class SavePipeline:
         self._queue.put(None)
         self._snapshotter.release_optimizers()
 
+    def check_not_in_callback(self) -> None:
+        """Raises `RuntimeError` on the thread of the saves, which cannot wait for its own end."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "close() was called in a callback of a save: call it on the training thread, or "
+                "call abort()"
+            )
+
     def finish(self, timeout_s: float | None) -> bool:
         """Ends the thread once all saves have ended; returns whether they have, in time."""
         self._queue.put(None)
