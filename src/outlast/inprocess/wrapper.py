@@ -56,7 +56,8 @@ class Wrapper:
 
     Args:
         store_factory: a subclass of `StoreMixin`; creates the store of the job.
-        store_kwargs: keyword arguments for `store_factory` (`host_name=`, `port=`).
+        store_kwargs: keyword arguments for `store_factory` (`host_name=`, `port=`). Under
+            `outlast run` the store is the launcher's, and these two have no effect.
         initialize: rank-local; runs before the function in every iteration.
         abort: ends in-flight work, from another thread.
         finalize: rank-local; runs after the abort, to prepare the process for a restart.

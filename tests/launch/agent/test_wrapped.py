@@ -33,6 +33,22 @@ def train():
 train()
 """
 
+OWN_PORT = """
+import os, signal
+import torch.distributed as dist
+import outlast.compat.nvrx.inprocess as inprocess
+
+@inprocess.Wrapper(store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1})
+def train(call_wrapper: inprocess.CallWrapper = None):
+    dist.init_process_group("gloo")
+    if "1" == os.environ["RANK"] and os.environ["OUTLAST_REPLACEMENT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.destroy_process_group()
+
+train()
+"""
+
 STATE = """
 import os, sys
 print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLAST_CHAOS_STATE"]))
@@ -76,3 +92,10 @@ def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
         assert run.wait() == 0
     assert f"{kept} True" in run.out
     assert kept.is_dir()
+
+
+def test_a_port_of_its_own_does_not_hide_the_wrapped_call(tmp_path: Path) -> None:
+    """Programs for nvidia-resiliency-ext give the wrapper a port other than MASTER_PORT."""
+    with Run(tmp_path, OWN_PORT, "--nproc-per-node=2") as run:
+        assert run.wait() == 0
+        assert any("killed by SIGKILL: replacement 1 of 3" in line for line in run.words)

@@ -45,7 +45,7 @@ from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
-from outlast.inprocess.store import PrefixStore
+from outlast.inprocess.store import PrefixStore, TCPStore
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -86,7 +86,8 @@ class _Session:
         self.number = next(_calls)
         self.prefix = f"outlast/{self.launch.attempt}/{self.number}/"
         self.clock = MonotonicClock()
-        self.endpoint = settings.store_factory.endpoint(**settings.store_kwargs)  # type: ignore[attr-defined]
+        self.store_kwargs = self._store_kwargs()
+        self.endpoint = settings.store_factory.endpoint(**self.store_kwargs)  # type: ignore[attr-defined]
         address = local_address(self.endpoint)
         self.emitter = Emitter(self._default_sink() if sink is None else sink, clock=self.clock)
         self.emitter.place(rank=self.launch.rank)
@@ -231,6 +232,16 @@ class _Session:
         except OSError as e:
             raise ValueError(f"OUTLAST_EVENTS_DIR={events_dir!r} cannot be used: {e}") from e
 
+    def _store_kwargs(self) -> dict[str, Any]:
+        """Those of the settings. Under `outlast run` without an address: the launcher learns from
+        its own store that there is a wrapped call, whose dead workers it replaces.
+        """
+        factory, kwargs = self.settings.store_factory, dict(self.settings.store_kwargs)
+        if self.launch.agent and isinstance(factory, type) and issubclass(factory, TCPStore):
+            kwargs.pop("host_name", None)
+            kwargs.pop("port", None)
+        return kwargs
+
     def _job_serves_store(self) -> bool:
         """Whether the job serves its store itself, a new one for every call."""
         if self.endpoint is None:
@@ -244,7 +255,7 @@ class _Session:
         return MonitorPlan(
             page=self.page,
             factory=s.store_factory,  # type: ignore[arg-type]
-            kwargs=dict(s.store_kwargs),
+            kwargs=self.store_kwargs,
             endpoint=self.endpoint,
             serve=serves,
             ready=self.ready,
@@ -266,7 +277,7 @@ class _Session:
     def _connect(self) -> Connection:
         return connect(
             self.settings.store_factory,  # type: ignore[arg-type]
-            self.settings.store_kwargs,
+            self.store_kwargs,
             self.endpoint,
             self.settings.barrier_timeout.total_seconds(),
             self.ready,
