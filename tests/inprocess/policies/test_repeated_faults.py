@@ -101,7 +101,7 @@ def test_without_steps_the_pings_tell_how_far_it_got() -> None:
 
 def test_errors_in_the_program_end_the_job_only_before_it_has_trained() -> None:
     wrong = fault("NameError: x", permanent=AT_START)
-    assert "before the first step or ping" in after([wrong]).stop
+    assert "before the first step or second ping" in after([wrong]).stop
     assert not after([fault(pings=3), wrong]).stop
     assert not after([dataclasses.replace(wrong, step=3)]).stop
     assert after([fault(pings=3), fault("CheckpointMismatch: x", permanent=ALWAYS)]).stop

@@ -33,8 +33,8 @@ def _assert_stopped(job: Job, cause: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("how", "cause", "why"),
     [
-        ("name", "NameError: name 'undefined_name'", "before the first step or ping"),
-        ("import", "ModuleNotFoundError: No module named", "before the first step or ping"),
+        ("name", "NameError: name 'undefined_name'", "before the first step or second ping"),
+        ("import", "ModuleNotFoundError: No module named", "before the first step or second ping"),
         ("argument", "ValueError: limit must be positive", "every restart would raise again"),
     ],
 )
@@ -53,6 +53,9 @@ def test_three_equal_faults_without_progress_end_the_job(ranks: Ranks, how: str)
         job.start_all()
         _assert_stopped(job, "ValueError: a planned fault at ", "3 equal faults without progress")
         assert views(job) == {0: full(2), 1: full(2), 2: full(2)}
+        # The second fault is told in one line; the last one is what the user reads first.
+        assert job.errors(1).count("Traceback") == 2
+        assert "again ValueError" in job.errors(1)
 
 
 @pytest.mark.parametrize("how", ["pings", "steps"])

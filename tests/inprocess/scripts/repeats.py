@@ -22,6 +22,7 @@ def cannot_work(call: CallWrapper) -> int:
     join_group()
     if rank() == 1:
         if sys.argv[2] == "name":
+            call.ping()  # at the top of the loop
             undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
         if sys.argv[2] == "argument":
             call.ping()

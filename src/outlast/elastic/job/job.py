@@ -299,7 +299,8 @@ class Job:
 
     def _exit(self, reason: str) -> None:
         """Saves for the last time, and ends the process."""
-        log.warning("stopping after step %d: %s", self.steps, reason)
+        level = logging.WARNING if self.rank == 0 else logging.INFO
+        log.log(level, "stopping after step %d: %s", self.steps, reason)
         self.checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._call is not None:
             self._call.saving_for_stop(self._grace.total_seconds())
@@ -309,7 +310,7 @@ class Job:
         furthest, done = self._stop_request.furthest, f"step {self.steps} is saved"
         if furthest > self.steps:
             done += f"; the steps up to {furthest}, done before a fault, are lost"
-            log.warning(done)
+            log.log(level, done)
         if self._call is not None:
             self._call.finish_stop(done)
         raise SystemExit(self._exit_code)

@@ -50,7 +50,9 @@ async def agreed_history(
     said = (await barrier.arrivals(link, f"term/{iteration}")).values()
     step = max((each.get("step", 0) for each in said), default=0)
     step = max(step, *(fault.step for fault in faults), 0)
-    pinged = any(each.get("pings") for each in said) or any(fault.pings > 0 for fault in faults)
+    # The first ping often stands at the top of the loop, before the code that has never run.
+    pings = [each.get("pings", 0) for each in said] + [fault.pings for fault in faults]
+    pinged = max(pings, default=0) > 1
     cause = first_cause(faults)
     if cause is not None and cause.consequence and await _is_joined(membership, iteration):
         cause = None  # no rank failed: connections broke because the job was made to grow

@@ -16,6 +16,7 @@ from outlast.inprocess.interruption.permanent_error import permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.recovery.faults.repeated_faults import signature_of
 from outlast.inprocess.state import State
 from outlast.system.error_text import first_line
 from outlast.system.user_frames import user_place, user_traceback
@@ -43,6 +44,7 @@ class RankFaults:
         self.sample: StackSample | None = None
         self.pings = 0
         self.reported_cause = False
+        self._shown = ""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault that has no exception; emits no event."""
@@ -86,18 +88,22 @@ class RankFaults:
 
     def show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
         """Logs the cause of a restart: as a warning, with the traceback, where this rank `reports`
-        its own fault.
+        its own fault; without the traceback if it has just shown that of an equal fault.
         """
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
             return
         own = reports and cause.member == self.page.member and cause.traceback
+        again = own and signature_of(cause) == self._shown
         place = f", at {cause.where}" if cause.where else ""
-        trace = f"\n{cause.traceback.rstrip()}" if own else ""
+        trace = f"\n{cause.traceback.rstrip()}" if own and not again else ""
+        if own:
+            self._shown = signature_of(cause)
         log.log(
             logging.WARNING if reports else logging.INFO,
-            "restart of iteration %d: rank %d on %s: %s%s%s",
-            *(cause.iteration, cause.rank, cause.host, cause.cause, place, trace),
+            "restart of iteration %d: rank %d on %s: %s%s%s%s",
+            *(cause.iteration, cause.rank, cause.host, "again " if again else ""),
+            *(cause.cause, place, trace),
         )
 
     def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:

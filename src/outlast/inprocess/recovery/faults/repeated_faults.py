@@ -79,7 +79,7 @@ class FaultHistory:
 
     Attributes:
         step: the furthest training step of the job; 0 if none is known.
-        trained: whether the job has made a step or a ping.
+        trained: whether the job has made a step or a second ping.
         seen: the faults since the last progress, the latest last.
         stop: why the job ends; empty if it continues.
         cause: the first cause with which it ends.
@@ -123,7 +123,7 @@ def add_fault(
         history: the one before the iteration.
         cause: its first cause; `None` if it ended without a fault.
         step: the furthest step of the iteration.
-        pinged: whether a rank made a ping in it.
+        pinged: whether a rank made a second ping in it.
     """
     trained = history.trained or pinged or step > 0
     seen = () if step > history.step else history.seen
@@ -163,5 +163,5 @@ def _why_permanent(cause: FaultRecord, trained: bool) -> str:
     if cause.permanent == ALWAYS:
         return "an error that every restart would raise again"
     if cause.permanent == AT_START and not trained:
-        return "an error before the first step or ping that a restart does not fix"
+        return "an error before the first step or second ping that a restart does not fix"
     return ""
