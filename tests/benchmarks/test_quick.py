@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--out", str(out)]
@@ -68,6 +69,7 @@ def test_elastic_finds_bit_identical_weights_at_any_size(tmp_path: Path) -> None
     assert "The registry of states" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")

@@ -310,6 +310,7 @@ def test_any_events_make_a_report(events: list[Event]) -> None:
     assert sum((r.cause is not None) + len(r.others) for r in report.restarts) <= lost
 
 
+@pytest.mark.slow
 def test_a_thousand_restarts_make_a_report_in_one_pass() -> None:
     run = SyntheticRun()
     run.begin(at=0.0)

@@ -61,6 +61,7 @@ def test_a_dead_workers_group_ends_with_it(tmp_path: Path) -> None:
         assert run.complete(first[0], second) == 0
 
 
+@pytest.mark.slow
 def test_helpers_end_before_the_next_attempt(tmp_path: Path) -> None:
     options = ("--nproc-per-node=1", "--max-restarts=1")
     with Run(tmp_path, helpers(deaf=True), *options) as run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -15,6 +17,7 @@ def ends_well(job: Job) -> None:
     assert set(job.wait_all().values()) == {0}, "\n".join(map(job.errors, range(job.nprocs)))
 
 
+@pytest.mark.slow
 def test_a_job_a_checkpointer_and_a_queue_share_one_all_reduce_and_few_connections(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_plain_torch_reads_it(tmp_path: Path) -> None:
     read_by_plain_torch(folder_of(tmp_path / "c", 1), state, tmp_path)
 
 
+@pytest.mark.slow
 def test_plain_torch_reads_what_several_ranks_wrote(ranks: Ranks, tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     with ranks("saves", "many", str(tmp_path / "c"), str(plan), nprocs=3) as job:

@@ -125,6 +125,7 @@ def test_it_is_noticed_when_memory_is_not_verified(
         check_damaged_memory(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
     """Without a launcher no replacement can start, so a snapshot is of no use."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -17,6 +19,7 @@ def runs(ranks: Ranks, scenario: str, path: Path, nprocs: int) -> None:
         assert set(codes.values()) == {0}, "\n".join(map(job.errors, range(nprocs)))
 
 
+@pytest.mark.slow
 def test_saved_on_four_loaded_on_fewer(ranks: Ranks, tmp_path: Path) -> None:
     runs(ranks, "saves", tmp_path, 4)
     for nprocs in (1, 2, 3):

@@ -72,6 +72,7 @@ def operations_of_a_save(path: Path, plan: Plan) -> range:
     return range(1, notes[-2]["number"] + 1)
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation(tmp_path: Path, plan: Plan) -> None:
     operations = operations_of_a_save(tmp_path / "first", plan)
     assert len(operations) >= 10

@@ -122,6 +122,7 @@ def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(s3: Server) -> Non
         assert second.restore(state(0)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [".distcp", "manifest.json", "after:manifest.json"])
 def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -> None:
     url = s3.new_url()
@@ -153,6 +154,7 @@ def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -
         assert same(loaded, state(3))
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_passed_over(s3: Server) -> None:
     url = s3.new_url()
     with Checkpointer(url) as checkpointer:
@@ -171,6 +173,7 @@ def test_a_damaged_one_is_passed_over(s3: Server) -> None:
             checkpointer.verify(2)
 
 
+@pytest.mark.slow
 def test_two_ranks(s3: Server, ranks: Callable[..., Job]) -> None:
     url = s3.new_url()
     with ranks("s3_ranks", url, nprocs=2, env=s3.environment) as job:

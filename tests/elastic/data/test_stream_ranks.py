@@ -41,6 +41,7 @@ def rounds(ranks: list[Lines]) -> list[tuple[dict[str, Any], ...]]:
     return list(zip(*said, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "steps"), [((3, 2), 3), ((3, 4), 3), ((3, 4, 2), 2)])
 def test_each_record_once_per_epoch_at_another_size(
     train: Callable[[int, int], list[Lines]], sizes: tuple[int, ...], steps: int

@@ -112,7 +112,8 @@ def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: i
     for_sequences(seed, (1, 6), check)
 
 
-@pytest.mark.parametrize(("seed", "size"), [(4, 2), pytest.param(5, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "size"), [(4, 2), (5, 3)])
 def test_bit_identical_at_a_constant_world_size(trainings: Made, seed: int, size: int) -> None:
     """Under plain DDP, with dropout and gradient accumulation."""
     plan = {"max_batch": 5, "unused": size > 2}
@@ -130,6 +131,7 @@ def test_bit_identical_at_a_constant_world_size(trainings: Made, seed: int, size
     for_sequences(seed, (size, size), check)
 
 
+@pytest.mark.slow
 def test_the_same_losses_under_plain_ddp_at_any_world_size(trainings: Made) -> None:
     reference = trainings("reference", dropout=0.0)
     reference.run(1)
@@ -148,6 +150,7 @@ def test_the_same_losses_under_plain_ddp_at_any_world_size(trainings: Made) -> N
     for_sequences(6, (1, 6), check)
 
 
+@pytest.mark.slow
 def test_prefetching_workers_and_batch_norm_of_virtual_replicas(trainings: Made) -> None:
     plan = {"virtual": 3, "drop_last": True, "batch": 18, "workers": 1, "epochs": 2}
     reference, faulty = trainings("reference", **plan), trainings("faulty", **plan)
@@ -187,6 +190,7 @@ def test_the_second_interrupt_ends_the_process_at_once(trainings: Made) -> None:
     assert training.run(1).start_step in (0, 4), "whichever was committed by then"
 
 
+@pytest.mark.slow
 def test_saves_by_time(trainings: Made) -> None:
     training = trainings(every=1e-6)
     stage = training.run(2)
@@ -238,6 +242,7 @@ def test_states_can_be_added_and_removed(trainings: Made) -> None:
     assert trainings().run(1, states={}).codes == {0: 0}
 
 
+@pytest.mark.slow
 def test_fsdp_state_is_resharded(trainings: Made) -> None:
     training = trainings(sharded=True)
     assert set(training.run(4, fault("SIGTERM", 3, 2)).codes.values()) == {143}

@@ -55,6 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "every"),
     [("exception", 6), pytest.param("SIGKILL", 100, marks=pytest.mark.slow)],

@@ -138,6 +138,7 @@ def test_is_third_party() -> None:
     assert not is_third_party(None, is_loader=True)
 
 
+@pytest.mark.slow
 def test_each_rank_gets_its_own_state_from_memory_and_from_storage(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from elastic.states.test_saving import names_in
 from procs import Job
 
 
+@pytest.mark.slow
 def test_a_program_for_adaptdl(
     ranks: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(folder: Path) -> N
     assert state.calls.count("save") == 2
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
     code = (
         "import time\n"

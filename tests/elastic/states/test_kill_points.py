@@ -15,6 +15,7 @@ from procs import Job
 Ranks = Callable[..., Job]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["", "yes"])
 def test_every_point_at_which_a_save_can_be_killed(
     ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from inprocess.job_output import errors, events, full, returned, said, views
 from procs import Job
 
@@ -12,6 +14,7 @@ Ranks = Callable[..., Job]
 KILLED = -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_tree_has_a_reserve_that_a_replacement_joins(ranks: Ranks) -> None:
     with ranks("assigned", "with_a_reserve", nprocs=3) as job:
         job.start_all()

@@ -36,6 +36,7 @@ def test_the_error_names_the_first_cause(ranks: Ranks, how: str) -> None:
             assert "the sample is missing" in job.errors(rank) or killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "refused"])
 def test_the_port_is_taken_and_the_error_names_it(ranks: Ranks, listens: bool) -> None:
     with socket.socket() as holder, ranks("misuse", "port_taken", nprocs=2) as job:
@@ -51,6 +52,7 @@ def test_the_port_is_taken_and_the_error_names_it(ranks: Ranks, listens: bool) -
             assert f"127.0.0.1:{job.port}" in raised["message"]
 
 
+@pytest.mark.slow
 def test_the_store_cannot_be_reached(ranks: Ranks) -> None:
     with ranks("misuse", "port_taken", nprocs=2) as job:
         job.start(1)  # without rank 0, which would serve the store

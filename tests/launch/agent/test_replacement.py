@@ -106,6 +106,7 @@ print("world size", train(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_have_all_died_goes_on(tmp_path: Path) -> None:
     # The joiners find no live member: they decide among themselves.
     with Run(tmp_path, ALL_DIE, "--nproc-per-node=2", "--max-restarts=2") as run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from launch.runs import Run
 
 FAILS_AFTERWARDS = """
@@ -57,6 +59,7 @@ print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLA
 PLAN = json.dumps({"faults": [{"rank": 0, "step": 1, "kind": "exception"}]})
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_after_it_has_completed_fails_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, FAILS_AFTERWARDS, "--nproc-per-node=3") as run:
         assert run.wait() == 4
@@ -73,6 +76,7 @@ def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) 
     assert "replacement" not in run.err
 
 
+@pytest.mark.slow
 def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN)
@@ -94,6 +98,7 @@ def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
     assert kept.is_dir()
 
 
+@pytest.mark.slow
 def test_a_port_of_its_own_does_not_hide_the_wrapped_call(tmp_path: Path) -> None:
     """Programs for nvidia-resiliency-ext give the wrapper a port other than MASTER_PORT."""
     with Run(tmp_path, OWN_PORT, "--nproc-per-node=2") as run:
