@@ -295,6 +295,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_simulation_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, *MUTATIONS[name])

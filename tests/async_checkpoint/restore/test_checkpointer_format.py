@@ -145,6 +145,7 @@ def read_by_plain_torch(folder: Path, expected: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_plain_torch_reads_it(tmp_path: Path) -> None:
     state = detached(everything())
     state.pop("float8")  # it has no == there

@@ -26,6 +26,7 @@ def test_saved_on_four_loaded_on_fewer(ranks: Ranks, tmp_path: Path) -> None:
         runs(ranks, "loads", tmp_path, nprocs)
 
 
+@pytest.mark.slow
 def test_saved_on_one_loaded_on_four(ranks: Ranks, tmp_path: Path) -> None:
     runs(ranks, "saves", tmp_path, 1)
     runs(ranks, "loads", tmp_path, 4)

@@ -46,6 +46,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_saved_restored_replaced_and_tidied(s3: Server) -> None:
     url = s3.new_url()
     with Checkpointer(url, keep=Retention(last=2)) as checkpointer:

@@ -221,6 +221,7 @@ def test_all_ranks_raise_if_one_cannot_load_a_state(trainings: Made, bad_on: lis
         assert after == {"event": "after", "steps": 0, "place": [0, 0], "optimizer": 0}
 
 
+@pytest.mark.slow
 def test_samples_in_another_order_are_refused_and_nothing_is_changed(trainings: Made) -> None:
     training = trainings()
     training.run(2, fault("SIGTERM", 5, 0))
@@ -255,6 +256,7 @@ def test_fsdp_state_is_resharded(trainings: Made) -> None:
     check_exactly_once(training.lineage(), 90, 16)
 
 
+@pytest.mark.slow
 def test_a_sharded_job_goes_back_to_the_initial_state(trainings: Made) -> None:
     reference = trainings("reference", sharded=True)
     reference.run(2)

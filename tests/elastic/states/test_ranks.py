@@ -159,6 +159,7 @@ def drawn(job: Job) -> list[Any]:
     return [values for (values,) in said(job, "drawn", "values")]
 
 
+@pytest.mark.slow
 def test_random_generators_come_back_by_rank(run: Callable[..., Job]) -> None:
     before = drawn(run("saves_random", nprocs=3))
     assert before[0] != before[1] != before[2]

@@ -17,6 +17,7 @@ from procs import Job, free_port
 Ranks = Callable[..., Job]
 
 
+@pytest.mark.slow
 def test_a_handler_that_exits_in_order_under_the_hard_timeout_is_not_killed(ranks: Ranks) -> None:
     # The grace time exceeds the test's timeout: only the exit can end the rank.
     with ranks("ends", "exits_on_sigterm", nprocs=2) as job:
