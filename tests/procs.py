@@ -293,13 +293,8 @@ def torch_noise(output: str) -> str:
     prefixes = r"^(\[\d+\] )?(\[rank\d+\]:)?"  # of the launcher, of torch
     signs = re.compile(prefixes + r"(\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |frame #\d+: )")
     # Not about faults: where no resolver answers, every connection of torch's may say so; DDP's
-    # advice about the script's model. Not silenced yet: a peer that dies while a group is created,
-    # which gloo logs before the abort begins.
-    others = (
-        "The hostname of the client socket cannot be retrieved",
-        "reducer.cpp",
-        "Gloo connectFullMesh failed",
-    )
+    # advice about the script's model.
+    others = ("The hostname of the client socket cannot be retrieved", "reducer.cpp")
     lines = [line for line in output.splitlines() if signs.search(line)]
     return "\n".join(line for line in lines if not any(other in line for other in others))
 

@@ -22,10 +22,13 @@ if sys.argv[1:] == ["stay"]:
 
 RUNAWAY = """
 import json, os, threading
+end, beginning = os.pipe()
 if os.fork() == 0:
     os.setsid()
-    print(json.dumps({"pid": os.getpid()}))
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+    os.write(beginning, b"printed")
     threading.Event().wait()
+os.read(end, 1)  # the rank ends after the line is there
 """
 
 

@@ -99,6 +99,7 @@ def train(call: CallWrapper):
     if os.environ["OUTLAST_REPLACEMENT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("gloo")
+    dist.barrier()  # before a rank closes its connections, the other has made all of its own
     dist.destroy_process_group()
     return os.environ["WORLD_SIZE"]
 
