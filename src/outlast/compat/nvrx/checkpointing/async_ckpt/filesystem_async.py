@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().__init__(path, *args, **kwargs)
         self.checkpoint_dir, self.separation_hint = path, separation_hint
         self._make = functools.partial(FileSystemWriter, path, *args, **kwargs)
+        # Private to this user: what is read back from it is unpickled. Other users may be able to
+        # write to the checkpoint's folder.
+        self._exchange = tempfile.TemporaryDirectory(prefix="outlast-save-")
         self._plan: SavePlan | None = None
         self._data: dict[MetadataIndex, Any] = {}
 
@@ -64,9 +68,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """What the background process has written; for `finish`."""
         if self._plan is None or not self._plan.items:
             return []
-        path = Path(self._results)
-        results: list[WriteResult] = pickle.loads(path.read_bytes())
-        path.unlink()
+        with self._exchange:
+            results: list[WriteResult] = pickle.loads(Path(self._results).read_bytes())
         return results
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -75,9 +78,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def _results(self) -> str:
-        """The file in which the background process says what it has written."""
-        assert self._plan is not None
-        return os.path.join(self.checkpoint_dir, f".{self._plan.storage_data.prefix}results")
+        """The file in which the background process, on the same host, says what it has written."""
+        return os.path.join(self._exchange.name, "results")
 
 
 class _Resolved:
