@@ -101,7 +101,8 @@ def connect(
         if not ready:
             return connection
         try:
-            connection.wait_for(ready, max(0.1, deadline - time.monotonic()))
+            with QuietTorchLog():  # the previous call's server may end meanwhile
+                connection.wait_for(ready, max(0.1, deadline - time.monotonic()))
             return connection
         except KeyTimeout:
             raise TimeoutError(
