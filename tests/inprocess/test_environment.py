@@ -24,11 +24,12 @@ NAMES = (
     "OUTLAST_REPLACEMENT",
     "OUTLAST_EVENTS_DIR",
 )
+AGENT_NAMES = ("OUTLAST_AGENT", "OUTLAST_STORE", "OUTLAST_HOST", "OUTLAST_HOST_ADDR")
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
+    for name in (*NAMES, *AGENT_NAMES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,6 +49,26 @@ def test_everything_that_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(3, 8, "node1", 29500, True, 2, 1, "/events")
     assert store_endpoint() == ("node1", 29500)
+
+
+def test_what_the_launcher_of_a_job_on_several_hosts_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for name, value in zip(AGENT_NAMES, ["1", "[::1]:4000", "h2-1f", "10.0.0.2"], strict=True):
+        monkeypatch.setenv(name, value)
+    launch = read_launch()
+    assert (launch.host, launch.port) == ("::1", 4000)
+    assert (launch.agent, launch.host_id, launch.host_address) == (True, "h2-1f", "10.0.0.2")
+    assert store_endpoint() == ("node1", 29500)
+
+
+@pytest.mark.parametrize("text", ["4000", ":4000", "node1:", "node1:0", "node1:70000", "node1:x"])
+def test_a_store_that_is_no_address_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTLAST_STORE", text)
+    with pytest.raises(ValueError, match=r"OUTLAST_STORE=.* is not HOST:PORT"):
+        read_launch()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ barrier completes without the lost member, and its missing rank causes the next 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
@@ -142,14 +144,29 @@ class MembershipProtocol:
             iteration: its last known one; -1 if none is known.
             fault: the cause of its death, if that is a fault of the iteration.
         """
-        if fault is not None:
-            await self.link.append(f"fault/{fault.iteration}", to_line(fault))
-        await self.link.append(barrier.LEDGER, to_line(lost))
+        await self.report_all_lost([lost], iteration, [] if fault is None else [fault])
+
+    async def report_all_lost(
+        self, losses: Sequence[LostRecord], iteration: int, faults: Sequence[FaultRecord]
+    ) -> None:
+        """`report_lost` of several members at once, with as many operations as for one."""
+        for at, group in itertools.groupby(faults, lambda fault: fault.iteration):
+            await self.link.append(f"fault/{at}", b"".join(map(to_line, group)))
+        await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))
+        failed = frozenset(lost.member for lost in losses if not lost.discarded)
+        discarded = frozenset(lost.member for lost in losses if lost.discarded)
+        await self.wake_for_lost(iteration, failed, discarded)
+
+    async def wake_for_lost(
+        self, iteration: int, failed: frozenset[int], discarded: frozenset[int] = frozenset()
+    ) -> None:
+        """Wakes all that may wait for members that are in the ledger, from `iteration` on."""
+        members = failed | discarded
         at = await self.current() if iteration < 0 else iteration
         views = []
         while (view := await self.view(at)) is not None:
-            if lost.member in view.expected:
-                if not lost.discarded:
+            if members & view.expected:
+                if failed & view.expected:
                     await self.end(at, RESTART)
                     await self.link.put(resume_key(at), b"1")
                 await barrier.check(self.link, f"start/{at}", view.expected)

@@ -30,6 +30,8 @@ class Launch:
     replacement: int  # how many times this rank was replaced
     events_dir: str  # where to write events, or an empty string
     agent: bool = False  # whether the launcher is `outlast run`
+    host_id: str = ""  # of this host among those of the job; empty for a job on one host
+    host_address: str = ""  # at which other hosts reach this one; empty: found from the store's
 
 
 def read_launch() -> Launch:
@@ -39,7 +41,7 @@ def read_launch() -> Launch:
         ValueError: naming the variable that is not a number, or out of range.
     """
     rank, world_size = environment_rank()
-    port = master()[1]
+    host, port = _agent_store() or (os.environ.get("MASTER_ADDR"), master()[1])
     if world_size > 1 and not port:
         raise ValueError(
             f"MASTER_PORT is not set, but WORLD_SIZE={world_size}: the store cannot be found"
@@ -47,13 +49,15 @@ def read_launch() -> Launch:
     return Launch(
         rank=rank,
         world_size=world_size,
-        host=os.environ.get("MASTER_ADDR"),
+        host=host,
         port=port or None,
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
         replacement=_number("OUTLAST_REPLACEMENT", 0),
         events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
         agent=os.environ.get("OUTLAST_AGENT", "") == "1",
+        host_id=os.environ.get("OUTLAST_HOST", ""),
+        host_address=os.environ.get("OUTLAST_HOST_ADDR", ""),
     )
 
 
@@ -85,6 +89,19 @@ def master() -> tuple[str, int]:
     if not 0 <= port < 1 << 16:
         raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
     return os.environ.get("MASTER_ADDR", ""), port
+
+
+def _agent_store() -> tuple[str, int] | None:
+    """The server through which the processes of this host use the job's store. On several hosts,
+    each launcher runs one, so that no process depends on another host's.
+    """
+    text = os.environ.get("OUTLAST_STORE", "")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"OUTLAST_STORE={text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ class MinimalHost:
     """A base of the hosts of simulated members: nothing to clean up, and no events to emit."""
 
     preferred_rank: int
+    host_id = ""
     member = -1
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
+from outlast.coordination import drive, perform_on
+from outlast.coordination.lost_host import report_host_lost
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link
+from outlast.coordination.records import FaultRecord
+from outlast.coordination.stores.torch_store import TorchStore
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -105,3 +113,33 @@ def test_a_reserve_that_is_not_needed_returns_none(ranks: Ranks) -> None:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
         assert returned(job) == {0: "0 of 2", 1: "1 of 2", 2: None}
+
+
+def test_a_lost_host_is_reported_by_another_ones_launcher(ranks: Ranks) -> None:
+    store = TorchStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "")
+    agent = {
+        "OUTLAST_AGENT": "1",
+        "OUTLAST_HOST_ADDR": "127.0.0.1",
+        "OUTLAST_STORE": f"127.0.0.1:{store.torch_store.port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with ranks("lost", "killed_by_the_test", nprocs=3, env=agent) as job:
+        for rank, host in enumerate(("a", "b", "b")):
+            job.start(rank, {"OUTLAST_HOST": host})
+        monitors = _ready(job)
+        for rank in (1, 2):
+            os.kill(job.pid(rank), signal.SIGSTOP)  # so that it does not replace its monitor
+            os.kill(monitors[rank], signal.SIGKILL)
+        for rank in (1, 2):
+            job.kill(rank)
+        record = json.loads(store.read("outlast/job") or b"")
+        membership = MembershipProtocol(Link(record["prefix"]), 3)
+        cause = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
+        ranks_of_b = range(1, 3)
+        assert drive(
+            report_host_lost(membership, "b", ranks_of_b, cause), perform_on(store)
+        ) == frozenset(ranks_of_b)
+        drive(membership.give_up(frozenset(ranks_of_b)), perform_on(store))
+        assert job.wait_all() == {0: 0, 1: KILLED, 2: KILLED}, errors(job)
+        assert views(job) == {0: full(3), 1: full(1)}
+        assert "host h2 is lost" in job.errors(0)

@@ -84,6 +84,7 @@ class Host(Protocol):
 
     clock: Clock
     token: str
+    host_id: str  # of the host in the launcher's group of hosts; empty if there is none
     preferred_rank: int
     grow: GrowPolicy
     limits: Limits

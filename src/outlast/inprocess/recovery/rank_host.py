@@ -102,6 +102,7 @@ class RankHost(RankFaults):
         self.clock: Clock = MonotonicClock()
         self.token = secrets.token_hex(8)
         self.pid = os.getpid()
+        self.host_id = launch.host_id
         self.preferred_rank = launch.rank
         self.grow = settings.grow_policy
         await_size, await_seconds = hold(settings, launch)

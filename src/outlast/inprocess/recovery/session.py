@@ -88,7 +88,7 @@ class _Session:
         self.clock = MonotonicClock()
         self.store_kwargs = self._store_kwargs()
         self.endpoint = settings.store_factory.endpoint(**self.store_kwargs)  # type: ignore[attr-defined]
-        address = local_address(self.endpoint)
+        address = self.launch.host_address or local_address(self.endpoint)
         self.emitter = Emitter(self._default_sink() if sink is None else sink, clock=self.clock)
         self.emitter.place(rank=self.launch.rank)
         self.ready = f"{self.prefix}served" if self._job_serves_store() else ""
@@ -238,8 +238,7 @@ class _Session:
         """
         factory, kwargs = self.settings.store_factory, dict(self.settings.store_kwargs)
         if self.launch.agent and isinstance(factory, type) and issubclass(factory, TCPStore):
-            kwargs.pop("host_name", None)
-            kwargs.pop("port", None)
+            kwargs.update(host_name=self.launch.host, port=self.launch.port)
         return kwargs
 
     def _job_serves_store(self) -> bool:

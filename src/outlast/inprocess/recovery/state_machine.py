@@ -43,6 +43,7 @@ import contextlib
 from typing import Any
 
 from outlast.coordination import barrier
+from outlast.coordination.lost_host import enter_host
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, first_cause
@@ -126,6 +127,8 @@ class Machine:
         return self.value
 
     async def _enter(self) -> RecoveryState:
+        if self.host.host_id:
+            await enter_host(self.link, self.host.host_id, self.host.token)
         member = await self.membership.register(self.host.preferred_rank, self.host.token)
         if member is None:
             if self.host.grow is GrowPolicy.NEVER:
