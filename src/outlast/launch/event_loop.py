@@ -1,4 +1,5 @@
-"""The only place where the launcher waits: for descriptors, signals and timers, in one thread.
+"""The only place where the launcher waits: for descriptors, signals and timers. The agent has one
+loop in its main thread; a service in another thread has a loop without signals.
 
 It does not use asyncio, whose child watchers reap by pid and ignore adopted orphans, and which
 claims the wakeup descriptor; besides, only the few functions below are needed.
@@ -12,6 +13,7 @@ import itertools
 import selectors
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
 
@@ -46,25 +48,29 @@ class EventLoop:
     A context manager: the exit restores signal handlers and the wakeup descriptor.
 
     Args:
-        signals: the signals to handle. One that is ignored at the start (`nohup`) stays ignored.
+        signals: the signals to handle, which requires the main thread. One that is ignored at the
+            start (`nohup`) stays ignored.
         on_signal: called for each signal, from the loop, never from a signal handler.
         clock: the clock of the timers.
+        selector: the default is poll, not epoll: stdout may be a regular file, which epoll refuses.
     """
 
     def __init__(
         self,
-        signals: Iterable[signal.Signals],
-        on_signal: Callable[[signal.Signals], None],
+        signals: Iterable[signal.Signals] = (),
+        on_signal: Callable[[signal.Signals], None] = lambda number: None,
         *,
         clock: Clock | None = None,
+        selector: selectors.BaseSelector | None = None,
     ) -> None:
         self._wanted = tuple(signals)
         self._on_signal = on_signal
         self.clock: Clock = MonotonicClock() if clock is None else clock
-        # poll, not epoll: stdout may be a regular file, which epoll refuses.
-        self._selector = selectors.PollSelector()
+        self._selector = selectors.PollSelector() if selector is None else selector
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
+        self._from_threads: deque[Callable[[], None]] = deque()
+        self._wakeup: socket.socket | None = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> EventLoop:
@@ -75,8 +81,9 @@ class EventLoop:
             stack.callback(send.close)
             for end in (receive, send):
                 end.setblocking(False)
-            before = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
-            stack.callback(signal.set_wakeup_fd, before)
+            if self._wanted:
+                before = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+                stack.callback(signal.set_wakeup_fd, before)
             for number in self._wanted:
                 handler = signal.getsignal(number)
                 if number != signal.SIGCHLD and handler is signal.SIG_IGN:
@@ -84,6 +91,7 @@ class EventLoop:
                 signal.signal(number, _ignore)
                 stack.callback(signal.signal, number, handler or signal.SIG_DFL)
             self.watch(receive.fileno(), selectors.EVENT_READ, lambda: self._on_wakeup(receive))
+            self._wakeup = send
             self._cleanup = stack.pop_all()
         return self
 
@@ -105,6 +113,15 @@ class EventLoop:
         heapq.heappush(self._timers, (self.clock.now() + seconds, next(self._order), timer))
         return timer
 
+    def call_from_thread(self, callback: Callable[[], None]) -> None:
+        """Make a call from the loop soon; any thread may ask. No effect once the loop is closed."""
+        self._from_threads.append(callback)
+        # Full means that a wakeup is due anyway. The append comes first: a loop that has read the
+        # byte finds the call.
+        with contextlib.suppress(OSError):
+            if self._wakeup is not None:
+                self._wakeup.send(b"\0")
+
     def run_once(self) -> None:
         """Wait for the next descriptor, signal or timer, and make the calls."""
         while self._timers and not self._timers[0][2].pending:
@@ -125,6 +142,8 @@ class EventLoop:
                 for number in dict.fromkeys(numbers):
                     if number in self._wanted:
                         self._on_signal(signal.Signals(number))
+        for _ in range(len(self._from_threads)):
+            self._from_threads.popleft()()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import selectors
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,28 @@ def test_an_ignored_signal_stays_ignored() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert got == [signal.SIGUSR1]
+
+
+def test_a_loop_without_signals_runs_in_any_thread_and_takes_calls_from_others() -> None:
+    threads: list[threading.Thread] = []
+    started = threading.Event()
+
+    def serve() -> None:
+        with EventLoop(selector=selectors.EpollSelector()) as loop:
+            loops.append(loop)
+            started.set()
+            while len(threads) < 2:
+                loop.run_once()
+
+    loops: list[EventLoop] = []
+    service = threading.Thread(target=serve)
+    service.start()
+    started.wait()
+    for _ in range(2):
+        loops[0].call_from_thread(lambda: threads.append(threading.current_thread()))
+    service.join()
+    assert threads == [service, service]
+    loops[0].call_from_thread(lambda: threads.append(threading.current_thread()))  # no effect
 
 
 def test_timers_come_in_order_and_only_if_wanted(loop: EventLoop) -> None:

@@ -1,0 +1,93 @@
+"""The lease of a host, as all processes of the host see it: a deadline in a small shared file.
+
+On many hosts, a host may act only while it holds a lease. The agent renews the deadline; others
+read it: the orphan killer, which kills the workers when the deadline passes even if the agent is
+stopped, and workers, before they commit a checkpoint.
+
+The file holds three 8-byte words in the machine's byte order: the deadline (a double), the term of
+the lease (an integer), and how many times the orphan killer has killed the workers (an integer).
+Each word is aligned and has one writer, so a reader sees the old value or the new one. The orphan
+killer, which imports nothing of outlast, relies on this layout too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+_SIZE = 24
+
+
+def now() -> float:
+    """The clock of the deadline: monotonic, and it advances while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class LeasePage:
+    """A lease page. The deadline is 0 until the first lease is held."""
+
+    def __init__(self, path: Path, descriptor: int, access: int) -> None:
+        self.path = path
+        try:
+            self._map = mmap.mmap(descriptor, _SIZE, access=access)
+        finally:
+            os.close(descriptor)
+        whole = memoryview(self._map)
+        self._deadline = whole[:8].cast("d")
+        self._numbers = whole[8:].cast("q")
+        whole.release()
+
+    @classmethod
+    def create(cls, folder: Path) -> LeasePage:
+        """A new page in `folder`, which only this user can read and write."""
+        descriptor, path = tempfile.mkstemp(prefix="lease-", dir=folder)
+        os.ftruncate(descriptor, _SIZE)
+        return cls(Path(path), descriptor, mmap.ACCESS_WRITE)
+
+    @classmethod
+    def open(cls, path: Path) -> LeasePage:
+        """The page of another process, to read it.
+
+        Raises:
+            OSError: if there is no such file.
+            ValueError: if the file is too small for a page.
+        """
+        return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), mmap.ACCESS_READ)
+
+    @property
+    def deadline(self) -> float:
+        """Until when this host may act, on the clock of `now`."""
+        return float(self._deadline[0])
+
+    @property
+    def term(self) -> int:
+        """The term in which the lease was granted."""
+        return int(self._numbers[0])
+
+    @property
+    def kills(self) -> int:
+        """How many times the orphan killer has killed the workers because the lease was over."""
+        return int(self._numbers[1])
+
+    def valid(self) -> bool:
+        """Whether this host holds a lease now."""
+        return now() < self.deadline
+
+    def renew(self, deadline: float, term: int) -> None:
+        """Sets the deadline; only the agent calls this."""
+        self._numbers[0] = term
+        self._deadline[0] = deadline
+
+    def close(self) -> None:
+        """Unmaps the page; the file stays."""
+        self._deadline.release()
+        self._numbers.release()
+        self._map.close()
+
+    def remove(self) -> None:
+        """Unmaps the page and removes its file."""
+        self.close()
+        self.path.unlink(missing_ok=True)
