@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.config.placement import Placement
 
 _MARK = "OUTLAST_JOB"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
@@ -36,33 +37,34 @@ def orphan_killer_environment() -> dict[str, str]:
 
 
 def worker_environment(
-    job: JobSpec, *, local_rank: int, attempt: int, replacement: int, port: int, error_file: Path
+    job: JobSpec, placement: Placement, *, local_rank: int, replacement: int, error_file: Path
 ) -> dict[str, str]:
     """The complete environment of one worker.
 
     Args:
-        local_rank: also the rank, since a job has one node.
-        attempt: number of restarts of all workers so far.
+        placement: of its host.
+        local_rank: its number on its host.
         replacement: number of replacements of this rank in this attempt.
-        port: of the launcher's store.
         error_file: where torch's `@record` writes an exception.
     """
-    nproc, rank = str(job.nproc), str(local_rank)
+    rank = str(placement.ranks(job.nproc)[local_rank])
+    world_size = str(placement.places * job.nproc)
     given = dict(os.environ)
     values = {
+        **placement.variables,
         "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": nproc,
-        "LOCAL_WORLD_SIZE": nproc,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        "GROUP_RANK": str(placement.place),
+        "GROUP_WORLD_SIZE": str(placement.places),
         "ROLE_NAME": job.role,
         "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": nproc,
-        "MASTER_ADDR": job.master_addr,
-        "MASTER_PORT": str(port),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": placement.store[0],
+        "MASTER_PORT": str(placement.store[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(placement.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts or 0),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_ERROR_FILE": str(error_file),

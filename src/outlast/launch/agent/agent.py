@@ -33,6 +33,7 @@ from outlast.launch.agent.replacement import Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
 from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.config.placement import Placement
 from outlast.launch.processes.descendants import (
     LINGER_S,
     ended_children,
@@ -69,6 +70,7 @@ class Agent:
         self._began = self._stopped_at = 0.0
         self._last = JobRecord()
         self._given_up: frozenset[int] = frozenset()
+        self._attempt = 0
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -79,7 +81,7 @@ class Agent:
         with self._resources as resources:
             try:
                 self._began = resources.loop.clock.now()
-                resources.workers.start_all(resources.store.port)
+                self._start_all()
                 while self._phase is not Phase.OVER:
                     resources.loop.run_once()
                     if self._phase is Phase.FLUSHING and not resources.console.pending:
@@ -183,7 +185,7 @@ class Agent:
 
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
-        running = {worker.slot.local_rank for worker in self._resources.workers}
+        running = {worker.slot.rank for worker in self._resources.workers}
         ranks = frozenset(range(self._resources.job.nproc)) - running - self._replacements.ranks
         if ranks != self._given_up and self._resources.workers:
             self._given_up = ranks
@@ -221,8 +223,8 @@ class Agent:
             self._phase = Phase.RUNNING
             self._given_up = frozenset()
             resources.store.renew()
-            resources.workers.next_attempt()
-            resources.workers.start_all(resources.store.port)
+            self._attempt += 1
+            self._start_all()
             return
         self._phase = Phase.FLUSHING
         self._last = resources.store.job()
@@ -238,6 +240,11 @@ class Agent:
         )
         lines = death_log.summary(deaths, ending, resources.host)
         resources.console.say(*lines, failed=ending.failed)
+
+    def _start_all(self) -> None:
+        store = self._resources.store
+        placement = Placement(store=(store.host, store.port), attempt=self._attempt)
+        self._resources.workers.start_all(placement)
 
     def _say(self, *lines: str) -> None:
         self._resources.console.say(*lines)

@@ -42,6 +42,7 @@ class Death:
     exit_code: int
     when: float
     decision: Decision
+    local_rank: int = 0
     last_output: str = ""
     source: str = ""
 
@@ -79,7 +80,8 @@ class DeathLog:
         """Record a death, with the last output of the worker."""
         last_output, source = worker.last_output()
         death = Death(
-            rank=worker.slot.local_rank,
+            rank=worker.slot.rank,
+            local_rank=worker.slot.local_rank,
             pid=worker.pid,
             exit_code=exit_code,
             when=when,

@@ -39,7 +39,7 @@ class Replacements:
 
     def schedule(self, death: Death) -> None:
         """Replace a dead worker, after the back-off of its rank."""
-        delay_s = self._resources.workers.delay_s(death.rank)
+        delay_s = self._resources.workers.delay_s(death.local_rank)
         if delay_s == 0:
             self._replace(death)
             return
@@ -61,7 +61,7 @@ class Replacements:
         resources = self._resources
         if resources.store.job().state is JobState.RUNNING:  # or it ended during the back-off
             try:
-                worker = resources.workers.replace(death.rank, resources.store.port)
+                worker = resources.workers.replace(death.local_rank)
                 resources.console.say(f"rank {death.rank} is now pid {worker.pid}")
                 return
             except LaunchError as e:  # the survivors can still finish the job

@@ -77,7 +77,7 @@ class Shutdown:
     def _kill_workers(self) -> None:
         workers = self._resources.workers
         if workers:
-            ranks = ", ".join(str(worker.slot.local_rank) for worker in workers)
+            ranks = ", ".join(str(worker.slot.rank) for worker in workers)
             self._resources.console.say(f"still running, killed: rank {ranks}")
             workers.send(signal.SIGKILL)
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from outlast.errors import LaunchError
 from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.config.placement import Placement
 from outlast.launch.config.streams import Std
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
@@ -28,13 +29,13 @@ class WorkerSlot:
     """The rank of a worker, and the number of its process.
 
     Attributes:
-        attempt: number of restarts of all workers before it.
+        rank: in the whole job.
         replacement: number of replacements of this rank in this attempt.
-        start: number of earlier processes of this rank, in all attempts.
+        start: number of earlier processes of this local rank, in all attempts.
     """
 
+    rank: int
     local_rank: int
-    attempt: int = 0
     replacement: int = 0
     start: int = 0
 
@@ -88,15 +89,21 @@ class Worker:
 
 
 def start_worker(
-    job: JobSpec, slot: WorkerSlot, *, folder: Path, port: int, loop: EventLoop, console: Console
+    job: JobSpec,
+    placement: Placement,
+    slot: WorkerSlot,
+    *,
+    folder: Path,
+    loop: EventLoop,
+    console: Console,
 ) -> Worker:
-    """Start a worker in a new session; its files go to `folder/attempt_N/RANK/`.
+    """Start a worker in a new session; its files go to `folder/attempt_N/LOCAL_RANK/`.
 
     Raises:
         LaunchError: if the system cannot start another process.
     """
-    rank = slot.local_rank
-    own = folder / f"attempt_{slot.start}" / str(rank)
+    local_rank = slot.local_rank
+    own = folder / f"attempt_{slot.start}" / str(local_rank)
     captures: dict[Std, Capture] = {}
     stderr_file = None
     with contextlib.ExitStack() as close_here, contextlib.ExitStack() as on_failure:
@@ -106,10 +113,10 @@ def start_worker(
             _error_file(own).unlink(missing_ok=True)  # of an earlier run with the same id
             for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
                 file: BinaryIO | None = None
-                if job.routes.to_file(rank, stream):
+                if job.routes.to_file(local_rank, stream):
                     file = (own / name).open("ab", buffering=0)
                     on_failure.callback(file.close)
-                    if not job.routes.to_console(rank, stream):
+                    if not job.routes.to_console(local_rank, stream):
                         # Directly into the file: the worker never waits for the launcher.
                         ends[stream] = close_here.enter_context(file)
                         if stream is Std.ERR:
@@ -118,9 +125,9 @@ def start_worker(
                 read, write = os.pipe()
                 close_here.callback(os.close, write)
                 ends[stream] = write
-                shown = rank in job.routes.shown
+                shown = local_rank in job.routes.shown
                 outlet = console.stdout if stream is Std.OUT else console.stderr
-                prefix = console.prefix(rank, int(stream))
+                prefix = console.prefix(slot.rank, int(stream))
                 captures[stream] = Capture(loop, read, prefix, outlet if shown else None, file)
                 on_failure.callback(captures[stream].close)
             command = job.program.command(environment.python(), job.chaos is not None)
@@ -128,10 +135,9 @@ def start_worker(
                 [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *command],
                 env=environment.worker_environment(
                     job,
-                    local_rank=rank,
-                    attempt=slot.attempt,
+                    placement,
+                    local_rank=local_rank,
                     replacement=slot.replacement,
-                    port=port,
                     error_file=_error_file(own),
                 ),
                 stdin=subprocess.DEVNULL,
@@ -140,7 +146,7 @@ def start_worker(
                 start_new_session=True,
             )
         except OSError as e:
-            raise LaunchError(f"cannot start the worker of rank {rank}: {e}") from e
+            raise LaunchError(f"cannot start the worker of rank {slot.rank}: {e}") from e
         on_failure.pop_all()
     return Worker(
         slot=slot,

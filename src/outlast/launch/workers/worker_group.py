@@ -10,15 +10,16 @@ from pathlib import Path
 
 from outlast.events import Emitter, WorkerExited, WorkerStarted
 from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.config.placement import Placement
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 
 
 class WorkerGroup:
-    """The running workers, and the earlier processes of each rank.
+    """The running workers of this host, and the earlier processes of each local rank.
 
-    `last_exit_codes` has, by rank, the exit code of the latest process that has ended.
+    `last_exit_codes` has, by local rank, the exit code of the latest process that has ended.
 
     Logs and error files go to `folder`; `emitter` gets an event for every start and end.
     """
@@ -36,7 +37,7 @@ class WorkerGroup:
         self._starts: collections.Counter[int] = collections.Counter()
         self._replacements: collections.Counter[int] = collections.Counter()
         self._lifetimes_s: dict[int, list[float]] = collections.defaultdict(list)
-        self.attempt = 0
+        self._placement: Placement
         self.last_exit_codes: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -49,25 +50,23 @@ class WorkerGroup:
         """The running worker with this pid, if there is one."""
         return self._running.get(pid)
 
-    def start_all(self, port: int) -> None:
-        """Start a worker for every rank, and print their process IDs."""
-        pids = [self._start(rank, port).pid for rank in range(self._job.nproc)]
-        named = ", ".join(f"rank {rank} is pid {pid}" for rank, pid in enumerate(pids))
-        self._console.say(f"started {len(pids)} rank{'' if len(pids) == 1 else 's'}: {named}")
-
-    def next_attempt(self) -> None:
-        """Count a restart of all workers; no worker may be running."""
-        self.attempt += 1
+    def start_all(self, placement: Placement) -> None:
+        """Start a worker for every local rank, and print their process IDs; none may be running."""
+        self._placement = placement
         self._replacements.clear()
+        workers = [self._start(local_rank) for local_rank in range(self._job.nproc)]
+        named = ", ".join(f"rank {worker.slot.rank} is pid {worker.pid}" for worker in workers)
+        count = len(workers)
+        self._console.say(f"started {count} rank{'' if count == 1 else 's'}: {named}")
 
-    def replace(self, rank: int, port: int) -> Worker:
-        """Start a new process for the rank of a dead one."""
-        self._replacements[rank] += 1
-        return self._start(rank, port)
+    def replace(self, local_rank: int) -> Worker:
+        """Start a new process in place of a dead one."""
+        self._replacements[local_rank] += 1
+        return self._start(local_rank)
 
-    def delay_s(self, rank: int) -> float:
-        """How long to wait before a rank that just died is replaced."""
-        return self._job.backoff.delay_s(self._lifetimes_s[rank])
+    def delay_s(self, local_rank: int) -> float:
+        """How long to wait before a worker that just died is replaced."""
+        return self._job.backoff.delay_s(self._lifetimes_s[local_rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
         """Remove a reaped worker, after reading its last output."""
@@ -78,7 +77,7 @@ class WorkerGroup:
         self._lifetimes_s[worker.slot.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
             WorkerExited(
-                rank=worker.slot.local_rank,
+                rank=worker.slot.rank,
                 worker_pid=worker.pid,
                 exit_code=exit_code,
                 last_words=worker.last_output()[0] if exit_code else "",
@@ -100,12 +99,24 @@ class WorkerGroup:
             worker.close()
         self._ended.clear()
 
-    def _start(self, rank: int, port: int) -> Worker:
-        slot = WorkerSlot(rank, self.attempt, self._replacements[rank], self._starts[rank])
-        folder, loop, console = self._folder, self._loop, self._console
-        worker = start_worker(self._job, slot, folder=folder, port=port, loop=loop, console=console)
-        self._starts[rank] += 1
+    def _start(self, local_rank: int) -> Worker:
+        placement = self._placement
+        slot = WorkerSlot(
+            rank=placement.ranks(self._job.nproc)[local_rank],
+            local_rank=local_rank,
+            replacement=placement.taken_over + self._replacements[local_rank],
+            start=self._starts[local_rank],
+        )
+        worker = start_worker(
+            self._job,
+            placement,
+            slot,
+            folder=self._folder,
+            loop=self._loop,
+            console=self._console,
+        )
+        self._starts[local_rank] += 1
         self._running[worker.pid] = worker
-        event = WorkerStarted(rank=rank, worker_pid=worker.pid, attempt=worker.slot.start)
+        event = WorkerStarted(rank=slot.rank, worker_pid=worker.pid, attempt=slot.start)
         self._emitter.emit(event)
         return worker
