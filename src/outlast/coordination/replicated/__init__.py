@@ -1,0 +1,13 @@
+"""The replicated store of many hosts: a consensus core without sockets, threads, files or a clock.
+
+`replica` is the entry: one `Replica` per host, driven by the host service, which passes in messages
+and the time, and sends what it takes from the outbox.
+
+* `operations`: what the store can do, and what it answers.
+* `hosts`: what a host says about itself. `timing`: all durations, derived from one.
+* `messages`: what replicas send each other, and its encoding.
+* `table`: the keys, the hosts, and the answers that are kept for retries.
+* `quorum`, `log`: which voters decide, and what they have agreed on.
+* `requests`: the operations of this host, and its lease.
+* `election`, `leader`: a voter's part, and a leader's.
+"""

@@ -1,0 +1,117 @@
+"""A group of replicas without faults: the founder, joiners, operations from all of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.messages import decode, encode
+from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.timing import Timing
+
+
+class Group:
+    """Replicas that get all messages at once; they are encoded on the way."""
+
+    def __init__(self, hosts: int) -> None:
+        self.now = 0.0
+        names = [f"h{n}" for n in range(hosts)]
+        founding = Configuration(frozenset(names[:1]))
+        self.replicas = {
+            name: Replica(
+                name, Timing(), random.Random(0), founding=founding if name == "h0" else None
+            )
+            for name in names
+        }
+        self.results: dict[tuple[str, int], Result] = {}
+        self.run(0.0)
+        for name in names:
+            self.replicas["h0"].add_host(HostInfo(name, nproc=2), self.now)
+        self.run(5.0)
+
+    def run(self, seconds: float) -> None:
+        """Passes messages, and lets time pass."""
+        until = self.now + seconds
+        while True:
+            for replica in self.replicas.values():
+                replica.tick(self.now)
+            while self.exchange():
+                pass
+            if self.now >= until:
+                return
+            self.now = min(
+                until, max(r.next_tick() for r in self.replicas.values()), self.now + 0.1
+            )
+
+    def exchange(self) -> bool:
+        sent = []
+        for name, replica in self.replicas.items():
+            sent += [(name, to, message) for to, message in replica.outbox()]
+            for ticket, result in replica.results():
+                self.results[name, ticket] = result
+        for sender, to, message in sent:
+            if to in self.replicas:
+                self.replicas[to].receive(sender, decode(encode(message)), self.now)
+        return bool(sent)
+
+    def start(self, host: str, *args: Any, **kwargs: Any) -> tuple[str, int]:
+        return host, self.replicas[host].submit(Operation(*args, **kwargs), self.now)
+
+    def do(self, host: str, *args: Any, **kwargs: Any) -> Result:
+        asked = self.start(host, *args, **kwargs)
+        self.run(0.0)
+        return self.results[asked]
+
+
+def test_operations_of_all_hosts_see_one_table() -> None:
+    group = Group(3)
+    waiting = group.start("h2", "wait_for", "late")
+    assert group.do("h1", "put", "a", b"\xff\x00") is None
+    assert group.do("h2", "read", "a") == b"\xff\x00"
+    assert group.do("h0", "claim", "a", b"mine") == b"\xff\x00"
+    assert [group.do(f"h{n}", "add", "n", amount=n) for n in range(3)] == [0, 1, 3]
+    assert group.do("h1", "append", "log", b"x") is None
+    assert group.do("h2", "append", "log", b"y") is None
+    assert group.do("h0", "read", "log") == b"xy"
+    assert group.do("h1", "compare_set", "new", b"1") == b"1"
+    assert group.do("h1", "compare_set", "new", b"2", expected=b"0") == b"1"
+    assert group.do("h1", "compare_set", "none", b"2", expected=b"0") is None
+    assert group.do("h2", "keys", "n") == ["n", "new"]
+    assert group.do("h2", "delete", "new") == 1
+    batch = (Operation("add", "n", amount=1), Operation("check", "new"), Operation("read", "a"))
+    assert group.do("h2", "batch", operations=batch) == [4, 0, b"\xff\x00"]
+    assert waiting not in group.results
+    group.do("h1", "put", "late", b"now")
+    assert group.results[waiting] == b"now"
+
+
+def test_hosts_are_in_the_table() -> None:
+    group = Group(3)
+    joined = group.do("h1", "read", "hosts/joined")
+    assert isinstance(joined, bytes)
+    assert [HostInfo.decode(line) for line in joined.splitlines()] == [
+        HostInfo(f"h{n}", nproc=2) for n in range(3)
+    ]
+    assert group.do("h1", "read", "hosts/events") == b"3"
+    waiting = group.start("h1", "wait_for", "hosts/event/4")
+    group.replicas["h2"].leave("it has finished", group.now)
+    group.run(0.0)
+    assert group.results[waiting] == b""
+    assert group.do("h0", "read", "hosts/lost") == (
+        b'{"id": "h2", "reason": "it has finished", "orderly": true}\n'
+    )
+    refused = group.replicas["h2"].refused
+    assert refused is not None
+    assert refused.orderly
+
+
+def test_a_silent_host_is_lost() -> None:
+    group = Group(3)
+    del group.replicas["h2"]
+    group.run(10.0)
+    lost = group.do("h1", "read", "hosts/lost")
+    assert isinstance(lost, bytes)
+    assert b"h2" in lost
