@@ -6,6 +6,7 @@
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
 #   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
+#   make services  the servers that some tests need (etcd, Slurm), by apt where this user is root
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make format    formats the code, and applies the fixes of the linter
@@ -32,7 +33,7 @@ PORTS_STAMP := $(PORTS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-ray test-ports check format bench docs clean
+.PHONY: help venv services demo test test-all test-ray test-ports check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -78,7 +79,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test-all: $(STAMP)
+services:
+	.ci/services
+
+test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
 	$(MAKE) test-ports
 

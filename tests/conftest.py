@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from etcd_cluster import Cluster, etcd_is_installed, require_etcd
 from leaks import no_leaks
 from procs import Job
 from zygote import Zygote
@@ -48,6 +49,24 @@ def zygote() -> Iterator[Zygote]:
     with Zygote() as zygote:
         zygote.share()
         yield zygote
+
+
+@pytest.fixture(scope="session")
+def etcd_if_installed() -> Iterator[Cluster | None]:
+    """An etcd of one member, for tests that do it no harm; `None` where etcd is not installed."""
+    if not etcd_is_installed():
+        yield None
+        return
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def etcd(etcd_if_installed: Cluster | None) -> Cluster:
+    """An etcd of one member. Skips the test where etcd is not installed."""
+    require_etcd()
+    assert etcd_if_installed is not None
+    return etcd_if_installed
 
 
 @pytest.fixture

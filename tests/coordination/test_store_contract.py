@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from etcd_cluster import Cluster, etcd_stores, require_etcd
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
@@ -20,12 +21,20 @@ Connect = Callable[[], Store]
 NET_S = 60.0
 
 
-@pytest.fixture(params=["memory", "tcp", "client", "file"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd"])
+def connect(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd_if_installed: Cluster | None
+) -> Iterator[Connect]:
     """Opens connections to the same store, each for one thread."""
     if request.param == "memory":
         store = MemoryStore()
         yield lambda: store
+        return
+    if request.param == "etcd":
+        require_etcd()
+        assert etcd_if_installed is not None
+        with etcd_stores(etcd_if_installed) as make_etcd:
+            yield make_etcd
         return
     made: list[TorchStore] = []
     path = str(tmp_path / "store")

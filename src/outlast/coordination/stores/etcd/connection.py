@@ -1,0 +1,239 @@
+"""One endpoint of etcd: requests and streams over HTTP, with or without TLS."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+_LARGEST_LINE = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Host and port of a member of etcd's cluster."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Security:
+    """How to connect and as which user. Without any of these: plain HTTP, no authentication.
+
+    Attributes:
+        cacert: a file of the certificates that sign the server's; "" for those of the system.
+        cert: a file with the client's certificate, for an etcd that asks for one; with `key`.
+        user: a user of etcd; with `password`.
+        tls: whether to use TLS; the files above imply it.
+    """
+
+    cacert: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = ""
+    tls: bool = False
+
+    def __repr__(self) -> str:
+        return f"Security(tls={self.uses_tls}, user={self.user!r})"  # without the password
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.tls or bool(self.cacert or self.cert)
+
+    def context(self) -> ssl.SSLContext | None:
+        """The settings of TLS, or `None` for plain HTTP.
+
+        Raises:
+            OSError: if a file cannot be read or is not in PEM format.
+        """
+        if not self.uses_tls:
+            return None
+        context = ssl.create_default_context(cafile=self.cacert or None)
+        if self.cert:
+            context.load_cert_chain(self.cert, self.key or None)
+        return context
+
+
+class Refused(Exception):
+    """etcd answered with an error. `code` is gRPC's, or -1 for an answer that is not etcd's."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def connect(endpoint: Endpoint, tls: ssl.SSLContext | None, timeout: float) -> Connection:
+    """Opens a connection. Raises an `OSError` if that fails."""
+    if tls is None:
+        made = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout)
+    else:
+        made = http.client.HTTPSConnection(
+            endpoint.host, endpoint.port, timeout=timeout, context=tls
+        )
+    try:
+        made.connect()
+        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        made.close()
+        raise
+    return Connection(made)
+
+
+class Connection:
+    """A connection for one request at a time. After any error but `Refused`, close it."""
+
+    def __init__(self, http_connection: http.client.HTTPConnection) -> None:
+        self._http = http_connection
+        self.reused = False
+
+    def close(self) -> None:
+        self._http.close()
+
+    def fileno(self) -> int:
+        return int(self._http.sock.fileno()) if self._http.sock is not None else -1
+
+    def request(
+        self, path: str, body: Json | None, headers: Mapping[str, str], limit: float
+    ) -> Json:
+        """One request and its answer, within `limit` seconds.
+
+        Raises:
+            Refused: etcd answered, with an error.
+            OSError, http.client.HTTPException: no answer; the request may have been performed.
+        """
+        deadline = time.monotonic() + limit
+        self._http.sock.settimeout(limit)
+        data = None if body is None else json.dumps(body).encode()
+        self._http.request("GET" if body is None else "POST", path, data, dict(headers))
+        answer = self._http.getresponse()
+        if answer.fp is None:
+            raise http.client.HTTPException("an answer without contents")
+        pieces = []
+        while piece := answer.read1(2**20):
+            pieces.append(piece)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the answer took too long")
+            if self._http.sock is not None:
+                self._http.sock.settimeout(left)
+        answer.close()
+        return parse(b"".join(pieces), answer.status)
+
+    def stream(self, path: str, body: Json, headers: Mapping[str, str]) -> Stream:
+        """Begins a request whose answer has no end; the connection belongs to the stream."""
+        data = json.dumps(body).encode()
+        lines = [
+            f"POST {path} HTTP/1.1",
+            f"Host: {self._http.host}:{self._http.port}",
+            f"Content-Length: {len(data)}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        self._http.sock.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+        return Stream(self._http)
+
+
+class Stream:
+    """The lines of an endless answer. A read that times out loses nothing and may be repeated,
+    unlike one of `http.client`'s.
+    """
+
+    def __init__(self, http_connection: http.client.HTTPConnection) -> None:
+        self._http = http_connection
+        self._sock = http_connection.sock
+        self._raw = bytearray()
+        self._text = bytearray()
+        self._status = 0
+
+    def read(self, timeout: float) -> list[Json]:
+        """The messages that arrived, after a wait for the first; none if `timeout` passes.
+
+        Raises:
+            Refused: etcd ended the stream with an error.
+            OSError: the connection was lost.
+        """
+        self._sock.settimeout(max(timeout, 0.001))
+        try:
+            piece = self._sock.recv(2**18)
+        except (TimeoutError, ssl.SSLWantReadError):
+            return []
+        if not piece:
+            raise ConnectionError("the stream ended")
+        self._raw += piece
+        if not self._status:
+            self._read_headers()
+        if self._status:
+            self._decode_chunks()
+        *whole, rest = self._text.split(b"\n")
+        if len(rest) > _LARGEST_LINE:
+            raise ConnectionError("a line of the stream is too long")
+        self._text = bytearray(rest)
+        return [parse(bytes(line), self._status) for line in whole if line]
+
+    def _read_headers(self) -> None:
+        head, separator, rest = bytes(self._raw).partition(b"\r\n\r\n")
+        if not separator:
+            if len(self._raw) > 2**16:
+                raise ConnectionError("the answer is not HTTP")
+            return
+        words = head.split(None, 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+            raise ConnectionError("the answer is not HTTP")
+        if b"transfer-encoding: chunked" not in head.lower():
+            raise Refused(-1, f"it answered {head.splitlines()[0].decode(errors='replace')!r}")
+        self._status = int(words[1])
+        self._raw = bytearray(rest)
+
+    def _decode_chunks(self) -> None:
+        while (end := self._raw.find(b"\r\n")) >= 0:
+            try:
+                size = int(bytes(self._raw[:end]).split(b";")[0], 16)
+            except ValueError:
+                raise ConnectionError("the stream is not HTTP") from None
+            if size == 0:
+                if self._text and not self._text.endswith(b"\n"):
+                    self._text += b"\n"  # an error is the last line, and has no end
+                elif not self._text:
+                    raise ConnectionError("the stream ended")
+                return
+            if len(self._raw) < end + 2 + size + 2:
+                return
+            self._text += self._raw[end + 2 : end + 2 + size]
+            del self._raw[: end + 2 + size + 2]
+
+    def shut_down(self) -> None:
+        """Ends a `read` in another thread, with an error."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # closed by the other side
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def parse(text: bytes, status: int) -> Json:
+    """The JSON object in an answer, unless it is an error."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise Refused(-1, f"it answered with HTTP status {status}: {text[:80]!r}")
+    error = answer.get("error")
+    if isinstance(error, dict):  # inside a stream
+        raise Refused(int(error.get("grpc_code", 2)), str(error.get("message", "")))
+    if error is not None or status != 200:
+        raise Refused(int(answer.get("code", -1)), str(answer.get("message") or error))
+    return answer

@@ -1,0 +1,176 @@
+"""The store on etcd: performs the operations of `operations.py` on real connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from outlast.coordination.stores.etcd import layout
+from outlast.coordination.stores.etcd.client import EtcdClient, no_answer, pause_before
+from outlast.coordination.stores.etcd.connection import Refused
+from outlast.coordination.stores.etcd.operations import (
+    Call,
+    Event,
+    Fence,
+    NoAnswer,
+    Operations,
+    Slot,
+)
+from outlast.coordination.stores.etcd.watch import Waits
+from outlast.errors import StoreError
+
+T = TypeVar("T")
+
+LIMIT_S = 30.0
+"""How long etcd may not answer before an operation fails: longer than an election takes."""
+
+
+class EtcdStore:
+    """A `Store`, with the launcher's further operations, in a part of etcd. Threads may share it.
+
+    Args:
+        root: the prefix of all keys, which ends in "/".
+        name: the name of this client; unique among all clients that ever use `root`.
+        fence: the lease under which to write.
+        limit_s: how long etcd may take to answer an operation, in seconds.
+        check: called before each attempt; raises an error if this host may not act any more.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        root: str,
+        name: str,
+        fence: Fence | None = None,
+        limit_s: float = LIMIT_S,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        if not root.endswith("/"):
+            raise ValueError(f'root: expected a prefix that ends in "/", not {root!r}')
+        self._client, self._root, self._name = client, root.encode(), name
+        self._fence, self._limit_s, self._check = fence or Fence(), limit_s, check
+        self._lock = threading.Lock()
+        self._slots: list[Slot] = []
+        self._made = 0
+        self.where = f"etcd {client.where}"
+        self.waits = Waits(client, layout.store_keys(self._root))
+        self._closed = False
+
+    def put(self, key: str, value: bytes) -> None:
+        self._run(lambda on: on.put(key, value))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._run(lambda on: on.claim(key, value))
+
+    def read(self, key: str) -> bytes | None:
+        return self._run(lambda on: on.read(key))
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        return self._run(lambda on: on.wait_for(key, timeout), timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._run(lambda on: on.add(key, amount))
+
+    def append(self, key: str, value: bytes) -> None:
+        self._run(lambda on: on.append(key, value))
+
+    def delete(self, key: str) -> bool:
+        """Removes `key`; returns whether it existed."""
+        return self._run(lambda on: on.delete(key))
+
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes | None:
+        """Sets `key` if its value is `expected` (empty: if it is absent); returns its value
+        afterwards, `None` if it is absent.
+        """
+        return self._run(lambda on: on.compare_set(key, expected, value))
+
+    def check(self, key: str) -> bool:
+        """Whether `key` exists."""
+        return self._run(lambda on: on.check(key))
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix`, sorted."""
+        return self._run(lambda on: on.keys(prefix))
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Removes all keys that begin with `prefix`."""
+        self._run(lambda on: on.delete_prefix(prefix))
+
+    def close(self) -> None:
+        """Ends all waits, with a `StoreError`. The client stays open."""
+        self._closed = True
+        self.waits.close()
+
+    def _run(
+        self, begin: Callable[[Operations], Coroutine[Any, Any, T]], timeout: float | None = None
+    ) -> T:
+        slot = self._take()
+        driver = _Driver(self, timeout)
+        try:
+            return driver.run(begin(Operations(self._root, slot, self._fence)))
+        except Refused as e:
+            raise StoreError(f"{self.where} refused an operation: {e}") from e
+        finally:
+            with self._lock:
+                self._slots.append(slot)
+
+    def _take(self) -> Slot:
+        with self._lock:
+            if self._slots:
+                return self._slots.pop()
+            self._made += 1
+            return Slot(self._root, f"{self._name}.{self._made}")
+
+
+class _Driver:
+    """Performs the requests of one operation."""
+
+    def __init__(self, store: EtcdStore, timeout: float | None) -> None:
+        self._store = store
+        self._wait_until = None if timeout is None else time.monotonic() + timeout
+        self._deadline = 0.0
+        self._cause: Exception = NoAnswer("none")
+
+    def run(self, operation: Coroutine[Any, Any, T]) -> T:
+        answer: Any = None
+        error: BaseException | None = None
+        try:
+            while True:
+                try:
+                    asked = operation.send(answer) if error is None else operation.throw(error)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                answer, error = None, None
+                try:
+                    answer = self._call(asked) if isinstance(asked, Call) else self._wait(asked)
+                except BaseException as e:  # noqa: BLE001 - raised in the operation
+                    error = e
+        finally:
+            error = None  # the exception holds this frame: without this the two would be a cycle
+            operation.close()
+
+    def _call(self, asked: Call) -> Any:
+        store, client = self._store, self._store._client
+        if asked.attempt == 0:
+            self._deadline = time.monotonic() + store._limit_s
+        else:
+            pause = pause_before(asked.attempt, len(client.endpoints))
+            if time.monotonic() + pause >= self._deadline:
+                raise no_answer(client, store._limit_s, self._cause)
+            time.sleep(pause)
+        if store._closed:
+            raise StoreError(f"the connection to {store.where} was closed")
+        store._check()
+        try:
+            return client.call(asked.path, asked.body, self._deadline - time.monotonic())
+        except NoAnswer as e:
+            self._cause = e
+            raise
+
+    def _wait(self, asked: Event) -> bool:
+        until = self._wait_until
+        left = None if until is None else max(0.0, until - time.monotonic())
+        return self._store.waits.wait(asked.start, asked.end, asked.after, left)

@@ -1,0 +1,181 @@
+"""All waits of a process on etcd, served by one watch on the prefix of the store.
+
+A wait begins at the revision of the read that found nothing: an event at a later revision ends it.
+The watch runs in a thread of its own and may be ahead of that revision; so it remembers the latest
+events. A wait that begins before the oldest event that is remembered ends at once, and reads again.
+
+A stream that is silent may have lost its member. After `SILENCE_S` the member must answer a
+linearizable read, or the watch moves to another. It then begins after the last revision it has
+seen, so no event is lost. If etcd has compacted that revision, the watch begins at the present, and
+all waits end and read again.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from outlast.coordination.stores.etcd import layout
+from outlast.coordination.stores.etcd.client import EtcdClient, pause_before
+from outlast.coordination.stores.etcd.connection import Json, Refused, Stream
+from outlast.coordination.stores.etcd.operations import NoAnswer
+
+SILENCE_S = 2.0
+_REMEMBERED = 4096
+_OUT_OF_RANGE = 11
+
+
+@dataclass(eq=False)
+class _Wait:
+    start: bytes
+    end: bytes
+    after: int
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Waits:
+    """The waits for keys that begin with `prefix`. The thread starts with the first wait."""
+
+    def __init__(self, client: EtcdClient, prefix: bytes, silence_s: float = SILENCE_S) -> None:
+        self._client, self._prefix, self._silence_s = client, prefix, silence_s
+        self._lock = threading.Lock()
+        self._waits: set[_Wait] = set()
+        self._events: deque[tuple[int, bytes]] = deque()
+        self._since = 0  # all events above this revision, up to `_seen`, are in `_events`
+        self._seen = 0
+        self._thread: threading.Thread | None = None
+        self._stream: Stream | None = None
+        self._closed = False
+        self._wake = threading.Event()
+        self.restarts = 0
+
+    def wait(self, start: bytes, end: bytes, after: int, timeout: float | None) -> bool:
+        """Waits for a write of a key from `start` to below `end` at a revision above `after`.
+
+        Returns False after `timeout` seconds. May also return True without such a write.
+        """
+        wait = _Wait(start, end, after)
+        with self._lock:
+            if self._closed or self._happened(wait):
+                return True
+            self._waits.add(wait)
+            if self._thread is None:
+                self._since = self._seen = after
+                self._thread = threading.Thread(
+                    target=self._run, name="outlast etcd watch", daemon=True
+                )
+                self._thread.start()
+        try:
+            return wait.over.wait(timeout)
+        finally:
+            with self._lock:
+                self._waits.discard(wait)
+
+    def wake_all(self) -> None:
+        """Ends all waits, which then read again."""
+        with self._lock:
+            for wait in self._waits:
+                wait.over.set()
+
+    def close(self) -> None:
+        """Ends all waits and the thread."""
+        with self._lock:
+            self._closed = True
+            thread, stream = self._thread, self._stream
+            for wait in self._waits:
+                wait.over.set()
+        self._wake.set()
+        if stream is not None:
+            stream.shut_down()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _happened(self, wait: _Wait) -> bool:
+        if self._thread is None or wait.after >= self._seen:
+            return False
+        if wait.after < self._since:
+            return True  # its event may be forgotten
+        first = bisect.bisect_right(self._events, wait.after, key=lambda event: event[0])
+        later = (self._events[n][1] for n in range(first, len(self._events)))
+        return any(wait.start <= key < wait.end for key in later)
+
+    # -------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closed:
+            stream: Stream | None = None
+            number = -1
+            try:
+                number, stream = self._client.stream("/v3/watch", self._request())
+                with self._lock:
+                    self._stream = stream
+                    if self._closed:
+                        return
+                if self._follow(number, stream):
+                    failures = 0
+            except (NoAnswer, Refused, OSError):
+                failures += 1
+                if number >= 0:
+                    self._client.leave(number)
+                self._client.forget_token()
+                self._wake.wait(pause_before(failures, len(self._client.endpoints)))
+            finally:
+                with self._lock:
+                    self._stream = None
+                if stream is not None:
+                    stream.close()
+            self.restarts += 1
+
+    def _request(self) -> Json:
+        request = layout.range_of(self._prefix, layout.end_of(self._prefix))
+        request |= {"start_revision": str(self._seen + 1), "filters": ["NODELETE"]}
+        return {"create_request": request}
+
+    def _follow(self, number: int, stream: Stream) -> bool:
+        """Reads a stream until another must be opened. Returns whether it was of use."""
+        last = time.monotonic()
+        answered = False
+        while not self._closed:
+            for message in stream.read(self._silence_s):
+                last = time.monotonic()
+                result = message.get("result", {})
+                if result.get("canceled"):
+                    return self._canceled(result)
+                answered = True
+                self._dispatch(result)
+            if time.monotonic() - last >= self._silence_s:
+                if not answered or not self._client.is_alive(number):
+                    raise NoAnswer(f"{self._client.endpoints[number]} does not answer")
+                last = time.monotonic()
+        return answered
+
+    def _canceled(self, result: Json) -> bool:
+        compacted = int(result.get("compact_revision", 0))
+        if not compacted:
+            raise Refused(_OUT_OF_RANGE, str(result.get("cancel_reason", "")))
+        # The new stream begins at a revision that etcd still has. The events in between are lost:
+        # waits that began before it read again, now and (by `_since`) when they register.
+        with self._lock:
+            self._seen = self._since = max(compacted, int(result["header"]["revision"]))
+            self._events.clear()
+            for wait in self._waits:
+                wait.over.set()
+        return True
+
+    def _dispatch(self, result: Json) -> None:
+        with self._lock:
+            for event in result.get("events", ()):
+                kv = event["kv"]
+                key, revision = base64.b64decode(kv["key"]), int(kv["mod_revision"])
+                self._events.append((revision, key))
+                self._seen = max(self._seen, revision)
+                for wait in self._waits:
+                    if revision > wait.after and wait.start <= key < wait.end:
+                        wait.over.set()
+            while len(self._events) > _REMEMBERED:
+                self._since = self._events.popleft()[0]
