@@ -168,18 +168,32 @@ class HostProcess:
     def send_signal(self, number: int) -> None:
         if self.poll() is not None or not self.pid:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
         if number == signal.SIGSTOP:
             self.await_stop()
-        elif number == signal.SIGCONT:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        if number == signal.SIGCONT:
             self._outer.send_signal(number)
 
     def await_stop(self) -> None:
-        """Waits until nsenter, which stops together with its child, can be continued."""
-        stat = Path(f"/proc/{self._outer.pid}/stat")
-        while self.poll() is None and stat.read_text().rpartition(")")[2].split()[0] != "T":
+        """Waits until it is stopped, and nsenter too, which stops together with its child.
+
+        An nsenter that was continued a moment ago may continue its child only now, after the
+        signal: then this sends it again.
+        """
+        while self.poll() is None and (_state(self._outer.pid), _state(self.pid)) != ("T", "T"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGSTOP)
             time.sleep(0.001)
+
+
+def _state(pid: int) -> str:
+    """The state of a process in one letter, as `ps` shows it; an empty string if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _only_child(process: subprocess.Popen[bytes]) -> int:
