@@ -31,8 +31,9 @@ import psutil
 import torch.distributed as dist
 
 import zygote
+from outlast.coordination.records import COMPLETED_BY
 from outlast.coordination.stores.torch_store import TorchStore
-from outlast.launch.agent.job_store import JOB_KEY
+from outlast.launch.agent.job_keys import JOB_KEY
 from procs import MARKER, NET_S, marked, torch_noise
 
 WORKER = '''
@@ -185,9 +186,13 @@ class Run:
                 process.kill()
         return left
 
-    def set_job(self, state: str, **fields: Any) -> None:
-        """Writes the record that `Wrapper` keeps in the launcher's store."""
-        self.store().put(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}).encode())
+    def set_job(self, state: str, by: Iterable[Ready] = (), **fields: Any) -> None:
+        """Writes the record that `Wrapper` keeps in the launcher's store; the call was completed
+        `by` these workers.
+        """
+        store = self.store()
+        store.put(COMPLETED_BY, b"".join(f"{worker.pid}\n".encode() for worker in by))
+        store.put(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}).encode())
 
     def store(self) -> TorchStore:
         """A connection to the launcher's store."""

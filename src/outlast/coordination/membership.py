@@ -286,15 +286,16 @@ class MembershipProtocol:
         return int(await self.link.claim("stop-reporter", str(member).encode()))
 
     async def give_up(self, ranks: frozenset[int]) -> None:
-        """Records the ranks, as numbered by the launcher, that will not be replaced: only the
-        launcher calls this.
+        """Records ranks, as numbered by the launcher, that will not be replaced: only launchers
+        call this. On many hosts, each one does so for its own ranks.
         """
-        await Link().put(_GONE, json.dumps(sorted(ranks)).encode())
+        await Link().append(_GONE, json.dumps(sorted(ranks)).encode() + b"\n")
         await self.wake_holders()
 
     async def given_up(self) -> frozenset[int]:
-        """The ranks that the launcher does not replace; empty without a launcher that says so."""
-        return frozenset(json.loads(await Link().read(_GONE) or b"[]"))
+        """The ranks that no launcher replaces; empty without a launcher that says so."""
+        data = await Link().read(_GONE) or b""
+        return frozenset(rank for line in data.splitlines() for rank in json.loads(line))
 
     async def end_of_job(self) -> LostRecord | None:
         """The record of the member that ended the whole job; `None` if none did."""

@@ -8,6 +8,18 @@ from typing import Any
 
 from outlast.events.hang_report import HUNG, hung_ranks
 
+COMPLETED_BY = "completed-by"
+"""Under the prefix of a call: the names of the processes that have completed it, one on each line,
+for `outlast run`.
+"""
+
+
+def process_name(host: str, pid: int) -> str:
+    """The name of a process in the whole job; `host` is the ID of its host, empty if the job has
+    one host.
+    """
+    return f"{host}:{pid}" if host else str(pid)
+
 
 @dataclasses.dataclass(frozen=True)
 class FaultRecord:

@@ -21,7 +21,7 @@ from outlast.system.error_text import exit_text
 PLAIN = JobRecord()
 RUNNING = JobRecord(JobState.RUNNING)
 STOPPING = JobRecord(JobState.RUNNING, prefix="outlast/0/0/", stopping=True)
-COMPLETED = JobRecord(JobState.COMPLETED, frozenset({7}))
+COMPLETED = JobRecord(JobState.COMPLETED)
 ABORTED = JobRecord(JobState.ABORTED)
 
 
@@ -46,14 +46,14 @@ ABORTED = JobRecord(JobState.ABORTED)
         (93, RUNNING, 0, 5, Decision.LOST),
         (93, ABORTED, 0, 5, Decision.FAILED),
         (1, ABORTED, 0, 5, Decision.FAILED),
-        (1, COMPLETED, 0, 5, Decision.FAILED),
-        (1, JobRecord(JobState.COMPLETED), 0, 5, Decision.LOST),
+        (1, dataclasses.replace(COMPLETED, completed_by=frozenset({"7"})), 0, 5, Decision.FAILED),
+        (1, dataclasses.replace(COMPLETED, completed_by=frozenset({"8"})), 0, 5, Decision.LOST),
     ],
 )
 def test_what_follows(
     code: int, job: JobRecord, used: int, limit: int | None, decision: Decision
 ) -> None:
-    assert decide(code, 7, job, used, limit) is decision
+    assert decide(code, "7", job, used, limit) is decision
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_what_follows(
     [
         (None, PLAIN),
         (b'{"call": 0, "state": "running"}', RUNNING),
-        (b'{"call": 3, "state": "completed", "pids": [7]}', COMPLETED),
+        (b'{"call": 3, "state": "completed"}', COMPLETED),
         (b'{"call": 0, "state": "aborted"}', ABORTED),
         (
-            b'{"call": 0, "state": "aborted", "reporter": 5}',
-            JobRecord(JobState.ABORTED, reporter=5),
+            b'{"call": 0, "state": "aborted", "reporter": "node1:5"}',
+            JobRecord(JobState.ABORTED, reporter="node1:5"),
         ),
         (b"", RUNNING),
         (b"\xff", RUNNING),

@@ -128,7 +128,7 @@ def test_nothing_is_replaced_after_an_abort(tmp_path: Path) -> None:
 def test_a_worker_lost_before_completion_does_not_fail_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]
-        run.set_job("completed", pids=[first[0].pid])
+        run.set_job("completed", by=[first[0]])
         first[1].fail()
         run.until_said("not replaced, the job is completed")
         first[0].succeed()
@@ -138,7 +138,7 @@ def test_a_worker_lost_before_completion_does_not_fail_the_job(tmp_path: Path) -
 def test_a_worker_that_fails_after_completion_fails_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]
-        run.set_job("completed", pids=[ready.pid for ready in first])
+        run.set_job("completed", by=first)
         first[1].fail()
         run.until_said("not replaced, the job is completed")
         first[0].succeed()

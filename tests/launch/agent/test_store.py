@@ -11,7 +11,8 @@ import torch.distributed as dist
 from launch.runs import WORKER, Run
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobState
-from outlast.launch.agent.job_store import JOB_KEY, JobStore
+from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
+from outlast.launch.agent.job_store import JobStore
 from procs import free_port
 
 
@@ -25,9 +26,9 @@ def client(store: JobStore) -> dist.TCPStore:
 
 
 def test_it_reads_what_the_wrapper_wrote(store: JobStore) -> None:
-    assert store.job().state is JobState.PLAIN
+    assert JobKeys(store.client).job().state is JobState.PLAIN
     client(store).set(JOB_KEY, '{"call": 0, "state": "running"}')
-    assert store.job().state is JobState.RUNNING
+    assert JobKeys(store.client).job().state is JobState.RUNNING
     store.close()
 
 

@@ -3,27 +3,28 @@
 One key in the launcher's store holds the newest call that has begun, and the prefix of its keys,
 under which the launcher finds a request to stop. Every change is a
 compare-and-set: another rank may already be in the next call, and a joiner may arrive at a call
-that has ended.
+that has ended. The processes that have completed the call are a log of their own: many append at
+once.
 """
 
 from __future__ import annotations
 
 import json
-import os
 
+from outlast.coordination.records import COMPLETED_BY
 from outlast.inprocess.distributed.connection import Connection
 
 _KEY = "outlast/job"
 
 
 class LauncherNotice:
-    """The notices of one call; with `names_processes`, that of completion names the processes."""
+    """The notices of one call. `process` is the name of this process for `outlast run` (see
+    `process_name`); empty under any other launcher.
+    """
 
-    def __init__(
-        self, connection: Connection, call: int, prefix: str, *, names_processes: bool
-    ) -> None:
+    def __init__(self, connection: Connection, call: int, prefix: str, *, process: str) -> None:
         self._connection, self._call, self._prefix = connection, call, prefix
-        self._names_processes = names_processes
+        self._process = process
         self._running = self._record("running")
 
     def running(self) -> None:
@@ -33,8 +34,8 @@ class LauncherNotice:
             held = json.loads(self._change(json.dumps(held), self._running))
 
     def aborted(self, *, reports: bool) -> None:
-        """The job was ended by its members. `outlast run` also reads the ID of the process that has
-        reported the cause (`reports`).
+        """The job was ended by its members. `outlast run` also reads the name of the process that
+        has reported the cause (`reports`).
         """
         held = self._running
         while True:
@@ -44,29 +45,22 @@ class LauncherNotice:
             wanted = {
                 **record,
                 "state": "aborted",
-                **({"reporter": os.getpid()} if reports else {}),
+                **({"reporter": self._process} if reports else {}),
             }
             held = self._change(held, json.dumps(wanted))
             if json.loads(held) == wanted:
                 return  # otherwise another rank was first
 
     def completed(self) -> None:
-        """The call has completed. `outlast run` also reads the IDs of the processes that completed
-        it: if one of them fails afterwards, the job has failed; any other was lost earlier.
+        """The call has completed. `outlast run` also reads the names of the processes that
+        completed it: if one of them fails afterwards, the job has failed; any other was lost
+        earlier. The name comes first: a process that ends after the call has completed is in the
+        log that the launcher reads then.
         """
-        if not self._names_processes:
-            self._change(self._running, self._record("completed"))
-            return
-        held = self._running
-        while True:
-            record = json.loads(held)
-            if record["call"] != self._call or record["state"] == "aborted":
-                return
-            pids = [*record.get("pids", ()), os.getpid()]
-            wanted = json.dumps({**record, "state": "completed", "pids": pids})
-            held = self._change(held, wanted)
-            if held == wanted:
-                return  # otherwise another rank was first
+        if self._process:
+            key = self._prefix + COMPLETED_BY
+            self._connection.append(key, f"{self._process}\n".encode())
+        self._change(self._running, self._record("completed"))
 
     def _record(self, state: str) -> str:
         return json.dumps({"call": self._call, "state": state, "prefix": self._prefix})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.records import process_name
 from outlast.coordination.training_step import observed_steps
 from outlast.errors import StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
@@ -142,9 +143,9 @@ class _Session:
             stack.callback(host.torch_log.end)
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
-            self.notice = LauncherNotice(
-                control, self.number, self.prefix, names_processes=self.launch.agent
-            )
+            launch = self.launch
+            process = process_name(launch.host_id, os.getpid()) if launch.agent else ""
+            self.notice = LauncherNotice(control, self.number, self.prefix, process=process)
             self.notice.running()
             self.monitor.start_heartbeat(control)
             stack.callback(self.monitor.stop_heartbeat)

@@ -2,13 +2,18 @@
 
 Its phases::
 
-    RUNNING ----- a failure that restarts all workers --------> RESTARTING
-    RESTARTING -- all workers and their helpers have ended ---> RUNNING
+    WAITING ----- an attempt starts here ---------------------> RUNNING
+    RUNNING ----- all workers, on all hosts, are restarted ---> RESTARTING
+    RESTARTING -- all workers and their helpers have ended ---> WAITING
     RUNNING ----- a failure that ends the job, or a signal ---> ENDING
-    RESTARTING -- a signal -----------------------------------> ENDING
+    WAITING, RESTARTING -- the same --------------------------> ENDING
     RUNNING, ENDING -- all workers have ended ----------------> ENDING_HELPERS
-    ENDING_HELPERS -- all helpers have ended -----------------> FLUSHING
+    ENDING_HELPERS -- all helpers have ended -----------------> FINISHED
+    FINISHED ---- the other hosts restart all workers --------> WAITING
+    FINISHED, WAITING -- the job is over on all hosts --------> FLUSHING
     FLUSHING ---- all output is written ----------------------> OVER
+
+On one host, WAITING and FINISHED last no time: see `coordinator`.
 
 Everything happens in one thread, one callback of the event loop at a time, so two decisions cannot
 race. The only race is between the end of a worker and other processes' writes to the store: the
@@ -24,11 +29,20 @@ import signal
 import time
 
 from outlast.clock import Clock
+from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import StopRequested
 from outlast.launch.agent import death_log
-from outlast.launch.agent.death_log import DeathLog, Ending
-from outlast.launch.agent.decisions import TOLD_TO_STOP, Decision, JobRecord, JobState
+from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
+from outlast.launch.agent.death_log import Death, DeathLog, Ending
+from outlast.launch.agent.decisions import (
+    TOLD_TO_STOP,
+    Decision,
+    JobRecord,
+    JobState,
+    decide,
+    replacements,
+)
 from outlast.launch.agent.replacement import Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
@@ -49,10 +63,12 @@ from outlast.system.error_text import exit_text
 class Phase(enum.Enum):
     """The launcher's phase; see the module docstring."""
 
+    WAITING = enum.auto()
     RUNNING = enum.auto()
     RESTARTING = enum.auto()
     ENDING = enum.auto()
     ENDING_HELPERS = enum.auto()
+    FINISHED = enum.auto()
     FLUSHING = enum.auto()
     OVER = enum.auto()
 
@@ -60,17 +76,19 @@ class Phase(enum.Enum):
 class Agent:
     """Runs one job, once, in the main thread of a process that does nothing else."""
 
-    def __init__(self, job: JobSpec, *, clock: Clock | None = None) -> None:
-        self._resources = JobResources(job, self._on_signal, clock)
+    def __init__(
+        self, job: JobSpec, coordinator: OpenCoordinator, *, clock: Clock | None = None
+    ) -> None:
+        self._resources = JobResources(job, coordinator, self, self._on_signal, clock)
         self._shutdown = Shutdown(self._resources, self._all_ended)
-        self._deaths = DeathLog(job.max_restarts)
+        self._deaths = DeathLog()
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
-        self._phase = Phase.RUNNING
+        self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
         self._began = self._stopped_at = 0.0
-        self._last = JobRecord()
+        self._exit_code = 1
+        self._ranks = range(0)
         self._given_up: frozenset[int] = frozenset()
-        self._attempt = 0
 
     def run(self) -> int:
         """Run the job to its end; return its exit code.
@@ -81,30 +99,82 @@ class Agent:
         with self._resources as resources:
             try:
                 self._began = resources.loop.clock.now()
-                self._start_all()
+                resources.coordinator.ready()
                 while self._phase is not Phase.OVER:
                     resources.loop.run_once()
                     if self._phase is Phase.FLUSHING and not resources.console.pending:
                         self._phase = Phase.OVER
             finally:
-                if self._phase is not Phase.OVER:  # a worker could not be started, or a bug here
+                # A worker could not be started, this host may no longer act, or a bug here.
+                if self._phase is not Phase.OVER:
                     kill_descendants(resources.own_children())
                     self._reap()
-        cause = death_log.first_cause(self._deaths.deaths, self._last)
-        return death_log.exit_code(cause, self._received)
+        return self._exit_code
+
+    # ------------------------------------------------------- what the coordinator asks for
+
+    def start(self, placement: Placement) -> None:
+        self._phase = Phase.RUNNING
+        self._ranks = placement.ranks(self._resources.job.nproc)
+        self._given_up = frozenset()
+        self._resources.workers.start_all(placement)
+
+    def restart(self, cause: str) -> None:
+        self._say(*[cause] if cause else [])
+        if self._phase is Phase.RUNNING:
+            self._stop(Phase.RESTARTING, signal.SIGTERM)
+            self._next_phase_soon()
+        elif self._phase is Phase.ENDING_HELPERS:
+            self._phase = Phase.RESTARTING
+        elif self._phase is Phase.FINISHED:
+            self._phase = Phase.WAITING
+            self._resources.coordinator.ready()
+
+    def stop(self, number: signal.Signals, cause: str) -> None:
+        self._received = number
+        if self._phase in (Phase.RUNNING, Phase.RESTARTING):
+            grace_s = self._resources.job.grace_s
+            self._say(
+                f"{cause or number.name}: forwarded; "
+                f"workers still running after {grace_s:g} s are killed"
+            )
+        self._end(number)
+
+    def end(self, cause: str) -> None:
+        self._say(*[f"{cause}: this ends the job"] if cause else [])
+        self._end(signal.SIGTERM)
+
+    def finish(self, outcome: Outcome) -> None:
+        resources = self._resources
+        self._phase = Phase.FLUSHING
+        resources.workers.close()
+        deaths = self._deaths.deaths
+        failures = deaths if outcome.failures is None else outcome.failures
+        received = outcome.received or self._received
+        cause = death_log.first_cause(failures, outcome.job)
+        codes = outcome.codes.union(resources.workers.last_exit_codes.values())
+        ending = Ending(
+            cause=None if received else cause,
+            received=received,
+            saved=codes == {TOLD_TO_STOP},
+            unsaved=outcome.job.unsaved,
+            seconds=resources.loop.clock.now() - self._began,
+            text=outcome.cause,
+        )
+        self._exit_code = ending.exit_code
+        lines = death_log.summary(deaths, ending, resources.host)
+        resources.console.say(*lines, failed=ending.failed)
+
+    # ------------------------------------------------------------- signals and worker exits
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Handle SIGCHLD, or a signal to the launcher: the first one ends the job (`Shutdown`)."""
+        waits = self._phase in (Phase.WAITING, Phase.FINISHED)
         if number is signal.SIGCHLD:
             self._on_children_ended()
-        elif self._phase in (Phase.RUNNING, Phase.RESTARTING):
-            self._received = number
+        elif self._phase in (Phase.RUNNING, Phase.RESTARTING) or (waits and not self._received):
             self._resources.emitter.emit(StopRequested(reason=f"{number.name} to the launcher"))
-            grace_s = self._resources.job.grace_s
-            self._say(
-                f"{number.name}: forwarded; workers still running after {grace_s:g} s are killed"
-            )
-            self._stop(Phase.ENDING, number)
+            self._resources.coordinator.stop(number)
         elif self._phase is Phase.FLUSHING:
             self._resources.console.drop()  # the output has no reader, and the launcher must end
         elif number is signal.SIGINT:
@@ -149,27 +219,30 @@ class Agent:
         return ended
 
     def _on_failure(self, worker: Worker, code: int, when: float) -> None:
+        coordinator = self._resources.coordinator
         if self._phase is not Phase.RUNNING:
             # This worker may have failed before the one that ended the job, and ended later.
             by_itself = self._received is None and when <= self._stopped_at
             if self._phase is Phase.ENDING and by_itself:
-                death = self._deaths.record(worker, code, when, Decision.FATAL)
-                self._resources.emitter.emit(death.event())
+                self._record(worker, code, when, Decision.FATAL)
             return
-        job = self._resources.store.job()
-        decision = self._deaths.decide(worker, code, job)
-        death = self._deaths.record(worker, code, when, decision)
-        self._resources.emitter.emit(death.event())
+        job = coordinator.keys.job()
+        decision = self._decide(worker, code, job)
+        death = self._record(worker, code, when, decision)
         what = f"rank {death.rank} (pid {death.pid}) {exit_text(code)}"
+        there = f"rank {death.rank} (pid {death.pid}, host {self._resources.host}) "
+        there += exit_text(code)
+        limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
-            self._say(f"{what}: {self._deaths.budget(job)}")
+            self._say(f"{what}: replacement {coordinator.used} of {replacements(limit)}")
             self._replacements.schedule(death)
         elif decision is Decision.RESTARTED:
-            self._say(f"{what}: {self._deaths.budget(job)}, of all workers")
-            self._stop(Phase.RESTARTING, signal.SIGTERM)
+            budget = f"restart {coordinator.used + 1} of {limit}, of all workers"
+            self._say(f"{what}: {budget}")
+            coordinator.restart(f"{there}: {budget}")
         elif decision is Decision.FATAL:
             self._say(f"{what}: this ends the job")
-            self._stop(Phase.ENDING, signal.SIGTERM)
+            coordinator.end(there, death.pid)
         elif decision is Decision.STOPPED:
             # The other ranks follow: one line is enough.
             if all(d is death or d.decision is not decision for d in self._deaths.deaths):
@@ -183,13 +256,29 @@ class Agent:
         else:
             self._say(f"{what}: not replaced, no replacement is left; the other ranks go on")
 
+    def _decide(self, worker: Worker, code: int, job: JobRecord) -> Decision:
+        coordinator, limit = self._resources.coordinator, self._resources.job.max_restarts
+        process = process_name(coordinator.host_id, worker.pid)
+        decision = decide(code, process, job, coordinator.used, limit)
+        if decision is Decision.REPLACED and not coordinator.take_replacement(replacements(limit)):
+            return Decision.LOST  # another host has taken the last one
+        return decision
+
+    def _record(self, worker: Worker, code: int, when: float, decision: Decision) -> Death:
+        coordinator = self._resources.coordinator
+        death = self._deaths.record(worker, code, when, decision, coordinator.host_id)
+        self._resources.emitter.emit(death.event())
+        coordinator.failed(death)
+        return death
+
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
+        coordinator = self._resources.coordinator
         running = {worker.slot.rank for worker in self._resources.workers}
-        ranks = frozenset(range(self._resources.job.nproc)) - running - self._replacements.ranks
-        if ranks != self._given_up and self._resources.workers:
+        ranks = frozenset(self._ranks) - running - self._replacements.ranks
+        if ranks != self._given_up and (self._resources.workers or coordinator.host_id):
             self._given_up = ranks
-            self._resources.store.give_up(ranks)
+            coordinator.give_up(ranks)
 
     def _replacement_lost(self) -> None:
         self._announce_given_up()
@@ -209,6 +298,18 @@ class Agent:
             self._phase = Phase.ENDING_HELPERS
             self._shutdown.end_helpers(patient=True)
 
+    def _end(self, number: signal.Signals) -> None:
+        if self._phase in (Phase.RUNNING, Phase.RESTARTING):
+            self._stop(Phase.ENDING, number)
+        elif self._phase is Phase.WAITING:
+            self._phase = Phase.ENDING
+        self._next_phase_soon()
+
+    def _next_phase_soon(self) -> None:
+        # Not at once: the caller may be in the middle of the deaths of one moment, all of which
+        # belong to this attempt.
+        self._resources.loop.call_later(0.0, self._next_phase)
+
     def _stop(self, phase: Phase, number: signal.Signals) -> None:
         self._phase = phase
         self._stopped_at = self._resources.loop.clock.now()
@@ -218,33 +319,13 @@ class Agent:
 
     def _all_ended(self) -> None:
         """Called when all workers, and all processes that they started, have ended."""
-        resources = self._resources
+        coordinator = self._resources.coordinator
         if self._phase is Phase.RESTARTING:
-            self._phase = Phase.RUNNING
-            self._given_up = frozenset()
-            resources.store.renew()
-            self._attempt += 1
-            self._start_all()
-            return
-        self._phase = Phase.FLUSHING
-        self._last = resources.store.job()
-        resources.workers.close()
-        deaths = self._deaths.deaths
-        codes = resources.workers.last_exit_codes.values()
-        ending = Ending(
-            cause=None if self._received else death_log.first_cause(deaths, self._last),
-            received=self._received,
-            saved=set(codes) == {TOLD_TO_STOP},
-            unsaved=self._last.unsaved,
-            seconds=resources.loop.clock.now() - self._began,
-        )
-        lines = death_log.summary(deaths, ending, resources.host)
-        resources.console.say(*lines, failed=ending.failed)
-
-    def _start_all(self) -> None:
-        store = self._resources.store
-        placement = Placement(store=(store.host, store.port), attempt=self._attempt)
-        self._resources.workers.start_all(placement)
+            self._phase = Phase.WAITING
+            coordinator.ready()
+        else:
+            self._phase = Phase.FINISHED
+            coordinator.finished(frozenset(self._resources.workers.last_exit_codes.values()))
 
     def _say(self, *lines: str) -> None:
         self._resources.console.say(*lines)

@@ -9,9 +9,10 @@ import re
 import signal
 from collections.abc import Sequence
 
+from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide, replacements
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_text
 from outlast.system.units import duration_text
@@ -35,6 +36,8 @@ class Death:
         decision: the launcher's decision.
         last_output: the worker's traceback, or its last lines on stderr.
         source: the kind of `last_output`: `traceback` or `stderr`; empty for neither.
+        host: name of its host; empty for this one.
+        host_id: of its host in the job; empty if the job has one host.
     """
 
     rank: int
@@ -45,6 +48,13 @@ class Death:
     local_rank: int = 0
     last_output: str = ""
     source: str = ""
+    host: str = ""
+    host_id: str = ""
+
+    @property
+    def process(self) -> str:
+        """The name of the process in the whole job."""
+        return process_name(self.host_id, self.pid)
 
     def event(self) -> WorkerFailed:
         """The death as an event."""
@@ -64,19 +74,12 @@ class Death:
 class DeathLog:
     """The deaths of a job, in the order of the decisions on them."""
 
-    def __init__(self, max_restarts: int | None) -> None:
-        self._max_restarts = max_restarts
-        self._used = 0
+    def __init__(self) -> None:
         self.deaths: list[Death] = []
 
-    def decide(self, worker: Worker, exit_code: int, job: JobRecord) -> Decision:
-        """The decision on a death in a running job; counts the restart if it takes one."""
-        decision = decide(exit_code, worker.pid, job, self._used, self._max_restarts)
-        if decision in (Decision.REPLACED, Decision.RESTARTED):
-            self._used += 1
-        return decision
-
-    def record(self, worker: Worker, exit_code: int, when: float, decision: Decision) -> Death:
+    def record(
+        self, worker: Worker, exit_code: int, when: float, decision: Decision, host_id: str
+    ) -> Death:
         """Record a death, with the last output of the worker."""
         last_output, source = worker.last_output()
         death = Death(
@@ -88,6 +91,7 @@ class DeathLog:
             decision=decision,
             last_output=last_output,
             source=source,
+            host_id=host_id,
         )
         self.deaths.append(death)
         return death
@@ -95,12 +99,6 @@ class DeathLog:
     def not_replaced(self, death: Death) -> None:
         """Correct a death that was to be replaced and was not."""
         self.deaths[self.deaths.index(death)] = dataclasses.replace(death, decision=Decision.LOST)
-
-    def budget(self, job: JobRecord) -> str:
-        """The number of restarts or replacements used, as text."""
-        if job.state is JobState.PLAIN:
-            return f"restart {self._used} of {self._max_restarts}"
-        return f"replacement {self._used} of {replacements(self._max_restarts)}"
 
 
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
@@ -136,7 +134,7 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
     return min(
         (death for death in deaths if death.decision in blamed),
         # All ranks of an aborted job end together: the one that has printed the cause stands first.
-        key=lambda death: (death.pid != job.reporter, death.when),
+        key=lambda death: (death.process != job.reporter, death.when),
         default=None,
     )
 
@@ -159,6 +157,7 @@ class Ending:
     Attributes:
         cause: the first failure from which it did not recover.
         received: the signal to the launcher that ended it.
+        text: why it has failed, if no worker is the cause.
         saved: whether all workers ended as `outlast.Job` does after the last save of a stop.
         unsaved: whether a fault prevented that save.
         seconds: since the start of the job.
@@ -169,6 +168,7 @@ class Ending:
     saved: bool
     seconds: float
     unsaved: bool = False
+    text: str = ""
 
     @property
     def stopped(self) -> bool:
@@ -179,7 +179,13 @@ class Ending:
     @property
     def failed(self) -> bool:
         """Whether nobody asked for this end."""
-        return self.received is None and self.cause is not None and not self.stopped
+        caused = self.cause is not None or bool(self.text)
+        return self.received is None and caused and not self.stopped
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the job."""
+        return 1 if self.failed and self.cause is None else exit_code(self.cause, self.received)
 
 
 def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
@@ -191,7 +197,7 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
     others = [
         death
         for death in sorted(deaths, key=lambda death: death.when)
-        if death is not cause
+        if (cause is None or death.process != cause.process)
         and not (ending.stopped and death.decision is Decision.STOPPED)
         and not (cause is not None and cause.exit_code == death.exit_code == NO_RESTART)
     ]
@@ -201,7 +207,7 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
         for death in others
     )
     after = f"after {duration_text(ending.seconds)}"
-    code = f"exit code {exit_code(ending.cause, ending.received)}"
+    code = f"exit code {ending.exit_code}"
     if ending.stopped:
         signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
         saved = "NOT saved, a fault prevented the last save" if ending.unsaved else "saved"
@@ -217,6 +223,8 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
             if cause.exit_code == NO_RESTART:  # the equal faults before it have the same traceback
                 output = from_last_traceback(output)
             lines.extend(f"  {line}" for line in output)
+    elif ending.failed:
+        lines += [f"job failed, {code}, {after}", f"first cause: {ending.text}"]
     else:
         lines.append(f"job completed {after}")
     return lines
@@ -231,4 +239,4 @@ def from_last_traceback(lines: list[str]) -> list[str]:
 
 
 def _where(death: Death, host: str) -> str:
-    return f"rank {death.rank} (pid {death.pid}, host {host})"
+    return f"rank {death.rank} (pid {death.pid}, host {death.host or host})"

@@ -33,21 +33,23 @@ class JobRecord:
 
     Attributes:
         state: the state of the latest call of a wrapped function.
-        pids: the processes that completed it, if the record names them. If one of these fails
-            afterwards, the job fails; any other was lost before the completion.
+        completed_by: the names of the processes that completed it. If one of these fails
+            afterwards, the job fails; any other was lost before the completion. Not part of the
+            value.
         prefix: of the keys of the call; empty if the record does not name it.
         stopping: whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not
-            part of the value; the store has a separate key for it.
+            part of the value, as the store has a separate key for it.
         unsaved: whether it was told to stop, and has not completed the save that this requires.
-        reporter: the process that has printed why the job was aborted; 0 if none has.
+        reporter: the name of the process that has printed why the job was aborted; empty if none
+            has.
     """
 
     state: JobState = JobState.PLAIN
-    pids: frozenset[int] = frozenset()
+    completed_by: frozenset[str] = frozenset()
     prefix: str = ""
     stopping: bool = False
     unsaved: bool = False
-    reporter: int = 0
+    reporter: str = ""
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
@@ -60,9 +62,9 @@ class JobRecord:
             return cls()
         try:
             fields = json.loads(value)
-            state, pids = JobState(fields["state"]), frozenset(fields.get("pids", ()))
-            reporter = int(fields.get("reporter", 0))
-            return cls(state, pids, str(fields.get("prefix", "")), reporter=reporter)
+            state = JobState(fields["state"])
+            prefix, reporter = str(fields.get("prefix", "")), str(fields.get("reporter", ""))
+            return cls(state, prefix=prefix, reporter=reporter)
         except (ValueError, TypeError, KeyError):
             return cls(JobState.RUNNING)
 
@@ -92,7 +94,7 @@ def replacements(max_restarts: int | None) -> int:
 
 
 def decide(
-    exit_code: int, pid: int, job: JobRecord, used: int, max_restarts: int | None
+    exit_code: int, process: str, job: JobRecord, used: int, max_restarts: int | None
 ) -> Decision:
     """Decide how to proceed when a worker of a running job ends by itself or by a fault.
 
@@ -113,6 +115,6 @@ def decide(
         return Decision.LOST
     if job.state is JobState.RUNNING:
         return Decision.REPLACED if used < replacements(max_restarts) else Decision.LOST
-    if job.state is JobState.COMPLETED and pid not in job.pids:
+    if job.state is JobState.COMPLETED and process not in job.completed_by:
         return Decision.LOST
     return Decision.FAILED

@@ -59,7 +59,9 @@ class Replacements:
     def _replace(self, death: Death) -> None:
         self._waiting = [item for item in self._waiting if item[1] is not death]
         resources = self._resources
-        if resources.store.job().state is JobState.RUNNING:  # or it ended during the back-off
+        if (
+            resources.coordinator.keys.job().state is JobState.RUNNING
+        ):  # or it ended during the back-off
             try:
                 worker = resources.workers.replace(death.local_rank)
                 resources.console.say(f"rank {death.rank} is now pid {worker.pid}")

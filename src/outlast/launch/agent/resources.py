@@ -1,10 +1,11 @@
-"""The resources of a job (store, event loop, console, folders, orphan killer), opened and closed
-together.
+"""The resources of a job (coordinator, event loop, console, folders, orphan killer), opened and
+closed together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from outlast.errors import LaunchError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.run_folders import new_run
 from outlast.launch import environment
-from outlast.launch.agent.job_store import JobStore
+from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
@@ -40,14 +41,20 @@ class JobResources:
     The event loop calls `on_signal` for SIGCHLD and each of `FORWARDED`.
     """
 
-    store: JobStore
+    coordinator: Coordinator
     console: Console
     workers: WorkerGroup
     emitter: Emitter
 
     def __init__(
-        self, job: JobSpec, on_signal: Callable[[signal.Signals], None], clock: Clock | None
+        self,
+        job: JobSpec,
+        open_coordinator: OpenCoordinator,
+        actions: Actions,
+        on_signal: Callable[[signal.Signals], None],
+        clock: Clock | None,
     ) -> None:
+        self._open_coordinator = functools.partial(open_coordinator, self, actions)
         self.job = job
         self.host = socket.gethostname()
         self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal, clock=clock)
@@ -83,13 +90,14 @@ class JobResources:
 
     def _open(self, stack: ExitStack) -> None:
         job = self.job
-        self.store = JobStore(job.master_addr, job.master_port)
-        stack.callback(self.store.close)
+        self.coordinator = self._open_coordinator()
+        stack.callback(self.coordinator.close)
         sink: Sink = NullSink()
         if job.events_dir is not None:
             # A folder for this run: the logs of two runs in one folder would be read as one run.
-            events_dir = new_run(job.events_dir, job.run_id)
-            sink = JsonlSink(events_dir / f"agent-{os.getpid()}.jsonl")
+            events_dir = self._events_folder(job.events_dir)
+            name = f"agent-{self.host}-" if self.coordinator.host_id else "agent-"
+            sink = JsonlSink(events_dir / f"{name}{os.getpid()}.jsonl")
             job = dataclasses.replace(job, events_dir=events_dir)
         stack.callback(sink.close)
         folder = self._folder(stack)
@@ -108,11 +116,22 @@ class JobResources:
         if job.log_dir is None and job.routes.any_file:
             self.console.say(f"output files are in {folder}")
 
+    def _events_folder(self, directory: Path) -> Path:
+        """The folder of this run, which is the same on all hosts if they share a file system."""
+        mine = new_run(directory, self.job.run_id)
+        agreed = mine.with_name(self.coordinator.agree("events-folder", mine.name))
+        if agreed != mine:
+            mine.rmdir()
+            agreed.mkdir(exist_ok=True)
+        return agreed
+
     def _folder(self, stack: ExitStack) -> Path:
         """The folder of output and error files; a temporary one if it has only error files."""
         job = self.job
         if job.log_dir is not None:
             folder = job.log_dir / job.run_id
+            if self.coordinator.host_id:  # the hosts may share the folder
+                folder /= self.host
             folder.mkdir(parents=True, exist_ok=True)
             return folder
         folder = Path(tempfile.mkdtemp(prefix="outlast-"))
@@ -130,9 +149,11 @@ class JobResources:
 
     def _start_orphan_killer(self) -> None:
         """Start the process that cleans up if this one is killed; before any worker."""
+        page = self.coordinator.lease_page
+        lease_page = [] if page is None else [str(page)]
         program = [sys.executable, "-I", "-S", orphan_killer.__file__, str(os.getpid())]
         self._orphan_killer = subprocess.Popen(
-            [*program, environment.mark(self.job), str(self._temporary or "")],
+            [*program, environment.mark(self.job), str(self._temporary or ""), *lease_page],
             env=environment.orphan_killer_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

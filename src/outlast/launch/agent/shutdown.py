@@ -67,7 +67,7 @@ class Shutdown:
             self._grace.cancel()
 
     def _grace_is_over(self) -> None:
-        save_s = self._resources.store.last_save_s() if self._resources.workers else None
+        save_s = self._resources.coordinator.keys.last_save_s() if self._resources.workers else None
         if save_s is None:
             self._kill_workers()
             return

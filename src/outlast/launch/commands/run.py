@@ -10,7 +10,7 @@ import typer
 
 from outlast.errors import LaunchError
 from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.config.job_spec import job_from_options
+from outlast.launch.config.job_spec import JobSpec, job_from_options
 from outlast.launch.config.options import RunOptions
 
 
@@ -37,10 +37,16 @@ def run(options: RunOptions) -> None:
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
     with exit_on(LaunchError):
-        from outlast.launch.agent.agent import Agent  # torch comes with it
-
-        code = Agent(job).run()
+        code = _run(job)
     raise typer.Exit(code)
+
+
+def _run(job: JobSpec) -> int:
+    # Imported here: a job on one host needs torch, whose import takes seconds.
+    from outlast.launch.agent.agent import Agent
+    from outlast.launch.agent.one_host import OneHost
+
+    return Agent(job, OneHost).run()
 
 
 def _with_options_of(options: type[RunOptions], function: Any) -> Any:

@@ -1,0 +1,121 @@
+"""The agent and its job: what the agent asks for, and what it is told to do.
+
+On one host the answers are immediate (`one_host`). On many hosts, the agents of all hosts agree on
+them through a store (`outlast.launch.hosts.coordination`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from outlast.launch.agent.death_log import Death
+from outlast.launch.agent.decisions import JobRecord
+from outlast.launch.agent.job_keys import JobKeys
+from outlast.launch.config.placement import Placement
+
+if TYPE_CHECKING:
+    from outlast.launch.agent.resources import JobResources
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What all agents know at the end of a job.
+
+    Attributes:
+        job: the state of the wrapped function.
+        received: the signal that told the job to stop, to whichever agent.
+        failures: the deaths on all hosts, in the order of their reports, which is that of `when`;
+            `None` if the job has one host.
+        cause: why the job ended, if no worker has caused it.
+        codes: the exit codes of the latest worker of each rank on other hosts.
+    """
+
+    job: JobRecord
+    received: signal.Signals | None = None
+    failures: Sequence[Death] | None = None
+    cause: str = ""
+    codes: frozenset[int] = frozenset()
+
+
+class Actions(Protocol):
+    """What an agent is told to do; always in the thread of its event loop."""
+
+    def start(self, placement: Placement) -> None:
+        """Start the workers of this host; none is running."""
+
+    def restart(self, cause: str) -> None:
+        """End all workers, and call `Coordinator.ready` when no process is left."""
+
+    def stop(self, number: signal.Signals, cause: str) -> None:
+        """Pass the signal to the workers, and end; a signal to another host's agent stops all."""
+
+    def end(self, cause: str) -> None:
+        """End all workers, and the job: it has failed, on this host or another."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """The job is over on all hosts."""
+
+
+class Coordinator(Protocol):
+    """Makes the decisions that concern all workers. A `cause` is a line for other hosts' users."""
+
+    @property
+    def lease_page(self) -> Path | None:
+        """The file that the orphan killer watches; `None` if this host needs no lease."""
+
+    @property
+    def keys(self) -> JobKeys:
+        """The workers' store."""
+
+    @property
+    def used(self) -> int:
+        """The number of restarts and replacements used so far."""
+
+    @property
+    def host_id(self) -> str:
+        """This host's, for the names of processes; empty if the job has one host."""
+
+    def agree(self, name: str, value: str) -> str:
+        """A value that is the same on all hosts: that of the first to ask."""
+
+    def ready(self) -> None:
+        """No process of the job is left on this host: the next attempt may start."""
+
+    def take_replacement(self, limit: int) -> bool:
+        """Count a replacement, if fewer than `limit` are used."""
+
+    def give_up(self, ranks: frozenset[int]) -> None:
+        """These ranks of this host will not be replaced."""
+
+    def restart(self, cause: str) -> None:
+        """Restart all workers, because one has failed."""
+
+    def end(self, cause: str, pid: int) -> None:
+        """End the job, because of the failure of this host's worker `pid`."""
+
+    def stop(self, number: signal.Signals) -> None:
+        """End the job, because the agent has received a signal."""
+
+    def failed(self, death: Death) -> None:
+        """A worker of this host has failed."""
+
+    def finished(self, exit_codes: frozenset[int]) -> None:
+        """No process of the job is left on this host, and no worker will be replaced."""
+
+    def close(self) -> None:
+        """Leave the job."""
+
+
+class OpenCoordinator(Protocol):
+    """Opens the coordinator of a job, before anything else of the job is opened."""
+
+    def __call__(self, resources: JobResources, actions: Actions) -> Coordinator:
+        """May take long; the event loop of `resources` does not run yet.
+
+        Raises:
+            LaunchError: if this host cannot take part in the job.
+        """

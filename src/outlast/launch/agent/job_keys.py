@@ -1,0 +1,60 @@
+"""What the launcher reads in the workers' store, and the little that it writes there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outlast.coordination.lost_host import report_host_lost
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import COMPLETED_BY, FaultRecord
+from outlast.coordination.stores.store import Store
+from outlast.launch.agent.decisions import JobRecord, JobState
+
+JOB_KEY = "outlast/job"
+"""Where `outlast.inprocess.Wrapper` writes the state of its latest call; see `JobRecord`."""
+
+
+class JobKeys:
+    """The keys of the wrapped function's latest call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def job(self) -> JobRecord:
+        """The state of the latest call of a wrapped function, if there was one."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if record.state is JobState.COMPLETED:
+            names = self._store.read(record.prefix + COMPLETED_BY) or b""
+            completed_by = frozenset(names.decode().split())
+            record = dataclasses.replace(record, completed_by=completed_by)
+        if not record.prefix:
+            return record
+        stop = drive(_membership(record).stop_request(), perform_on(self._store))
+        if stop is None:
+            return record
+        return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
+
+    def give_up(self, ranks: frozenset[int]) -> None:
+        """Tell the members of the running call which ranks will not be replaced, so that they do
+        not wait for them.
+        """
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if record.prefix:
+            drive(_membership(record).give_up(ranks), perform_on(self._store))
+
+    def last_save_s(self) -> float | None:
+        """How long the save before a stop may take; `None` if the job has not begun it."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        return drive(_membership(record).last_save(), perform_on(self._store))
+
+    def host_lost(self, host: str, ranks: range, world_size: int, fault: FaultRecord) -> None:
+        """Tell the members of the running call that a host is lost, with its ranks."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if record.prefix:
+            membership = MembershipProtocol(Link(record.prefix), world_size)
+            drive(report_host_lost(membership, host, ranks, fault), perform_on(self._store))
+
+
+def _membership(record: JobRecord) -> MembershipProtocol:
+    return MembershipProtocol(Link(record.prefix), 0)

@@ -1,0 +1,184 @@
+"""The decisions for a job on many hosts, made from what one agent knows: rules without input and
+output.
+
+The agent of the group's leader asks `Decider.next_entry` when something has changed, and from time
+to time, and claims the entry in the store. Two agents that both take themselves for the leader do
+no harm: they claim the same number of the chain, and the second learns what was decided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.hosts.job_plan import (
+    End,
+    Entry,
+    Finish,
+    GiveUp,
+    JobPlan,
+    Restart,
+    Stage,
+    Start,
+    Take,
+)
+from outlast.launch.hosts.places import PlaceConflict, assign
+from outlast.system.units import duration_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the options of the job allow.
+
+    Attributes:
+        minimum, maximum: numbers of hosts.
+        max_restarts: of all workers, in a job that does not use `Wrapper`.
+        last_call_s: how long to wait for more hosts once the minimum has joined.
+        join_s: how long to wait for the minimum.
+        replacement_s: how long the ranks of a lost host wait for another host.
+        asked: whether each host has the place that it asks for.
+    """
+
+    minimum: int
+    maximum: int
+    max_restarts: int = 0
+    last_call_s: float = 30.0
+    join_s: float = 600.0
+    replacement_s: float = 600.0
+    asked: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the agents have reported, and the state of the wrapped function.
+
+    Attributes:
+        cleared: hosts on which no process of the attempt is left, after a restart was decided.
+        done: hosts whose workers have all ended, and are not replaced.
+        used: replacements of single workers in this attempt.
+    """
+
+    job: JobRecord = dataclasses.field(default_factory=JobRecord)
+    cleared: frozenset[str] = frozenset()
+    done: frozenset[str] = frozenset()
+    used: int = 0
+
+
+class Decider:
+    """The rules, and since when this agent has seen what they wait for."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._since: dict[str, float] = {}
+
+    def next_entry(
+        self, plan: JobPlan, group: GroupState, facts: Facts, now: float
+    ) -> Entry | None:
+        """The next decision; `None` if there is nothing to decide now."""
+        there = {host.id for host in group.hosts}
+        present = frozenset(host for host in plan.places if host in there)
+        if plan.stage is Stage.ENDING:
+            return Finish() if present <= facts.done else None
+        if plan.stage is Stage.FORMING:
+            return self._start(plan, group, facts, now)
+        if plan.stage is Stage.CLEARING:
+            ended = present <= facts.cleared | facts.done
+            return self._start(plan, group, facts, now) if ended else None
+        if plan.stage is Stage.RUNNING:
+            self._forget("few", "enough")
+            if present and present <= facts.done:
+                return Finish()
+            return self._repair(plan, group, facts, now)
+        return None
+
+    def missing(self, plan: JobPlan, group: GroupState) -> list[tuple[int, LostHost]]:
+        """The places whose hosts are lost, with the losses."""
+        losses = {loss.host.id: loss for loss in group.lost}
+        return [(place, losses[host]) for place, host in enumerate(plan.places) if host in losses]
+
+    # ------------------------------------------------------------------------- private
+
+    def _start(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
+        limits, count = self.limits, len(group.hosts)
+        if count < limits.minimum:
+            self._forget("enough")
+            if self._seconds("few", now) < limits.join_s:
+                return None
+            names = ", ".join(f"{host.name} ({host.address})" for host in group.hosts)
+            waited = duration_text(limits.join_s)
+            return End(
+                f"waited {waited} for {limits.minimum} hosts (--nnodes): "
+                f"only {count} joined: {names}"
+            )
+        self._forget("few")
+        if count < limits.maximum and self._seconds("enough", now) < limits.last_call_s:
+            return None
+        try:
+            places = assign(plan.places, group.hosts, limits.maximum, asked=limits.asked)
+        except PlaceConflict as e:
+            return End(str(e))
+        self._since.clear()
+        counts = plan.restart is not None and plan.restart.counts
+        return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
+
+    def _repair(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
+        """Bring a running attempt back to full size, or end it."""
+        missing = self.missing(plan, group)
+        spares = [host for host in group.hosts if host.id not in plan.places]
+        if facts.job.state is JobState.PLAIN:
+            return self._restart(plan, missing, spares, facts)
+        if facts.job.state is not JobState.RUNNING or facts.job.stopping:
+            return None  # the members leave by themselves
+        if missing and spares:
+            return Take(missing[0][0], spares[0].id)
+        if spares and len(plan.places) < self.limits.maximum:
+            return Take(len(plan.places), spares[0].id)
+        late = [
+            (place, loss)
+            for place, loss in missing
+            if place not in plan.given_up
+            and self._seconds(f"lost {loss.host.id}", now) >= self.limits.replacement_s
+        ]
+        if not late:
+            return None
+        left = len(plan.places) - len(missing)
+        if left >= self.limits.minimum:
+            return GiveUp(tuple(place for place, _ in late))
+        loss, waited = late[0][1], duration_text(self.limits.replacement_s)
+        return End(
+            f"{loss_text(loss)}; no other host has joined within {waited}, "
+            f"and --nnodes needs {self.limits.minimum}: {left} left"
+        )
+
+    def _restart(
+        self,
+        plan: JobPlan,
+        missing: list[tuple[int, LostHost]],
+        spares: list[HostInfo],
+        facts: Facts,
+    ) -> Entry | None:
+        """A job without `Wrapper`: all workers start again, if that is allowed."""
+        if missing:
+            cause = loss_text(missing[0][1])
+            used, limit = plan.used + facts.used, self.limits.max_restarts
+            if used < limit:
+                return Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
+            return End(f"{cause}, and no restart is left (--max-restarts {limit})")
+        if spares and len(plan.places) < self.limits.maximum and not facts.done:
+            text = f"host {spares[0].name} ({spares[0].address}) has joined"
+            return Restart(plan.attempt, text, counts=False)
+        return None
+
+    def _seconds(self, what: str, now: float) -> float:
+        return now - self._since.setdefault(what, now)
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            self._since.pop(name, None)
+
+
+def loss_text(loss: LostHost) -> str:
+    """The loss of a host, in words."""
+    how = "left" if loss.left else "was lost"
+    return f"host {loss.host.name} ({loss.host.address}) {how}: {loss.reason}"
