@@ -21,8 +21,8 @@ _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount", "--time")
 _INIT = """
 trap '' CHLD  # orphans are reaped
 mount -t proc proc /proc && mount -t tmpfs shm /dev/shm && hostname {name} && ip link set lo up &&
-{more} && echo ready
-read _
+{more} && echo ready &&
+exec cat > /dev/null  # until the pipe is closed; a shell's `read` also ends by signals
 """
 
 
