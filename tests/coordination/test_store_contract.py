@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from etcd_cluster import Cluster, etcd_stores, require_etcd
+from launch.hosts.served_store import ServerProcess
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
@@ -19,6 +20,19 @@ from outlast.errors import StoreError
 
 Connect = Callable[[], Store]
 NET_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served_process() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def host_server(served_process: ServerProcess) -> ServerProcess:
+    """The store server of a host, as it is at the start of a job."""
+    served_process.new_attempt()
+    return served_process
 
 
 @pytest.fixture(params=["memory", "tcp", "client", "file", "etcd"])
@@ -38,13 +52,15 @@ def connect(
         return
     made: list[TorchStore] = []
     path = str(tmp_path / "store")
-    held: Any = (
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if request.param != "file"
-        else dist.FileStore(path, -1)  # the last connection to close deletes the file
-    )
-    port = held.port if request.param != "file" else 0
-    if request.param == "client":
+    held: Any = None
+    if request.param == "file":
+        held = dist.FileStore(path, -1)  # the last connection to close deletes the file
+    elif not request.param.startswith("host server"):
+        held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    else:  # each test has its own keys: those of another attempt
+        held = request.getfixturevalue("host_server")
+    port = 0 if request.param == "file" else held.port
+    if request.param.endswith("client"):
         clients: list[TcpClient] = []
 
         def client() -> Store:

@@ -1,0 +1,244 @@
+"""Combines the operations of a host's clients, so that the store's load grows with hosts.
+
+While one batch of operations is in flight to the store, the next one gathers (a group commit: no
+timer delays an operation). Within a batch, operations on one key become one operation: N appends
+one append, N additions one addition, whose sum is handed out in parts, N equal reads one read. A
+batch is one message, and one entry in the log of the replicated store.
+
+Why the clients cannot tell the difference. An operation takes effect at some point between its
+submission and its answer, and all operations of a client take effect in the order in which the
+client sent them; nothing else is promised (linearizability). All operations of a batch have been
+submitted before it is sent, and are answered after its result has arrived. So any order among them
+is a valid one if it keeps the order of each client's operations, and the batch takes effect as a
+whole, in such an order: group after group, and in a group in the order of joining. An operation
+joins only a group that does not lie before one with an earlier operation of the same client
+(`_Batch.add`). A batch is sent only when the one before has been answered, so the order is kept
+across batches too.
+
+Why one operation can stand for its group, i.e. gives each member the result that it would have had
+if they had been performed one after the other, with nothing in between:
+
+- `append`: the values in the order of joining.
+- `put`: the last value; no operation observes the others. `delete`: the first one finds the key, if
+  it exists, and the others do not.
+- `add`: the sum before the group is the result minus all amounts; each member adds those up to its
+  own.
+- `claim`: the first value, if the key is absent; all members get the value that the key then has.
+- `compare_set` with the same expectation, if the first value differs from it: if the first one
+  succeeds, the key no longer has the expected value, and all others get that value. If it is
+  refused, nothing changes, and the others are refused too. Identical ones need no such condition:
+  after the first, the second changes nothing, whether it succeeds or not.
+- `read`, `check`, `keys`: they change nothing, so all get the same.
+
+Waits are shared too: one wait for each key is in flight. When a client begins to wait for the same
+key, the answer may already be on its way, and the key may have been deleted since. So that answer
+does not count for the newcomer: a new wait replaces the one in flight, for all clients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+from outlast.coordination.replicated.operations import Operation, Result
+from outlast.launch.hosts.upstream import Done, Upstream
+
+# A batch that is larger than this takes no more operations; the next one does.
+MAX_BATCH_BYTES = 4 << 20
+
+
+class Combiner:
+    """Sends the operations of many clients upstream, combined.
+
+    Args:
+        upstream: the store of all hosts.
+        defer: calls a function once, at the end of the event loop's current iteration: what all
+            clients have sent until then leaves together.
+    """
+
+    def __init__(self, upstream: Upstream, defer: Callable[[Callable[[], None]], object]) -> None:
+        self._upstream, self._defer = upstream, defer
+        self._batches: deque[_Batch] = deque()  # they gather
+        self._in_flight = self._deferred = False
+        self._waits: dict[str, _SharedWait] = {}
+        self._begun: set[str] = set()  # keys with waits that are not part of the one in flight
+        self._numbers = itertools.count()
+
+    def submit(self, client: Hashable, operation: Operation, done: Done) -> None:
+        """Performs `operation` after all that `client` has submitted before; `done` gets its
+        result, which is a `Failed` if the operation or the store fails.
+        """
+        if not self._batches or self._batches[-1].size >= MAX_BATCH_BYTES:
+            self._batches.append(_Batch())
+        self._batches[-1].add(client, operation, done)
+        self._send_soon()
+
+    def wait(self, key: str, done: Done) -> tuple[str, int]:
+        """Calls `done` with the value of `key`, once it exists. Returns a handle for `cancel`.
+
+        It is not ordered after what the client has submitted before: a client that deletes the key
+        waits for the answer first.
+        """
+        number = next(self._numbers)
+        self._waits.setdefault(key, _SharedWait()).begun[number] = done
+        self._begun.add(key)
+        self._send_soon()
+        return key, number
+
+    def cancel(self, handle: tuple[str, int]) -> None:
+        """Ends a wait: its `done` is not called any more. No effect if the wait has ended."""
+        key, number = handle
+        shared = self._waits.get(key)
+        if shared is None:
+            return
+        shared.begun.pop(number, None)
+        shared.sent.pop(number, None)
+        if not shared.begun and not shared.sent:
+            self._forget(key, shared)
+
+    def _forget(self, key: str, shared: _SharedWait) -> None:
+        del self._waits[key]
+        self._begun.discard(key)
+        if shared.handle is not None:
+            self._upstream.cancel(shared.handle)
+
+    def _send_soon(self) -> None:
+        if not self._deferred and not self._in_flight:
+            self._deferred = True
+            self._defer(self._send)
+
+    def _send(self) -> None:
+        self._deferred = False
+        if self._batches:
+            self._in_flight = True
+            batch = self._batches.popleft()
+            self._upstream.submit(batch.combined(), lambda result: self._answered(batch, result))
+        begun, self._begun = self._begun, set()
+        for key in begun:
+            self._send_wait(key, self._waits[key])
+
+    def _answered(self, batch: _Batch, result: Result) -> None:
+        self._in_flight = False
+        if self._batches or self._begun:
+            self._send_soon()
+        batch.answer(result)
+
+    def _send_wait(self, key: str, shared: _SharedWait) -> None:
+        if shared.handle is not None:
+            self._upstream.cancel(shared.handle)
+        shared.sent.update(shared.begun)
+        shared.begun.clear()
+        shared.handle = self._upstream.submit(
+            Operation("wait_for", key), lambda result: self._woken(key, shared, result)
+        )
+
+    def _woken(self, key: str, shared: _SharedWait, result: Result) -> None:
+        shared.handle = None
+        answered, shared.sent = shared.sent, {}
+        if not shared.begun:
+            self._forget(key, shared)
+        for done in answered.values():
+            done(result)
+
+
+@dataclass
+class _SharedWait:
+    sent: dict[int, Done] = field(default_factory=dict)  # waits that the one in flight answers
+    begun: dict[int, Done] = field(default_factory=dict)  # waits that began after it was sent
+    handle: Hashable | None = None  # of the one in flight
+
+
+class _Group:
+    """Operations on one key that become one. Each `done` gets its own part of the result."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._first = operation
+        self._values: list[bytes] = []
+        self._amounts: list[int] = []
+        self._done: list[Done] = []
+
+    def accepts(self, operation: Operation) -> bool:
+        """Whether one operation can stand for this one too: the module's docstring says why."""
+        first = self._first
+        return (
+            first.name != "compare_set"
+            or first.value != first.expected
+            or operation.value == first.value
+        )
+
+    def join(self, operation: Operation, done: Done) -> None:
+        self._values.append(operation.value)
+        self._amounts.append(operation.amount)
+        self._done.append(done)
+
+    def combined(self) -> Operation:
+        """The one operation."""
+        match self._first.name:
+            case "append":
+                return replace(self._first, value=b"".join(self._values))
+            case "put":
+                return replace(self._first, value=self._values[-1])
+            case "add":
+                return replace(self._first, amount=sum(self._amounts))
+        return self._first
+
+    def answer(self, result: Result) -> None:
+        """Hands out the result of the one operation."""
+        match self._first.name, result:
+            case "add", int(total):
+                total -= sum(self._amounts)
+                for amount, done in zip(self._amounts, self._done, strict=True):
+                    total += amount
+                    done(total)
+            case "delete", int():
+                self._done[0](result)
+                for done in self._done[1:]:
+                    done(0)
+            case _:
+                for done in self._done:
+                    done(result)
+
+
+_SEPARATE = frozenset({"delete_prefix", "batch"})
+
+
+class _Batch:
+    """Groups in the order in which they take effect."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._groups: list[_Group] = []
+        self._newest: dict[tuple[str, str, bytes], int] = {}  # the last group for such operations
+        self._last: dict[Hashable, int] = {}  # the group of a client's last operation
+
+    def add(self, client: Hashable, operation: Operation, done: Done) -> None:
+        """Adds an operation to a group, or a group to the batch."""
+        self.size += len(operation.key) + len(operation.value)
+        kind = (operation.name, operation.key, operation.expected)
+        place = self._newest.get(kind, -1)
+        # An earlier group than that of the client's last operation would change their order.
+        if (
+            place < self._last.get(client, 0)
+            or operation.name in _SEPARATE
+            or not self._groups[place].accepts(operation)
+        ):
+            place = self._newest[kind] = len(self._groups)
+            self._groups.append(_Group(operation))
+        self._last[client] = place
+        self._groups[place].join(operation, done)
+
+    def combined(self) -> Operation:
+        """The operation that stands for the whole batch."""
+        operations = tuple(group.combined() for group in self._groups)
+        return operations[0] if len(operations) == 1 else Operation("batch", operations=operations)
+
+    def answer(self, result: Result) -> None:
+        """Hands out the results, in the order in which the operations took effect."""
+        if len(self._groups) == 1:
+            self._groups[0].answer(result)
+            return
+        results = result if isinstance(result, list) else [result] * len(self._groups)
+        for group, part in zip(self._groups, results, strict=True):
+            group.answer(part)

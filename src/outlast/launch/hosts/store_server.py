@@ -1,0 +1,129 @@
+"""Serves the store of all hosts to the workers of one, in the protocol of torch's TCP store.
+
+Workers use torch's own client, or `coordination.stores.tcp_client`, as with any other store. The
+server runs in the event loop of the host service. Each request becomes operations on the store of
+all hosts (`client_connection`), which are combined on the way (`combining`).
+
+Differences from torch's server: a wait ends only when its key exists or has existed, and for no
+other reason; torch's queues are not served; and a value that was set without an answer (SET,
+APPEND) may take as long to be seen on other hosts as the store takes to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+from functools import partial
+
+from outlast.errors import LaunchError
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.client_connection import ClientConnection
+from outlast.launch.hosts.combining import Combiner
+from outlast.launch.hosts.upstream import Upstream
+
+_BACKLOG = 4096
+_ACCEPTED = 64  # at a time, so that a flood of connections does not hold up the loop
+_TO_VALIDATE_S = 30.0  # how long a client may take for its first request
+_FULL_PAUSE_S = 0.5  # when the process has no descriptors left
+_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+_log = logging.getLogger(__name__)
+
+
+class StoreServer:
+    """Listens for workers, and performs what they request. Not thread-safe: used from `loop`.
+
+    Args:
+        loop: the event loop of the host service.
+        upstream: the store of all hosts.
+        host, port: where to listen; port 0 chooses one.
+
+    Raises:
+        LaunchError: if the address cannot be bound.
+    """
+
+    def __init__(self, loop: EventLoop, upstream: Upstream, host: str, port: int = 0) -> None:
+        self._loop = loop
+        self._combiner = Combiner(upstream, lambda call: loop.call_later(0.0, call))
+        self._connections: set[ClientConnection] = set()
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        except OSError as e:
+            raise LaunchError(f"the store cannot be served at {host}:{port}: {e.strerror}") from e
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.namespace = self._namespace(0)
+        loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
+    @staticmethod
+    def _namespace(attempt: int) -> str:
+        return f"w/{attempt}/"
+
+    def new_attempt(self, attempt: int) -> None:
+        """Gives later clients the keys of this attempt; closes all connections, which are those of
+        the workers of the attempt before.
+        """
+        self.namespace = self._namespace(attempt)
+        self._close_connections("the workers are started again")
+
+    def fail(self, reason: str) -> None:
+        """Stops serving: this host must not act any more. Clients get a `StoreError`."""
+        self._close_listener()
+        self._close_connections(reason)
+
+    def close(self) -> None:
+        """Stops serving."""
+        self.fail("the store server ends")
+
+    def _close_listener(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
+
+    def _close_connections(self, reason: str) -> None:
+        for connection in list(self._connections):
+            connection.close(reason)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as e:
+                if e.errno not in _FULL:
+                    raise
+                self._pause(e)
+                return
+            connection.setblocking(False)
+            with contextlib.suppress(OSError):  # reset already
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client = ClientConnection(
+                self._loop, connection, self._combiner, self.namespace, self._closed
+            )
+            self._connections.add(client)
+            self._loop.call_later(_TO_VALIDATE_S, partial(self._expect, client))
+
+    def _pause(self, error: OSError) -> None:
+        # The listener stays readable: watched, it would keep the loop busy until others close.
+        _log.warning("the store server cannot accept connections for now: %s", error.strerror)
+        self._loop.unwatch(self._listener.fileno())
+
+        def resume() -> None:
+            if self._listener.fileno() >= 0:
+                self._loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
+        self._loop.call_later(_FULL_PAUSE_S, resume)
+
+    def _expect(self, client: ClientConnection) -> None:
+        if not client.validated:
+            client.close(f"sent no request within {_TO_VALIDATE_S} s")
+
+    def _closed(self, client: ClientConnection, reason: str) -> None:
+        self._connections.discard(client)
+        if reason:
+            _log.debug("the store server has closed a connection: %s", reason)
