@@ -78,6 +78,7 @@ class Run:
         *options: str,
         args: Iterable[str] = (),
         env: Mapping[str, str] | None = None,
+        module: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.temporary = tmp_path / "tmp"
@@ -88,8 +89,10 @@ class Run:
         self.err = ""
         self._taken: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
+        # Without standby processes, unless a test asks for some: each imports torch for seconds.
+        command = [sys.executable, "-m", "outlast.launch", "run", "--standby=0"]
         self.process = zygote.shared().start(
-            [sys.executable, "-m", "outlast.launch", "run", *options, str(self.script), *args],
+            [*command, *options, "script" if module else str(self.script), *args],
             env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},
             cwd=tmp_path,
         )

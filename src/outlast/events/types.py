@@ -218,10 +218,13 @@ class MonitorRestarted(Event, kind="monitor_restarted"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event, kind="worker_started"):
-    """The launcher started a process. `attempt` counts from 0 for each local rank."""
+    """The launcher started a process. `attempt` counts from 0 for each local rank. `standby`:
+    whether it was a standby process before.
+    """
 
     worker_pid: int = -1
     attempt: int = 0
+    standby: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ Contents::
     agent/              the process that watches the workers: `decisions` (what follows from a
                         death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
                         end), `death_log` (including exit code and summary)
-    workers/            a worker process, how it is started, the group of all workers
+    workers/            a worker process, how it is started, the group of all workers; standby
+                        processes, which take the place of a dead worker
     output/             the output of the workers and the launcher's console
     processes/          reaping, ending helpers, killing orphans of a killed launcher
     event_loop          the only place where the launcher waits: signals, output, timers

@@ -5,15 +5,28 @@ The names are torchrun's, so that a script sees no difference; the `OUTLAST_*` v
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.config.placement import Placement
+if TYPE_CHECKING:  # a standby process uses this module, and imports no more than it needs
+    from outlast.launch.config.job_spec import JobSpec
+    from outlast.launch.config.placement import Placement
 
 _MARK = "OUTLAST_JOB"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
+
+PER_WORKER = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "OUTLAST_REPLACEMENT"),
+    )
+)
+"""The variables that are known only when a worker gets its place in the job."""
 
 
 def python() -> str:
@@ -49,28 +62,35 @@ def worker_environment(
     """
     rank = str(placement.ranks(job.nproc)[local_rank])
     world_size = str(placement.places * job.nproc)
-    given = dict(os.environ)
     values = {
         **placement.variables,
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": str(job.nproc),
         "GROUP_RANK": str(placement.place),
         "GROUP_WORLD_SIZE": str(placement.places),
-        "ROLE_NAME": job.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": placement.store[0],
         "MASTER_PORT": str(placement.store[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(placement.attempt),
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "OUTLAST_REPLACEMENT": str(replacement),
+    }
+    return standby_environment(job) | values
+
+
+def standby_environment(job: JobSpec) -> dict[str, str]:
+    """The environment of a standby process: a worker's, without the variables of `PER_WORKER`."""
+    given = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
+    values = {
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        "ROLE_NAME": job.role,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts or 0),
         "TORCHELASTIC_RUN_ID": job.run_id,
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OUTLAST_AGENT": "1",
-        "OUTLAST_REPLACEMENT": str(replacement),
         _MARK: job.mark,
     }
     if job.nproc > 1:
@@ -82,3 +102,37 @@ def worker_environment(
     if job.chaos_state is not None:
         values[_CHAOS_STATE] = str(job.chaos_state)
     return given | values
+
+
+def set_variables(values: Mapping[str, str], *, keep: bool = False) -> None:
+    """Set variables of this process; with `keep`, only those that are not set."""
+    for name, value in values.items():
+        if not keep or name not in os.environ:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[list[str]]:
+    """Record which of the variables `PER_WORKER` are read within the block."""
+    reads: list[str] = []
+    plain = type(os.environ)
+    os.environ.__class__ = _recording(plain, reads.append)
+    try:
+        yield reads
+    finally:
+        os.environ.__class__ = plain
+
+
+def _recording(plain: Any, record: Callable[[str], None]) -> type:
+    """A subclass of the type of `os.environ`; all of its methods read by the two of this one."""
+
+    def getitem(self: Any, key: str) -> str:
+        if key in PER_WORKER:
+            record(key)
+        return str(plain.__getitem__(self, key))
+
+    def iterate(self: Any) -> Iterator[str]:
+        record("all environment variables")
+        return iter(plain.__iter__(self))
+
+    return type(plain.__name__, (plain,), {"__getitem__": getitem, "__iter__": iterate})

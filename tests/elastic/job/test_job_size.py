@@ -16,7 +16,7 @@ from procs import Job, Line
 from zygote import shared
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "stops.py"
-OUTLAST = ("outlast.launch", "run", "--nproc-per-node", "2")
+OUTLAST = ("outlast.launch", "run", "--standby=0", "--nproc-per-node", "2")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 KILLED = {"rank": 1, "at": "step 5", "do": "SIGKILL"}
 

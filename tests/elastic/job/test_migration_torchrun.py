@@ -22,7 +22,7 @@ from zygote import shared
 PAGE = Path(__file__).parents[3] / "docs" / "migration-torchrun.md"
 FILES = dict(re.findall(r'```(?:python|sh) title="(.*?)"\n(.*?)```', PAGE.read_text(), re.DOTALL))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-OUTLAST = ("outlast.launch", "run", "--standalone", "--nproc-per-node", "2")
+OUTLAST = ("outlast.launch", "run", "--standby=0", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("zygote")]
 

@@ -18,7 +18,8 @@ STEPS = 40  # ten epochs of 300 samples, 96 a step
 def run(results: Path, fault: str, every: int = 100) -> str:
     """Runs the example; returns its output."""
     results.mkdir()
-    command = [sys.executable, "-m", "outlast.launch", "run", "--nproc-per-node", "2"]
+    run = ("-m", "outlast.launch", "run", "--standby=0", "--nproc-per-node", "2")
+    command = [sys.executable, *run]
     done = shared().run(
         [*command, str(SCRIPT), str(results), fault, str(every)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},

@@ -46,6 +46,7 @@ from outlast.launch.agent.decisions import (
 from outlast.launch.agent.replacement import Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
+from outlast.launch.agent.standby_start import StandbyStart
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.placement import Placement
 from outlast.launch.processes.descendants import (
@@ -83,6 +84,7 @@ class Agent:
         self._shutdown = Shutdown(self._resources, self._all_ended)
         self._deaths = DeathLog()
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
+        self._standby_start = StandbyStart(self._resources)
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
         self._began = self._stopped_at = 0.0
@@ -107,6 +109,7 @@ class Agent:
             finally:
                 # A worker could not be started, this host may no longer act, or a bug here.
                 if self._phase is not Phase.OVER:
+                    resources.workers.standbys.close()
                     kill_descendants(resources.own_children())
                     self._reap()
         return self._exit_code
@@ -118,6 +121,7 @@ class Agent:
         self._ranks = placement.ranks(self._resources.job.nproc)
         self._given_up = frozenset()
         self._resources.workers.start_all(placement)
+        self._standby_start.begin()
 
     def restart(self, cause: str) -> None:
         self._say(*[cause] if cause else [])
@@ -296,6 +300,7 @@ class Agent:
             self._shutdown.end_helpers(patient=False)
         else:
             self._phase = Phase.ENDING_HELPERS
+            self._resources.workers.standbys.close()
             self._shutdown.end_helpers(patient=True)
 
     def _end(self, number: signal.Signals) -> None:
@@ -314,6 +319,8 @@ class Agent:
         self._phase = phase
         self._stopped_at = self._resources.loop.clock.now()
         self._replacements.cancel()
+        if phase is Phase.ENDING:
+            self._resources.workers.standbys.close()
         self._announce_given_up()
         self._shutdown.end_workers(number)
 

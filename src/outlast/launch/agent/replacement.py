@@ -59,12 +59,12 @@ class Replacements:
     def _replace(self, death: Death) -> None:
         self._waiting = [item for item in self._waiting if item[1] is not death]
         resources = self._resources
-        if (
-            resources.coordinator.keys.job().state is JobState.RUNNING
-        ):  # or it ended during the back-off
+        # It may have ended during the back-off.
+        if resources.coordinator.keys.job().state is JobState.RUNNING:
             try:
                 worker = resources.workers.replace(death.local_rank)
-                resources.console.say(f"rank {death.rank} is now pid {worker.pid}")
+                standby = ", a standby process" if worker.was_standby else ""
+                resources.console.say(f"rank {death.rank} is now pid {worker.pid}{standby}")
                 return
             except LaunchError as e:  # the survivors can still finish the job
                 resources.console.say(f"{e}: the other ranks go on without it")

@@ -75,11 +75,16 @@ class JobResources:
         self._stack.close()
 
     def own_children(self) -> list[int]:
-        """The children of the launcher itself, which are not part of the job."""
-        return [] if self._orphan_killer is None else [self._orphan_killer.pid]
+        """The children that stay when the workers and their helpers are ended."""
+        own = [] if self._orphan_killer is None else [self._orphan_killer.pid]
+        return [*own, *self.workers.standbys.pids]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
-        """Note the end of a non-worker child: a worker's helper, or the orphan killer."""
+        """Note the end of a non-worker child: a worker's helper, a standby process, or the orphan
+        killer.
+        """
+        if self.workers.standbys.ended(pid, exit_code):
+            return
         if self._orphan_killer is None or pid != self._orphan_killer.pid:
             return
         self._orphan_killer.returncode = exit_code

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.errors import ChaosError
+from outlast.launch.config.memory import default_standbys
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.streams import Routes, Std, parse_std
 
@@ -72,6 +73,7 @@ class JobSpec:
     Attributes:
         max_restarts: `None` if not given; the default depends on the script, see `decisions`.
         chaos_state: the folder in which the workers keep which faults have fired.
+        standby: number of standby processes on each host.
         mark: identifies the processes of this job.
     """
 
@@ -89,6 +91,7 @@ class JobSpec:
     chaos_state: Path | None = None
     grace_s: float = 30.0
     backoff: BackOff = dataclasses.field(default_factory=BackOff)
+    standby: int = 0
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -123,6 +126,7 @@ def job_from_options(options: RunOptions) -> JobSpec:
         chaos=_chaos(options),
         grace_s=options.grace,
         backoff=BackOff(first_s=options.backoff),
+        standby=_standby(options, nproc),
     )
 
 
@@ -137,6 +141,15 @@ def _program(options: RunOptions) -> Program:
         raise ValueError(f"no such script: {options.script}")
     args = tuple(options.args or ())
     return Program(options.script, args, options.module, python=not options.no_python)
+
+
+def _standby(options: RunOptions, nproc: int) -> int:
+    if options.standby and options.no_python:
+        raise ValueError("--standby and --no-python cannot be combined: it imports Python modules")
+    if options.standby is not None:
+        return options.standby
+    # The last worker of a job is not replaced.
+    return 0 if options.no_python or nproc == 1 else default_standbys()
 
 
 def _chaos(options: RunOptions) -> Path | None:

@@ -130,6 +130,17 @@ class RunOptions:
             "each further death. The first replacement never waits.",
         ),
     ] = 1.0
+    standby: Annotated[
+        int | None,
+        _outlast(
+            "--standby",
+            min=0,
+            metavar="K",
+            help="Processes that have imported what the script imports, and take the place of a "
+            "dead worker at once. Default: 1 if there is enough memory.",
+            show_default=False,
+        ),
+    ] = None
 
     nnodes: Annotated[str, _accepted("--nnodes", help="Only 1.")] = "1"
     node_rank: Annotated[int, _accepted("--node-rank", help="Only 0.")] = 0

@@ -19,6 +19,7 @@ from outlast.launch.config.streams import Std
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
 from outlast.launch.output.worker_output import KEPT_LINES, Capture, readable
+from outlast.launch.workers.standby import StandbyPool
 
 _TAIL_BYTES = 16 * 1024
 _SHIM = str(Path(__file__).with_name("exec_shim.py"))
@@ -46,6 +47,7 @@ class Worker:
 
     slot: WorkerSlot
     process: subprocess.Popen[bytes]
+    was_standby: bool
     started: float
     folder: Path
     captures: list[Capture]
@@ -96,8 +98,10 @@ def start_worker(
     folder: Path,
     loop: EventLoop,
     console: Console,
+    standbys: StandbyPool,
 ) -> Worker:
-    """Start a worker in a new session; its files go to `folder/attempt_N/LOCAL_RANK/`.
+    """Start a worker in a new session, or make a ready standby process the worker; its files go to
+    `folder/attempt_N/LOCAL_RANK/`.
 
     Raises:
         LaunchError: if the system cannot start another process.
@@ -130,33 +134,46 @@ def start_worker(
                 prefix = console.prefix(slot.rank, int(stream))
                 captures[stream] = Capture(loop, read, prefix, outlet if shown else None, file)
                 on_failure.callback(captures[stream].close)
-            command = job.program.command(environment.python(), job.chaos is not None)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *command],
-                env=environment.worker_environment(
-                    job,
-                    placement,
-                    local_rank=local_rank,
-                    replacement=slot.replacement,
-                    error_file=_error_file(own),
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=ends[Std.OUT],
-                stderr=ends[Std.ERR],
-                start_new_session=True,
+            variables = environment.worker_environment(
+                job,
+                placement,
+                local_rank=local_rank,
+                replacement=slot.replacement,
+                error_file=_error_file(own),
             )
+            standby = standbys.take(variables, [_descriptor(ends[s]) for s in (Std.OUT, Std.ERR)])
+            process = standby.process if standby is not None else _start(job, variables, ends)
         except OSError as e:
             raise LaunchError(f"cannot start the worker of rank {slot.rank}: {e}") from e
         on_failure.pop_all()
     return Worker(
         slot=slot,
         process=process,
+        was_standby=standby is not None,
         started=loop.clock.now(),
         folder=own,
         captures=list(captures.values()),
         stderr=captures.get(Std.ERR),
         stderr_file=stderr_file,
     )
+
+
+def _start(
+    job: JobSpec, variables: dict[str, str], ends: dict[Std, int | BinaryIO]
+) -> subprocess.Popen[bytes]:
+    command = job.program.command(environment.python(), job.chaos is not None)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *command],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=ends[Std.OUT],
+        stderr=ends[Std.ERR],
+        start_new_session=True,
+    )
+
+
+def _descriptor(end: int | BinaryIO) -> int:
+    return end if isinstance(end, int) else end.fileno()
 
 
 def _error_file(folder: Path) -> Path:

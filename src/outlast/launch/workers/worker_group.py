@@ -13,13 +13,15 @@ from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.placement import Placement
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.output.console import Console
+from outlast.launch.workers.standby import StandbyPool
 from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
 
 
 class WorkerGroup:
     """The running workers of this host, and the earlier processes of each local rank.
 
-    `last_exit_codes` has, by local rank, the exit code of the latest process that has ended.
+    `standbys` take the places of dead workers. `last_exit_codes` has, by local rank, the exit code
+    of the latest process that has ended.
 
     Logs and error files go to `folder`; `emitter` gets an event for every start and end.
     """
@@ -38,6 +40,7 @@ class WorkerGroup:
         self._replacements: collections.Counter[int] = collections.Counter()
         self._lifetimes_s: dict[int, list[float]] = collections.defaultdict(list)
         self._placement: Placement
+        self.standbys = StandbyPool(job, loop, console, size=job.standby)
         self.last_exit_codes: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -57,7 +60,8 @@ class WorkerGroup:
         workers = [self._start(local_rank) for local_rank in range(self._job.nproc)]
         named = ", ".join(f"rank {worker.slot.rank} is pid {worker.pid}" for worker in workers)
         count = len(workers)
-        self._console.say(f"started {count} rank{'' if count == 1 else 's'}: {named}")
+        spare = f"; standby processes: {self.standbys.size}" if self.standbys.size else ""
+        self._console.say(f"started {count} rank{'' if count == 1 else 's'}: {named}{spare}")
 
     def replace(self, local_rank: int) -> Worker:
         """Start a new process in place of a dead one."""
@@ -114,9 +118,16 @@ class WorkerGroup:
             folder=self._folder,
             loop=self._loop,
             console=self._console,
+            standbys=self.standbys,
         )
         self._starts[local_rank] += 1
         self._running[worker.pid] = worker
-        event = WorkerStarted(rank=slot.rank, worker_pid=worker.pid, attempt=slot.start)
-        self._emitter.emit(event)
+        self._emitter.emit(
+            WorkerStarted(
+                rank=slot.rank,
+                worker_pid=worker.pid,
+                attempt=slot.start,
+                standby=worker.was_standby,
+            )
+        )
         return worker
