@@ -90,7 +90,6 @@ def test_an_import_whose_failure_the_script_handles_is_optional() -> None:
 def test_the_examples_can_be_imported_ahead_whole() -> None:
     for path in (REPOSITORY / "examples").rglob("*.py"):
         found = beginning(path.read_bytes())
-        assert any(str(step) == "import torch" for step in found.steps), path
         assert found.ends_at == 0, path
 
 
