@@ -17,6 +17,10 @@ from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
+from outlast.launch.hosts.group import open_group
+from outlast.launch.hosts.host_group import GroupSpec
+from outlast.launch.hosts.replicated import founding
+from procs import free_port
 
 Connect = Callable[[], Store]
 NET_S = 60.0
@@ -35,9 +39,12 @@ def host_server(served_process: ServerProcess) -> ServerProcess:
     return served_process
 
 
-@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd"])
+@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd", "group"])
 def connect(
-    request: pytest.FixtureRequest, tmp_path: Path, etcd_if_installed: Cluster | None
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    etcd_if_installed: Cluster | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Connect]:
     """Opens connections to the same store, each for one thread."""
     if request.param == "memory":
@@ -49,6 +56,15 @@ def connect(
         assert etcd_if_installed is not None
         with etcd_stores(etcd_if_installed) as make_etcd:
             yield make_etcd
+        return
+    if request.param == "group":
+        monkeypatch.setattr(founding, "SILENCE_S", 0.0)  # no other group is alive
+        group = open_group(
+            GroupSpec(run_id="contract", endpoints=(("127.0.0.1", free_port()),), lease_s=NET_S)
+        )
+        group.start()
+        yield lambda: group.store
+        group.close(leave=True)
         return
     made: list[TorchStore] = []
     path = str(tmp_path / "store")

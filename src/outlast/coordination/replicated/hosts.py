@@ -19,6 +19,7 @@ class HostInfo:
         store_port: where its agent serves the store to workers.
         nproc: the number of workers per host.
         standby: the number of standby processes.
+        place: the place among the hosts that it asks for; -1 for any.
         settings: what must be equal on all hosts (versions, script, arguments, options), by name.
     """
 
@@ -29,6 +30,7 @@ class HostInfo:
     store_port: int = 0
     nproc: int = 1
     standby: int = 0
+    place: int = -1
     settings: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outlast.coordination.stores.store import Store
+from outlast.system.lease_page import LeasePage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class GroupSpec:
             that differs.
         place: the place that this host asks for (`--node-rank`); -1 for any.
         conf: further settings of the backend (`--rdzv-conf`).
+        page: the lease page that the group renews, which the agent keeps for all groups that it
+            joins one after another; `None` makes one for this group.
     """
 
     run_id: str
@@ -38,6 +41,7 @@ class GroupSpec:
     settings: tuple[tuple[str, str], ...] = ()
     place: int = -1
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    page: LeasePage | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class GroupState:
             hosts may see different leaders for a moment: a decision is a claim in the store.
         term: of the leader.
         lease_ok: whether this host may act. Once false, it never becomes true again.
+        error: why it must not act, if so.
+        refused: lines about hosts that this host did not admit, with the setting that is wrong.
     """
 
     hosts: tuple[HostInfo, ...] = ()
@@ -86,6 +92,8 @@ class GroupState:
     leader: str = ""
     term: int = 0
     lease_ok: bool = True
+    error: str = ""
+    refused: tuple[str, ...] = ()
 
 
 class HostGroup(Protocol):

@@ -1,0 +1,187 @@
+"""The group of the agents themselves (`--rdzv-backend c10d`): no service besides them is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from outlast.coordination.replicated import hosts as replicated
+from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.stores.store import Store
+from outlast.errors import LaunchError
+from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo, LostHost
+from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
+from outlast.launch.hosts.replicated.group_store import GroupStore
+from outlast.launch.hosts.replicated.service import HostService
+from outlast.system.lease_page import LeasePage
+from outlast.system.waiting import readable
+
+_LOOK_S = 1.0
+"""Between two attempts to resolve the names of endpoints."""
+_ALL_NAMES_S = 10.0
+"""How long to wait for the names of all endpoints; then one is enough."""
+_LEASE_SETTING = "--host-timeout"
+
+
+def open_group(spec: GroupSpec) -> ReplicatedGroup:
+    """The group of `spec`, which `start` joins."""
+    return ReplicatedGroup(spec)
+
+
+class ReplicatedGroup:
+    """A `HostGroup` whose store lives in the agents."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
+        self._timing = Timing(lease=spec.lease_s)
+        self._service: HostService | None = None
+        self._own_page: LeasePage | None = None
+        self._page = spec.page
+        self._wakeup = -1
+
+    @property
+    def me(self) -> HostInfo:
+        return _public(self._started().me)
+
+    @property
+    def store(self) -> Store:
+        run = f"run {self._spec.run_id!r}"
+        return GroupStore(self._started(), run, self._spec.lease_s)
+
+    @property
+    def lease_page(self) -> Path | None:
+        return None if self._page is None else self._page.path
+
+    def start(self) -> None:
+        limit = time.monotonic() + self._spec.join_limit_s
+        try:
+            endpoints = self._resolved(limit)
+            place = listen(endpoints, self._spec.local_addr)
+            if self._page is None:
+                self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
+            self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            service = HostService(
+                self._spec.run_id,
+                self._describe(),
+                endpoints,
+                place,
+                self._timing,
+                self._page,
+                self._wake,
+            )
+            self._service = service
+            service.start()
+            self._await_join(service, endpoints, limit)
+        except BaseException:
+            self.close(leave=True)
+            raise
+
+    def wakeup_fd(self) -> int:
+        return self._wakeup
+
+    def poll(self) -> GroupState:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        service = self._started()
+        lost = [
+            LostHost(host=_public(gone.host), reason=gone.reason, left=gone.orderly)
+            for gone in service.gone
+        ]
+        return GroupState(
+            hosts=tuple(map(_public, service.hosts)),
+            lost=tuple(lost),
+            leader=service.leader,
+            term=service.term,
+            lease_ok=service.error is None,
+            error=service.error or "",
+            refused=service.refused,
+        )
+
+    def new_attempt(self, attempt: int) -> None:
+        self._started().new_attempt(attempt)
+
+    def close(self, *, leave: bool) -> None:
+        if self._service is not None:
+            self._service.close(leave=leave)
+        if self._wakeup >= 0:
+            os.close(self._wakeup)
+            self._wakeup = -1
+        if self._own_page is not None:
+            self._own_page.remove()
+            self._page = self._own_page = None
+
+    # ------------------------------------------------------------------ parts of `start`
+    def _resolved(self, limit: float) -> list[Endpoint]:
+        """The endpoints, with the addresses of all of them, or of some if the others take long."""
+        patience = min(limit, time.monotonic() + _ALL_NAMES_S)
+        while True:
+            endpoints = [resolve(host, port) for host, port in self._spec.endpoints]
+            found = sum(endpoint.address is not None for endpoint in endpoints)
+            now = time.monotonic()
+            if found == len(endpoints) or (found and now >= patience):
+                return endpoints
+            if now >= limit:
+                problems = "; ".join(f"{e}: {e.problem}" for e in endpoints)
+                raise LaunchError(f"--rdzv-endpoint: no endpoint can be reached: {problems}")
+            time.sleep(_LOOK_S)
+
+    def _describe(self) -> replicated.HostInfo:
+        name = socket.gethostname()
+        settings = dict(self._spec.settings)
+        settings.setdefault(_LEASE_SETTING, f"{self._spec.lease_s:g}")
+        return replicated.HostInfo(
+            id=f"{name}-{secrets.token_hex(6)}",
+            name=name,
+            place=self._spec.place,
+            settings=settings,
+        )
+
+    def _await_join(self, service: HostService, endpoints: list[Endpoint], limit: float) -> None:
+        look = time.monotonic() + _LOOK_S
+        while not service.joined:
+            if service.error is not None:
+                raise LaunchError(f"cannot join run {self._spec.run_id!r}: {service.error}")
+            now = time.monotonic()
+            if now >= limit:
+                raise LaunchError(
+                    f"no group of run {self._spec.run_id!r} within "
+                    f"{self._spec.join_limit_s:g} s (--rdzv-endpoint): {service.problem()}"
+                )
+            if now >= look:
+                look = now + _LOOK_S
+                self._resolve_again(service, endpoints)
+            self._sleep(min(limit, look) - now)
+
+    def _resolve_again(self, service: HostService, endpoints: list[Endpoint]) -> None:
+        unknown = [i for i, e in enumerate(endpoints) if e.address is None]
+        for index in unknown:
+            endpoints[index] = resolve(endpoints[index].host, endpoints[index].port)
+        if unknown:
+            service.resolved(list(endpoints))
+
+    def _sleep(self, seconds: float) -> None:
+        if readable(self._wakeup, timeout=seconds):
+            os.eventfd_read(self._wakeup)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def _started(self) -> HostService:
+        if self._service is None:
+            raise ValueError("the group was not started")
+        return self._service
+
+
+def _public(host: replicated.HostInfo) -> HostInfo:
+    return HostInfo(
+        id=host.id,
+        name=host.name,
+        address=host.address,
+        store_port=host.store_port,
+        place=host.place,
+    )

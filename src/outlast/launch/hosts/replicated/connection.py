@@ -1,0 +1,173 @@
+"""One connection between two agents: frames, handshake, limits. Never blocks.
+
+Each side first sends eight fixed bytes, then frames: a length (4 bytes, big-endian) and a payload.
+Until the other side has said `Hello`, its frames must be short; a stranger can neither make this
+process allocate memory nor keep a connection for long.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.replicated.messages import Message, decode, encode
+
+MAGIC = b"outlast\n"
+_LENGTH = struct.Struct(">I")
+_READ_BYTES = 1 << 18
+STRANGER_BYTES = 1 << 16
+"""The longest frame before the handshake."""
+FRAME_BYTES = 1 << 28
+"""The longest frame: a snapshot of the table."""
+QUEUE_BYTES = 1 << 26
+"""When more than this waits to be sent, further messages are dropped, and the consensus repeats
+them. A single message may be longer.
+"""
+
+
+class Connection:
+    """Sends and receives messages over a connected, or connecting, non-blocking socket.
+
+    Args:
+        on_message: called for each message.
+        on_closed: called once with the reason when the connection has ended, but not by `close`.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        on_message: Callable[[Connection, Message], None],
+        on_closed: Callable[[Connection, str], None],
+        *,
+        connecting: bool = False,
+    ) -> None:
+        self.limit = STRANGER_BYTES
+        self.ended_by_peer = False  # its kernel closed the connection, so its process ended
+        self._loop = loop
+        self._socket = sock
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._connecting = connecting
+        self._received = bytearray()
+        self._seen_magic = False
+        self._to_send = bytearray(MAGIC)
+        self._events = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._open = True
+        loop.watch(sock.fileno(), self._events, self._on_ready)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection has not ended."""
+        return self._open
+
+    @property
+    def connecting(self) -> bool:
+        """Whether the connection is not established yet."""
+        return self._connecting
+
+    def send(self, message: Message) -> None:
+        """Send a message, unless too much is waiting already."""
+        if not self._open or len(self._to_send) > QUEUE_BYTES:
+            return
+        payload = encode(message)
+        self._to_send += _LENGTH.pack(len(payload))
+        self._to_send += payload
+        if not self._connecting:
+            self._write()
+
+    def close(self) -> None:
+        """End the connection; what was not sent yet is lost."""
+        if self._open:
+            self._open = False
+            self._loop.unwatch(self._socket.fileno())
+            self._socket.close()
+
+    def close_when_sent(self) -> None:
+        """End the connection once the other side has had a chance to read what was sent."""
+        if self._open:
+            self._write()
+        if self._open:
+            try:
+                self._socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                self.close()
+
+    def _on_ready(self) -> None:
+        if self._connecting:
+            error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self._end(os.strerror(error).lower())
+                return
+            self._connecting = False
+        self._write()
+        if self._open:
+            self._read()
+
+    def _write(self) -> None:
+        try:
+            while self._to_send:
+                sent = self._socket.send(memoryview(self._to_send)[:_READ_BYTES])
+                del self._to_send[:sent]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as e:
+            self._end(_reason(e))
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
+        if events != self._events:
+            self._events = events
+            self._loop.unwatch(self._socket.fileno())
+            self._loop.watch(self._socket.fileno(), events, self._on_ready)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            self.ended_by_peer = isinstance(e, ConnectionResetError)
+            self._end(_reason(e))
+            return
+        if not data:
+            self.ended_by_peer = True
+            self._end("the connection was closed")
+            return
+        self._received += data
+        if not self._seen_magic:
+            start = bytes(self._received[: len(MAGIC)])
+            if not MAGIC.startswith(start):
+                self._end(f"it is no outlast agent: it says {bytes(self._received[:40])!r}")
+                return
+            if len(start) < len(MAGIC):
+                return
+            self._seen_magic = True
+            del self._received[: len(MAGIC)]
+        while self._open and len(self._received) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._received)
+            if size > self.limit:
+                self._end(f"a message of {size} bytes is too long")
+                return
+            if len(self._received) < _LENGTH.size + size:
+                return
+            payload = bytes(memoryview(self._received)[_LENGTH.size : _LENGTH.size + size])
+            del self._received[: _LENGTH.size + size]
+            try:
+                message = decode(payload)
+            except ValueError as e:
+                self._end(str(e))
+                return
+            self._on_message(self, message)
+
+    def _end(self, reason: str) -> None:
+        if self._open:
+            self.close()
+            self._on_closed(self, reason)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error) or "the connection failed").lower()

@@ -1,0 +1,181 @@
+"""How a host gets into the group: it finds or founds the group, and asks the leader to admit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outlast.launch.event_loop import EventLoop, Timer
+from outlast.launch.hosts.replicated.endpoints import Endpoint
+from outlast.launch.hosts.replicated.founding import FIND_S, SILENCE_S, Founding
+from outlast.launch.hosts.replicated.messages import (
+    Admitted,
+    AskGrant,
+    Find,
+    Fresh,
+    Grant,
+    Join,
+    Member,
+    Message,
+    NotYet,
+    Refused,
+    Withdraw,
+)
+from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
+
+
+class Joining:
+    """Runs from the start of the service until this host is admitted or refused.
+
+    Args:
+        own: the index of this host among the endpoints, or -1.
+        founded: called when this host founds the group.
+        admitted: called when a leader has admitted this host.
+        refused: called with the reason when this host must not join.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        peers: PeerConnections,
+        endpoints: Sequence[Endpoint],
+        own: int,
+        founded: Callable[[], None],
+        admitted: Callable[[Peer, Admitted], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self.endpoints = list(endpoints)
+        self._loop = loop
+        self._peers = peers
+        self._own = own
+        self._founded = founded
+        self._admitted = admitted
+        self._refused = refused
+        self._founding = Founding(len(endpoints), own, loop.clock.now()) if own >= 0 else None
+        self._target: Address | None = None  # of the host that is asked for admission
+        self._waiting: NotYet | None = None
+        self._waiting_since = 0.0
+        self._over = False
+        self._timer = Timer(self._step)
+        self._step()
+
+    def close(self) -> None:
+        """Stop."""
+        self._over = True
+        self._timer.cancel()
+
+    def problem(self) -> str:
+        """What has kept this host from joining so far."""
+        if self._waiting is not None:
+            return self._waiting.reason
+        problems = []
+        for index, endpoint in enumerate(self.endpoints):
+            if index == self._own:
+                holder = self._founding.holder() if self._founding is not None else None
+                if holder is not None and holder != self._own:
+                    where = self.endpoints[holder]
+                    problems.append(f"{endpoint}: this host, which waits for {where} to found")
+                elif len(self.endpoints) > 1:
+                    problems.append(f"{endpoint}: this host, too few other endpoints answer")
+            elif endpoint.address is None:
+                problems.append(f"{endpoint}: {endpoint.problem}")
+            else:
+                failure = self._peers.failure(endpoint.address)
+                problems.append(f"{endpoint}: {failure or 'it has not joined a group itself'}")
+        return "; ".join(problems)
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Handle a message of another agent."""
+        founding = self._founding
+        if isinstance(message, Find):
+            peer.send(Fresh(self._own))
+        elif isinstance(message, Join):
+            peer.send(NotYet(f"{peer.host.name} waits for the group to be founded"))
+        elif isinstance(message, Fresh):
+            if founding is not None and 0 <= message.endpoint < len(self.endpoints):
+                founding.is_fresh(message.endpoint, self._loop.clock.now())
+        elif isinstance(message, AskGrant):
+            if founding is not None and founding.asked(message.endpoint, message.attempt):
+                peer.send(Grant(self._own, message.attempt))
+        elif isinstance(message, Grant):
+            if founding is not None:
+                founding.granted(message.endpoint, message.attempt)
+                self._try_founding()
+        elif isinstance(message, Withdraw):
+            if founding is not None:
+                founding.released(message.endpoint, message.attempt)
+        elif isinstance(message, Member):
+            if founding is not None:
+                founding.heard_of_group(self._loop.clock.now())
+            leader = message.leader if message.leader is not None else peer.host
+            self._ask((leader.address, leader.port))
+        elif isinstance(message, NotYet):
+            self._wait(message)
+        elif isinstance(message, Refused):
+            self._end(lambda: self._refused(message.reason))
+        elif isinstance(message, Admitted):
+            self._end(lambda: self._admitted(peer, message))
+
+    def ended(self, peer: Peer) -> None:
+        """A connection has ended. If its process has ended, a grant to it is released; after a
+        while, in which it could announce a group if the connection alone has ended.
+        """
+        founding = self._founding
+        if founding is None or not peer.connection.ended_by_peer:
+            return
+        for index, endpoint in enumerate(self.endpoints):
+            if endpoint.address == (peer.host.address, peer.host.port) and index != self._own:
+                self._loop.call_later(SILENCE_S, lambda i=index: founding.released(i))  # type: ignore[misc]
+
+    def _step(self) -> None:
+        if self._over:
+            return
+        self._timer = self._loop.call_later(FIND_S, self._step)
+        for endpoint in self.endpoints:
+            refusal = self._peers.refusals.get(endpoint.address) if endpoint.address else None
+            if refusal is not None:
+                self._end(lambda r=refusal: self._refused(r.reason))  # type: ignore[misc]
+                return
+        if self._target is not None:
+            if not self._peers.failure(self._target):
+                self._peers.send_to(self._target, Join())
+                return
+            self._target = None  # it has gone: ask the endpoints again
+        self._tell_endpoints(Find())
+        self._try_founding()
+
+    def _ask(self, leader: Address) -> None:
+        if self._target != leader:
+            self._target = leader
+            self._peers.send_to(leader, Join())
+
+    def _wait(self, answer: NotYet) -> None:
+        now = self._loop.clock.now()
+        if self._waiting is None or self._waiting.limit_s != answer.limit_s:
+            self._waiting_since = now
+        self._waiting = answer
+        if answer.limit_s and now > self._waiting_since + answer.limit_s:
+            self._end(lambda: self._refused(answer.reason))
+
+    def _try_founding(self) -> None:
+        founding, now = self._founding, self._loop.clock.now()
+        if self._over or self._target is not None or founding is None:
+            return
+        withdrawn = founding.withdraw(now)
+        if withdrawn:
+            self._tell_endpoints(Withdraw(self._own, withdrawn))
+        if not founding.candidate(now):
+            return
+        if founding.founds():
+            self._end(self._founded)
+        elif founding.candidate(now):
+            self._tell_endpoints(AskGrant(self._own, founding.attempt))
+
+    def _tell_endpoints(self, message: Message) -> None:
+        for index, endpoint in enumerate(self.endpoints):
+            if index != self._own and endpoint.address is not None:
+                self._peers.send_to(endpoint.address, message)
+
+    def _end(self, result: Callable[[], None]) -> None:
+        if not self._over:
+            self.close()
+            result()

@@ -1,0 +1,277 @@
+"""A host in the group: drives its replica of the store, admits hosts, and announces the group."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+from outlast.coordination.replicated import messages as consensus
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.replica import Replica, Role
+from outlast.launch.event_loop import EventLoop, Timer
+from outlast.launch.hosts.replicated.admission import objection
+from outlast.launch.hosts.replicated.directory import Directory
+from outlast.launch.hosts.replicated.founding import ANNOUNCE_S
+from outlast.launch.hosts.replicated.messages import (
+    Admitted,
+    AskGrant,
+    Find,
+    Join,
+    Member,
+    Message,
+    NotYet,
+    Refused,
+    Replicated,
+)
+from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
+
+Done = Callable[[Result], None]
+_log = logging.getLogger(__name__)
+
+ANNOUNCERS = 7
+"""How many hosts, the longest in the group, announce it: as many as there are voters. Not only the
+leader, whose death must not make a restarted endpoint believe that there is no group.
+"""
+_OVER = "this host has left the group"
+LEAVE_S = 0.1
+"""Between two attempts to leave."""
+
+
+class Membership:
+    """From the admission of this host until it leaves, or its lease is over.
+
+    Args:
+        group: the id of the host that founded the group.
+        endpoints: the addresses of the endpoints other than this host.
+        known: hosts whose addresses are known already.
+        renewed: called with the deadline of the lease and its term when they change.
+        changed: called when the hosts, the leader or the term have changed.
+        ended: called once, with the reason; it is empty if this host has left in order.
+        host_refused: called with a line about a host that was not admitted.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        peers: PeerConnections,
+        me: HostInfo,
+        replica: Replica,
+        group: str,
+        endpoints: Iterable[Address],
+        known: Iterable[HostInfo],
+        renewed: Callable[[float, int], None],
+        changed: Callable[[], None],
+        ended: Callable[[str], None],
+        host_refused: Callable[[str], None],
+    ) -> None:
+        self.group = group
+        self.leader = ""
+        self.term = 0
+        self._loop = loop
+        self._peers = peers
+        self._me = me
+        self._replica = replica
+        self._endpoints = tuple(endpoints)
+        self._addresses = {host.id: (host.address, host.port) for host in known}
+        self._renewed = renewed
+        self._changed = changed
+        self._ended = ended
+        self._host_refused = host_refused
+        self._done: dict[int, Done] = {}
+        self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the directory
+        self._lease_until = float("-inf")
+        self._over = False
+        self._submitted = False
+        self._leaving = ""
+        self._leave_due = 0.0
+        self._timer = Timer(self.pump)
+        self._timer_at = float("inf")
+        self.directory = Directory(self.submit, self._directory_changed)
+        self._announce()
+
+    # ------------------------------------------------------------------ operations (`Upstream`)
+    def submit(self, operation: Operation, done: Done) -> int:
+        """Start an operation; `done` is called later, from the loop, with its result."""
+        if self._over:
+            done(Failed(_OVER))
+            return -1
+        ticket = self._replica.submit(operation, self._loop.clock.now())
+        self._done[ticket] = done
+        self._submitted = True
+        return ticket
+
+    def cancel(self, handle: object) -> None:
+        """Give up a wait: `done` is not called any more."""
+        if isinstance(handle, int) and self._done.pop(handle, None) is not None:
+            self._replica.cancel(handle)
+            self._submitted = True
+
+    # ------------------------------------------------------------------ the loop
+    def pump(self) -> None:
+        """Do what is due; called after every round of the loop.
+
+        The lease is looked at first. A process that was stopped for longer than its lease handles
+        what it finds in its sockets before this is called, but nothing leaves it except through
+        `outbox` and `results` below: a host without a lease neither sends nor answers.
+        """
+        while not self._over:
+            now = self._loop.clock.now()
+            if now > self._lease_until > float("-inf"):
+                late_s = now - self._lease_until
+                self._end(f"its lease ended {late_s:.1f} s ago: it was stopped or cut off")
+                return
+            if self._leaving and now >= self._leave_due:
+                self._leave_due = now + LEAVE_S
+                self._replica.leave(self._leaving, now)
+            if now >= self._replica.next_tick():
+                self._replica.tick(now)
+            self._submitted = False
+            for host, message in self._replica.outbox():
+                self._send(host, message)
+            for ticket, result in self._replica.results():
+                done = self._done.pop(ticket, None)
+                if done is not None:
+                    done(result)
+            self._observe()
+            if not self._submitted:
+                break
+        if not self._over:
+            self._schedule()
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Handle a message of another agent."""
+        if isinstance(message, Replicated):
+            if message.group == self.group:
+                self._addresses.setdefault(peer.host.id, (peer.host.address, peer.host.port))
+                self._receive(peer, message.data)
+        elif isinstance(message, Find | AskGrant):
+            peer.send(self._introduction())
+        elif isinstance(message, Join):
+            self._join_asked(peer)
+        elif isinstance(message, Member) and message.group != self.group:
+            self._other_group(message)
+
+    def leave(self, reason: str) -> None:
+        """Leave in order; `ended` is called when the others know."""
+        self._leaving = reason
+
+    def close(self) -> None:
+        """Stop, without a word to the others."""
+        self._end(_OVER)
+
+    # ------------------------------------------------------------------ parts
+    def _send(self, host: str, message: consensus.Message) -> None:
+        payload = Replicated(self.group, consensus.encode(message))
+        self._peers.send(host, self._addresses.get(host), payload)
+
+    def _receive(self, peer: Peer, data: bytes) -> None:
+        try:
+            message = consensus.decode(data)
+        except ValueError as e:
+            _log.warning("host %s sent what no agent sends: %s", peer.host.name, e)
+            return
+        self._replica.receive(peer.host.id, message, self._loop.clock.now())
+
+    def _observe(self) -> None:
+        """Pass on what has changed at the replica."""
+        replica = self._replica
+        if replica.refused is not None:
+            left = replica.refused.orderly and bool(self._leaving)
+            self._end("" if left else f"the others went on without it: {replica.refused.reason}")
+            return
+        leader = replica.leader or ""
+        if replica.lease_until != self._lease_until or replica.term != self.term:
+            self._lease_until = replica.lease_until
+            if self._lease_until > float("-inf"):
+                self._renewed(self._lease_until, replica.term)
+        if (leader, replica.term) != (self.leader, self.term):
+            self.leader, self.term = leader, replica.term
+            self._changed()
+
+    def _schedule(self) -> None:
+        due = min(self._replica.next_tick(), self._lease_until_or_never())
+        if self._leaving:
+            due = min(due, self._leave_due)
+        # A timer that is early costs less than one for each round of the loop.
+        if self._timer.pending and self._timer_at <= due:
+            return
+        self._timer.cancel()
+        if due < float("inf"):
+            self._timer_at = due
+            delay_s = max(0.0, due - self._loop.clock.now())
+            self._timer = self._loop.call_later(delay_s, lambda: None)
+
+    def _lease_until_or_never(self) -> float:
+        return self._lease_until if self._lease_until > float("-inf") else float("inf")
+
+    def _end(self, reason: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._timer.cancel()
+        failed = Failed(reason or _OVER)
+        waiting, self._done = self._done, {}
+        for done in waiting.values():
+            done(failed)
+        self._ended(reason)
+
+    # ------------------------------------------------------------------ the other hosts
+    def _directory_changed(self) -> None:
+        hosts = self.directory.hosts
+        self._addresses |= {h.id: (h.address, h.port) for h in hosts.values()}
+        for gone in self.directory.gone:
+            self._addresses.pop(gone.host.id, None)
+        for host in [host for host in self._joining if host in hosts]:
+            self._admit(self._joining.pop(host))
+        self._changed()
+
+    def _introduction(self) -> Member:
+        leader = self._me if self.leader == self._me.id else self.directory.hosts.get(self.leader)
+        return Member(self.group, leader, len(self.directory.hosts))
+
+    def _join_asked(self, peer: Peer) -> None:
+        candidate = peer.host
+        if self._replica.role is not Role.LEADER:
+            introduction = self._introduction()
+            if introduction.leader is None or introduction.leader.id == self._me.id:
+                peer.send(NotYet("the group is choosing a leader"))
+            else:
+                peer.send(introduction)
+            return
+        if not self.directory.known:
+            return  # it asks again
+        if candidate.id in self.directory.hosts:
+            self._admit(peer)
+            return
+        hosts, limit_s = self.directory.hosts.values(), self._replica.timing.lost_after
+        no = objection(candidate, self._me, hosts, limit_s)
+        if no is not None:
+            peer.send(no)
+            if isinstance(no, Refused):
+                self._host_refused(no.reason)
+            return
+        self._addresses[candidate.id] = (candidate.address, candidate.port)
+        if self._replica.add_host(candidate, self._loop.clock.now()):
+            self._joining[candidate.id] = peer
+
+    def _admit(self, peer: Peer) -> None:
+        first = list(itertools.islice(self.directory.hosts.values(), ANNOUNCERS))
+        peer.send(Admitted(self.group, self._me.id, (self._me, *first)))
+
+    def _announce(self) -> None:
+        if self._over:
+            return
+        self._loop.call_later(ANNOUNCE_S, self._announce)
+        first = itertools.islice(self.directory.hosts, ANNOUNCERS)
+        if self.leader == self._me.id or self._me.id in first:
+            for address in self._endpoints:
+                self._peers.send_to(address, self._introduction())
+
+    def _other_group(self, other: Member) -> None:
+        """Two endpoints have each founded a group, see `founding`: the smaller one gives up."""
+        mine = (len(self.directory.hosts), self.group)
+        if self.directory.known and mine < (other.hosts, other.group):
+            where = f", led by {other.leader.name}" if other.leader is not None else ""
+            self._end(f"there is another group with this run id{where}, which has more hosts")

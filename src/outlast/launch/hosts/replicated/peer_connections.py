@@ -1,0 +1,268 @@
+"""The connections of one agent to all others.
+
+A host dials another when it has something to send and no connection; a connection serves both
+directions. Messages to a host that cannot be reached are dropped, because the consensus and the
+finders repeat theirs. Connections are given up early when a network fails, so that a new one is
+tried soon after it heals: TCP itself would wait longer and longer between its attempts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Callable
+
+from outlast.launch.event_loop import EventLoop, Timer
+from outlast.launch.hosts.replicated.connection import FRAME_BYTES, Connection
+from outlast.launch.hosts.replicated.messages import PROTOCOL, Hello, Message, Refused
+
+Address = tuple[str, int]
+
+MAX_STRANGERS = 64
+"""The maximum number of incoming connections that have not said who they are; the oldest yields."""
+WAITING_MESSAGES = 256
+"""How many messages may wait for a connection to be established."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 0.5
+_SILENT = "it accepts connections but does not say what it is: no outlast agent?"
+
+
+class Peer:
+    """The other end of a connection that has said who it is."""
+
+    def __init__(self, connection: Connection, hello: Hello, dialed: Address | None) -> None:
+        self.connection = connection
+        self.host = hello.host
+        self.dialed = dialed
+
+    def send(self, message: Message) -> None:
+        """Send a message, or drop it if the connection has ended."""
+        self.connection.send(message)
+
+
+class _Dial:
+    """An address to which this host sends."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.peer: Peer | None = None
+        self.waiting: list[Message] = []
+        self.retry_s = FIRST_RETRY_S
+        self.not_before = 0.0
+        self.failure = ""
+
+
+class PeerConnections:
+    """Dials, accepts, and keeps connections.
+
+    Args:
+        hello: what this host says about itself.
+        patience_s: how long a network may be silent before a connection is given up.
+        on_message: called for each message of a peer.
+        on_ended: called when a peer's connection has ended.
+        on_refused: called when a host was refused, with a line that says which and why.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        hello: Hello,
+        listener: socket.socket,
+        patience_s: float,
+        on_message: Callable[[Peer, Message], None],
+        on_ended: Callable[[Peer], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self.refusals: dict[Address, Refused] = {}
+        self._loop = loop
+        self._hello = hello
+        self._listener = listener
+        self._patience_s = patience_s
+        self._on_message = on_message
+        self._on_ended = on_ended
+        self._on_refused = on_refused
+        self._dials: dict[Address, _Dial] = {}
+        self._strangers: dict[Connection, Timer] = {}
+        self._peers: dict[Connection, Peer] = {}
+        self._by_host: dict[str, list[Peer]] = {}
+        listener.setblocking(False)
+        loop.watch(listener.fileno(), selectors.EVENT_READ, self._accept)
+
+    def send(self, host: str, address: Address | None, message: Message) -> None:
+        """Send to a host over any connection to it; dial `address` if there is none."""
+        peers = self._by_host.get(host)
+        if peers:
+            peers[-1].send(message)
+        elif address is not None:
+            self.send_to(address, message)
+
+    def send_to(self, address: Address, message: Message) -> None:
+        """Send to the agent that listens on `address`, whichever that is."""
+        dial = self._dials.setdefault(address, _Dial())
+        if dial.peer is not None:
+            dial.peer.send(message)
+            return
+        if len(dial.waiting) < WAITING_MESSAGES:
+            dial.waiting.append(message)
+        if dial.connection is None and self._loop.clock.now() >= dial.not_before:
+            self._connect(address, dial)
+
+    def failure(self, address: Address) -> str:
+        """Why the last attempt to reach `address` failed; empty if it did not."""
+        dial = self._dials.get(address)
+        return "" if dial is None else dial.failure
+
+    def close(self) -> None:
+        """End all connections, and stop listening."""
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        for timer in self._strangers.values():
+            timer.cancel()
+        dialed = [dial.connection for dial in self._dials.values() if dial.connection is not None]
+        for connection in {*self._strangers, *self._peers, *dialed}:
+            connection.close()
+        self._strangers.clear()
+        self._peers.clear()
+        self._by_host.clear()
+        self._dials.clear()
+
+    # ------------------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone away again, or this process has no descriptor left
+        self._prepare(sock)
+        connection = Connection(self._loop, sock, self._from_stranger, self._ended)
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._drop_stranger(oldest)
+        self._await_hello(connection)
+
+    def _connect(self, address: Address, dial: _Dial) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        self._prepare(sock)
+        # From this host's own address, which is the one that others know; not for an endpoint of
+        # another family, or of loopback.
+        if family == socket.AF_INET and ":" not in self._hello.host.address:
+            with contextlib.suppress(OSError):
+                sock.bind((self._hello.host.address, 0))
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            pass
+        except OSError as e:  # no route
+            sock.close()
+            self._failed(dial, (e.strerror or str(e)).lower())
+            return
+        dial.connection = Connection(
+            self._loop, sock, self._from_stranger, self._ended, connecting=True
+        )
+        dial.connection.send(self._hello)
+        self._await_hello(dial.connection)
+
+    def _prepare(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(self._patience_s * 1000))
+        )
+
+    def _await_hello(self, connection: Connection) -> None:
+        def late() -> None:
+            reason = "it does not answer" if connection.connecting else _SILENT
+            connection.close()
+            self._ended(connection, reason)
+
+        self._strangers[connection] = self._loop.call_later(self._patience_s, late)
+
+    def _drop_stranger(self, connection: Connection) -> None:
+        connection.close()
+        self._ended(connection, "too many connections at once")
+
+    def _from_stranger(self, connection: Connection, message: Message) -> None:
+        peer = self._peers.get(connection)
+        if peer is not None:
+            self._on_message(peer, message)
+            return
+        address, dial = self._dial_of(connection)
+        if isinstance(message, Refused) and address is not None:
+            self.refusals[address] = message
+            connection.close()
+            self._ended(connection, message.reason)
+            return
+        if not isinstance(message, Hello):
+            connection.close()
+            self._ended(connection, "it does not say what it is")
+            return
+        refused = self._refusal(message)
+        if refused is not None and dial is None:
+            self._on_refused(refused.reason)
+            connection.send(refused)
+            connection.close_when_sent()
+            return
+        if refused is not None:
+            assert address is not None
+            self.refusals[address] = refused
+            connection.close()
+            self._ended(connection, refused.reason)
+            return
+        self._strangers.pop(connection).cancel()
+        connection.limit = FRAME_BYTES
+        peer = self._peers[connection] = Peer(connection, message, address)
+        self._by_host.setdefault(message.host.id, []).append(peer)
+        if dial is None:
+            connection.send(self._hello)
+            return
+        dial.peer, dial.retry_s, dial.failure = peer, FIRST_RETRY_S, ""
+        waiting, dial.waiting = dial.waiting, []
+        for each in waiting:
+            peer.send(each)
+
+    def _refusal(self, theirs: Hello) -> Refused | None:
+        mine = self._hello
+        if theirs.protocol != PROTOCOL:
+            setting = "the version of outlast"
+            versions = [h.settings.get(setting, "another") for h in (mine.host, theirs.host)]
+            return Refused(
+                setting,
+                f"{setting}: {mine.host.name} has {versions[0]}, {theirs.host.name} has "
+                f"{versions[1]}",
+            )
+        if theirs.run_id != mine.run_id:
+            return Refused(
+                "--rdzv-id",
+                f"--rdzv-id: {mine.host.name} runs {mine.run_id!r}, {theirs.host.name} runs "
+                f"{theirs.run_id!r}",
+            )
+        return None
+
+    def _dial_of(self, connection: Connection) -> tuple[Address | None, _Dial | None]:
+        for address, dial in self._dials.items():
+            if dial.connection is connection:
+                return address, dial
+        return None, None
+
+    def _ended(self, connection: Connection, reason: str) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+        _, dial = self._dial_of(connection)
+        if dial is not None:
+            self._failed(dial, reason)
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            others = self._by_host[peer.host.id]
+            others.remove(peer)
+            if not others:
+                del self._by_host[peer.host.id]
+            self._on_ended(peer)
+
+    def _failed(self, dial: _Dial, reason: str) -> None:
+        dial.connection = dial.peer = None
+        dial.waiting.clear()
+        dial.failure = reason
+        dial.not_before = self._loop.clock.now() + dial.retry_s
+        dial.retry_s = min(2 * dial.retry_s, LAST_RETRY_S)

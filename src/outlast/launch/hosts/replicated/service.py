@@ -1,0 +1,321 @@
+"""The host service: a thread of the agent that finds the group, joins it, and stays in it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.timing import Timing
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.replicated.directory import Gone
+from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
+from outlast.launch.hosts.replicated.joining import Joining
+from outlast.launch.hosts.replicated.membership import Done, Membership
+from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message
+from outlast.launch.hosts.replicated.peer_connections import Peer, PeerConnections
+from outlast.launch.hosts.store_server import StoreServer
+from outlast.system import lease_page
+from outlast.system.error_text import describe
+from outlast.system.lease_page import LeasePage
+
+PATIENCE_SHARE = 0.4
+"""A connection is given up when the network was silent for this part of the lease."""
+MAX_REFUSED = 100
+LEAVE_LIMIT_S = 1.0
+"""How long an orderly leave may take before the others must wait for the end of the lease."""
+
+_CLOSED = "this host has left the group"
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseClock:
+    """The clock of the lease page, for the event loop."""
+
+    def now(self) -> float:
+        """The time, in seconds."""
+        return lease_page.now()
+
+
+class HostService:
+    """Owns the thread. Methods may be called from any thread unless they say otherwise.
+
+    Attributes of its state, written by the thread: `hosts`, `gone`, `leader`, `term`, `joined`,
+    `error` (why it is over; `None` while it is not), `refused`. Each is replaced as a whole, so a
+    reader sees the old value or the new one.
+
+    Args:
+        run_id: the name of the group.
+        me: this host; its `store_port` is filled in by the service.
+        place: where this host listens.
+        page: the lease page to renew.
+        changed: called from the thread when the state has changed.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        me: HostInfo,
+        endpoints: Sequence[Endpoint],
+        place: Place,
+        timing: Timing,
+        page: LeasePage,
+        changed: Callable[[], None],
+    ) -> None:
+        self.me = me
+        self.hosts: tuple[HostInfo, ...] = ()
+        self.gone: tuple[Gone, ...] = ()
+        self.leader = ""
+        self.term = 0
+        self.joined = False
+        self.error: str | None = None
+        self.refused: tuple[str, ...] = ()
+        self._run_id = run_id
+        self._endpoints = tuple(endpoints)
+        self._place = place
+        self._timing = timing
+        self._page = page
+        self._changed = changed
+        self._loop: EventLoop | None = None
+        self._peers: PeerConnections
+        self._server: StoreServer
+        self._joining: Joining | None = None
+        self._membership: Membership | None = None
+        self._waiting: dict[int, tuple[Operation, Done]] = {}  # the workers' before the first lease
+        self._tickets: dict[int, Hashable] = {}
+        self._next_handle = 0
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # guards `_over`, and `_calls` and `_loop` until then
+        self._over = False
+        self._left = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlast-hosts", daemon=True)
+
+    # ------------------------------------------------------------------ other threads
+    def start(self) -> None:
+        """Start the thread; returns when it listens. Its `error` may be set by then."""
+        self._thread.start()
+        self._ready.wait()
+
+    def problem(self) -> str:
+        """What has kept this host from joining so far."""
+        joining = self._joining
+        return "" if joining is None else joining.problem()
+
+    def resolved(self, endpoints: Sequence[Endpoint]) -> None:
+        """Names of endpoints were resolved."""
+
+        def update() -> None:
+            if self._joining is not None:
+                self._joining.endpoints[:] = endpoints
+
+        self.call(update)
+
+    def call(self, work: Callable[[], None]) -> bool:
+        """Have the thread call `work`; `False` if the service is over and will not."""
+        with self._lock:
+            if self._over or self._loop is None:
+                return False
+            self._calls.append(work)
+        self._loop.call_from_thread(self._make_calls)
+        return True
+
+    def new_attempt(self, attempt: int) -> None:
+        """Give later clients of the store server the keys of this attempt."""
+        done = threading.Event()
+
+        def begin() -> None:
+            self._server.new_attempt(attempt)
+            done.set()
+
+        if self.call(begin):
+            done.wait()
+
+    def stuck(self) -> bool:
+        """Whether the lease is over although the thread should have noticed long ago."""
+        return lease_page.now() > self._page.deadline + self._timing.lease
+
+    def close(self, *, leave: bool) -> None:
+        """End the service, after an orderly leave if that is wanted and possible."""
+        if leave and self.call(self._leave):
+            self._left.wait(min(LEAVE_LIMIT_S, self._timing.lease / 2))
+        self.call(lambda: self._end(_CLOSED))
+        self._thread.join()
+
+    # ------------------------------------------------------------------ `Upstream`, in the thread
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        """Start an operation; those before this host is admitted wait for that."""
+        self._next_handle += 1
+        handle = self._next_handle
+        if self._membership is None:
+            self._waiting[handle] = operation, done
+        else:
+            self._forward(handle, operation, done)
+        return handle
+
+    def cancel(self, handle: Hashable) -> None:
+        """Give up a wait."""
+        assert isinstance(handle, int)
+        self._waiting.pop(handle, None)
+        ticket = self._tickets.pop(handle, None)
+        if ticket is not None and self._membership is not None:
+            self._membership.cancel(ticket)
+
+    def _forward(self, handle: int, operation: Operation, done: Done) -> None:
+        assert self._membership is not None
+
+        def finished(result: Result) -> None:
+            self._tickets.pop(handle, None)
+            done(result)
+
+        self._tickets[handle] = self._membership.submit(operation, finished)
+
+    # ------------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        try:
+            with EventLoop(clock=LeaseClock(), selector=selectors.EpollSelector()) as loop:
+                self._serve(loop)
+        except Exception as e:  # noqa: BLE001 - reported by `error`
+            _log.exception("the host service failed")
+            self._end(f"the host service failed: {describe(e)}")
+        finally:
+            self._ready.set()
+
+    def _serve(self, loop: EventLoop) -> None:
+        server = self._server = StoreServer(loop, self, self._place.address)
+        peers = self._peers = PeerConnections(
+            loop,
+            self._hello(server.address[1]),
+            self._place.listener,
+            PATIENCE_SHARE * self._timing.lease,
+            self._on_message,
+            self._on_peer_ended,
+            self._on_host_refused,
+        )
+        try:
+            with self._lock:
+                self._loop = loop
+            self._joining = Joining(
+                loop,
+                peers,
+                self._endpoints,
+                self._place.own,
+                self._on_founded,
+                self._on_admitted,
+                self._end,
+            )
+            self._ready.set()
+            while not self._over:
+                if self._membership is not None:
+                    self._membership.pump()
+                if not self._over:
+                    loop.run_once()
+        finally:
+            server.fail(self.error or _CLOSED)
+            peers.close()
+            self._joining = None
+            self._make_calls()  # those that came before the end: their operations fail
+
+    def _hello(self, store_port: int) -> Hello:
+        address, port = self._place.address, self._place.port
+        self.me = replace(self.me, address=address, port=port, store_port=store_port)
+        return Hello(PROTOCOL, self._run_id, self.me)
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _leave(self) -> None:
+        if self._membership is not None:
+            self._membership.leave("it has left the group")
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        if self._membership is not None:
+            self._membership.receive(peer, message)
+        elif self._joining is not None:
+            self._joining.receive(peer, message)
+
+    def _on_peer_ended(self, peer: Peer) -> None:
+        if self._joining is not None:
+            self._joining.ended(peer)
+
+    def _on_host_refused(self, line: str) -> None:
+        if line not in self.refused and len(self.refused) < MAX_REFUSED:
+            self.refused = (*self.refused, line)
+            self._changed()
+
+    def _on_founded(self) -> None:
+        assert self._loop is not None
+        founding = Configuration(frozenset({self.me.id}))
+        replica = Replica(self.me.id, self._timing, random.Random(), founding=founding)
+        replica.add_host(self.me, self._loop.clock.now())
+        self._enter(replica, self.me.id, ())
+
+    def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
+        replica = Replica(self.me.id, self._timing, random.Random(), founding=None)
+        self._enter(replica, admitted.group, admitted.hosts)
+
+    def _enter(self, replica: Replica, group: str, known: Sequence[HostInfo]) -> None:
+        assert self._loop is not None
+        others = [e.address for i, e in enumerate(self._endpoints) if i != self._place.own]
+        self._membership = Membership(
+            self._loop,
+            self._peers,
+            self.me,
+            replica,
+            group,
+            [address for address in others if address is not None],
+            known,
+            self._on_renewed,
+            self._on_changed,
+            self._end,
+            self._on_host_refused,
+        )
+        waiting, self._waiting = self._waiting, {}
+        for handle, (operation, done) in waiting.items():
+            self._forward(handle, operation, done)
+
+    def _on_renewed(self, deadline: float, term: int) -> None:
+        self._page.renew(deadline, term)
+        self._on_changed()
+
+    def _on_changed(self) -> None:
+        membership = self._membership
+        if membership is None:
+            return  # its constructor is running
+        directory = membership.directory
+        state = self.hosts, self.gone, self.leader, self.term, self.joined
+        self.hosts = tuple(directory.hosts.values())
+        self.gone = tuple(directory.gone)
+        self.leader, self.term = membership.leader, membership.term
+        held = self._page.valid()
+        self.joined = self.joined or (held and self.me.id in directory.hosts)
+        if state != (self.hosts, self.gone, self.leader, self.term, self.joined):
+            self._changed()
+
+    def _end(self, reason: str) -> None:
+        """End: `reason` is empty after an orderly leave."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self.error = reason or _CLOSED
+        if self._joining is not None:
+            self._joining.close()
+        if self._membership is not None:
+            self._membership.close()
+        if self._page.valid():
+            # Without workers, there is no lease to keep; otherwise they must end now.
+            orderly = self.error == _CLOSED
+            self._page.renew(0.0 if orderly else lease_page.now(), self.term)
+        self._left.set()
+        self._changed()

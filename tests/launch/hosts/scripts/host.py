@@ -1,0 +1,110 @@
+"""One agent's membership as a process: joins the group of its arguments, then obeys its stdin.
+
+Each line of stdin is a JSON list, a method of `Commands` with its arguments; each is answered with
+a JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from outlast.errors import OutlastError
+from outlast.launch.hosts.group import open_group
+from outlast.launch.hosts.host_group import GroupSpec, HostGroup
+from outlast.launch.hosts.replicated import founding
+from outlast.system.lease_page import LeasePage
+from outlast.system.waiting import readable
+
+
+class Commands:
+    """What a test can ask of a host."""
+
+    def __init__(self, group: HostGroup) -> None:
+        self.group = group
+
+    def store(self, name: str, *arguments: Any) -> Any:
+        """A store operation; text for bytes."""
+        given = [a.encode() if isinstance(a, str) and i else a for i, a in enumerate(arguments)]
+        result = getattr(self.group.store, name)(*given)
+        return result.decode() if isinstance(result, bytes) else result
+
+    def many(self, key: str, count: int) -> list[int]:
+        """`count` additions of 1, one after the other."""
+        return [self.group.store.add(key, 1) for _ in range(count)]
+
+    def state(self) -> dict[str, Any]:
+        """The state of the group now."""
+        state = self.group.poll()
+        return {
+            "hosts": [host.address for host in state.hosts],
+            "lost": {lost.host.address: lost.reason for lost in state.lost},
+            "left": [lost.host.address for lost in state.lost if lost.left],
+            "leader": next((h.address for h in state.hosts if h.id == state.leader), ""),
+            "lease_ok": state.lease_ok,
+            "error": state.error,
+            "refused": list(state.refused),
+        }
+
+    def until(self, **wanted: Any) -> dict[str, Any]:
+        """Wait until the state has these values; `hosts` and `lost` are compared as sets."""
+        while True:
+            state = self.state()
+            if all(_plain(state[name]) == _plain(value) for name, value in wanted.items()):
+                return state
+            readable(self.group.wakeup_fd())
+
+    def new_attempt(self, attempt: int) -> None:
+        """The workers' keys."""
+        self.group.new_attempt(attempt)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list | dict) else value
+
+
+def say(**line: Any) -> None:
+    """One line for the test."""
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    page = LeasePage.create(Path(given.pop("folder"))) if "folder" in given else None
+    founding.SILENCE_S = given.pop("silence_s")
+    given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])
+    given["settings"] = tuple(tuple(pair) for pair in given.get("settings", ()))
+    group = open_group(GroupSpec(page=page, **given))
+    began = time.monotonic()
+    try:
+        group.start()
+    except OutlastError as e:
+        say(event="failed", error=str(e), seconds=time.monotonic() - began)
+        return
+    me = group.me
+    say(
+        event="joined",
+        id=me.id,
+        address=me.address,
+        store_port=me.store_port,
+        page=str(group.lease_page),
+        seconds=time.monotonic() - began,
+    )
+    commands = Commands(group)
+    for line in sys.stdin:
+        name, arguments, keywords = json.loads(line)
+        if name == "close":
+            group.close(**keywords)
+            say(event="closed")
+            return
+        try:
+            say(result=getattr(commands, name)(*arguments, **keywords), at=time.monotonic())
+        except OutlastError as e:
+            say(error=f"{type(e).__name__}: {e}", at=time.monotonic())
+
+
+if __name__ == "__main__":
+    main()

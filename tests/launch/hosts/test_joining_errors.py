@@ -1,0 +1,171 @@
+"""Hosts that cannot join: each ends with an error that names host and setting."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outlast.launch.hosts.replicated import connection, peer_connections
+from procs import free_port
+
+MakeRun = Callable[..., Any]
+LIMIT_S = 1.5
+
+
+@contextlib.contextmanager
+def server(answer: bytes | None) -> Iterator[int]:
+    """Another program that listens on 127.0.0.2; says `answer`, or nothing."""
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        accepted: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(listener.accept()[0])
+                    if answer is not None:
+                        accepted[-1].sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for each in accepted:
+            each.close()
+
+
+HTTP = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(HTTP, "no outlast agent.*HTTP/1.1 400"), (None, "accepts connections but does not say")],
+)
+def test_an_endpoint_that_is_something_else(
+    run: MakeRun, answer: bytes | None, reason: str
+) -> None:
+    here = run(lease_s=1.0)
+    with server(answer) as port:
+        host = here.host(3, endpoints=[("127.0.0.2", port)], join_limit_s=LIMIT_S)
+        error = host.failed()
+    assert re.search(rf"--rdzv-endpoint\): 127.0.0.2:{port}: .*{reason}", error), error
+
+
+def test_an_endpoint_where_nothing_listens(run: MakeRun) -> None:
+    here = run()
+    host = here.host(3, join_limit_s=LIMIT_S)
+    error = host.failed()
+    port = here.endpoints[0][1]
+    assert f"within 1.5 s (--rdzv-endpoint): 127.0.0.2:{port}: connection refused" in error
+
+
+def test_a_name_that_cannot_be_resolved(run: MakeRun) -> None:
+    host = run().host(3, endpoints=[("no-such-host.invalid", 29400)], join_limit_s=0.0)
+    assert "no-such-host.invalid:29400: its name cannot be resolved" in host.failed()
+
+
+def test_too_few_endpoints(run: MakeRun) -> None:
+    here = run(endpoints=3)
+    host = here.host(2, join_limit_s=LIMIT_S)
+    error = host.failed()
+    port = here.endpoints[0][1]
+    assert f"127.0.0.2:{port}: this host, too few other endpoints answer" in error
+    assert f"127.0.0.3:{port}: connection refused" in error
+
+
+def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
+    here = run()
+    settings = [("torch", "2.13"), ("--nproc-per-node", "4")]
+    first = here.host(2, settings=settings)
+    first.joined()
+    name = socket.gethostname()
+    misfits: dict[str, dict[str, Any]] = {
+        f"torch differs between the hosts of this run: {name} has '2.13', {name} has '2.12'": {
+            "settings": [("torch", "2.12"), ("--nproc-per-node", "8")]
+        },
+        f"--nproc-per-node differs between the hosts of this run: {name} has '4', {name} has '8'": {
+            "settings": [("torch", "2.13"), ("--nproc-per-node", "8")]
+        },
+        "--nproc-per-node differs": {"settings": [("torch", "2.13")]},
+        "--host-timeout differs": {"settings": settings, "lease_s": 7.0},
+        f"--rdzv-id: {name} runs '{here.run_id}', {name} runs 'another'": {
+            "settings": settings,
+            "run_id": "another",
+        },
+    }
+    hosts = [here.host(3 + i, **options) for i, options in enumerate(misfits.values())]
+    for error, host in zip(misfits, hosts, strict=True):
+        assert error in host.failed()
+    # The group says so too, and takes others in.
+    refused = first.ask("state")["refused"]
+    assert len(refused) == len(misfits)
+    assert all(any(error in line for line in refused) for error in misfits)
+    here.host(10, settings=settings).joined()
+
+
+def test_two_agents_with_one_address(run: MakeRun) -> None:
+    here = run(lease_s=1.0)
+    here.start(2, 3)
+    second = here.host(3)
+    error = second.failed()
+    assert "at 127.0.0.3 is already in this run" in error
+    assert "--rdzv-id" in error
+
+
+def test_strangers_are_dropped_and_harm_nothing(run: MakeRun) -> None:
+    here = run(lease_s=2.0)
+    host = here.host(2)
+    host.joined()
+    address = here.endpoints[0]
+    silent = [socket.create_connection(address) for _ in range(peer_connections.MAX_STRANGERS + 9)]
+    too_long = connection.MAGIC + (connection.STRANGER_BYTES + 1).to_bytes(4, "big")
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100_000,
+        connection.MAGIC + b"\0\0\0\x01J",
+        connection.MAGIC + b"\0\0\0\x02R\xff",
+        connection.MAGIC + b'\0\0\0\x10J["Hello",{"a":1}',
+        too_long,
+    ):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            _until_closed(stranger)
+    for stranger in silent:
+        _until_closed(stranger)
+        stranger.close()
+    assert host.ask("store", "add", "n", 1) == 1
+    here.host(3).joined()
+
+
+def _until_closed(stranger: socket.socket) -> None:
+    stranger.settimeout(60.0)
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(4096):
+            pass
+
+
+def test_a_name_of_this_host_that_is_a_loopback_address() -> None:
+    code = """
+import socket, sys
+known = socket.getaddrinfo
+def resolve(host, port, **kwargs):
+    return known("127.0.1.1" if host == "node1" else host, port, **kwargs)
+socket.getaddrinfo = resolve
+from outlast.launch.hosts.group import open_group
+from outlast.launch.hosts.host_group import GroupSpec
+open_group(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),))).start()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(free_port())], capture_output=True, text=True
+    )
+    assert "node1 resolves to the loopback address 127.0.1.1" in done.stderr
+    assert done.returncode == 1
