@@ -13,6 +13,8 @@ from outlast.events.types import (
     CheckpointFailed,
     CheckpointPassedOver,
     CheckpointRestored,
+    CopyCompleted,
+    CopySkipped,
     Event,
 )
 
@@ -76,3 +78,25 @@ def test_failed_damaged_and_restored_checkpoints_are_named_by_step() -> None:
     text = " ".join(describe_saves(saves))
     for part in ("Failed on all ranks, not committed: step 7", "step 6", "step 5 from memory"):
         assert part in text
+
+
+def test_copies_are_named_with_their_ranks_and_hosts() -> None:
+    def restored(rank: int, held_by: str = "") -> Event:
+        return CheckpointRestored(
+            rank=rank, host="a", time=3.0, step=5, source="copies", held_by=held_by
+        )
+
+    events: list[Event] = [
+        CopyCompleted(rank=0, host="a", time=1.0, step=5, own_bytes=10_000_000, seconds=0.5),
+        CopySkipped(rank=0, host="a", time=2.0, step=6, cause="rank 3 on b: too slow"),
+        restored(0),
+        restored(1),
+        restored(2, "c"),
+        restored(3, "c"),
+    ]
+    saves = build(events).saves
+    assert saves is not None
+    text = " ".join(describe_saves(saves))
+    assert "step 5 from memory (ranks 2, 3 from their copies on host c)" in text
+    assert "1 save copied to other hosts' memory: 10.0 MB from rank 0 in 500.0 ms" in text
+    assert "step 6, rank 3 on b: too slow" in text

@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint.environment import ranks
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
+from outlast.async_checkpoint.restore.arrange_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
@@ -83,6 +85,8 @@ class Checkpointer:
         timeout: how long each wait of a save may take: for other ranks, for the writer process and
             its disk, for a free buffer. A save that takes longer fails on all ranks.
         events: the sink of events; a file in `OUTLAST_EVENTS_DIR` by default.
+        replicas: 1 keeps a copy of each rank's snapshot in another host's memory.
+        replica_bandwidth: how many bytes per second each rank may send for its copies.
 
     Raises:
         CheckpointError: if another job is using the folder; names that job.
@@ -103,10 +107,13 @@ class Checkpointer:
         linger: Duration = datetime.timedelta(minutes=2),
         timeout: Duration = datetime.timedelta(minutes=30),
         events: Sink | None = None,
+        replicas: int = 0,
+        replica_bandwidth: float = DEFAULT_BYTES_PER_S,
     ) -> None:
         retention = Retention.of(keep)
         max_in_flight = as_int("max_in_flight", max_in_flight, at_least=1)
         threads = as_int("threads", threads, at_least=1)
+        replicas, replica_bandwidth = check_replicas(replicas, replica_bandwidth)
         if on_failure != "raise" and not isinstance(on_failure, FailurePolicy):
             raise ValueError(f"on_failure must be 'raise' or a FailurePolicy, not {on_failure!r}")
         self._closed = True  # until the constructor ends
@@ -132,13 +139,15 @@ class Checkpointer:
                 ", ".join(not_hooked),
             )
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._session, taken_over = session_for(self._url, threads=threads, linger_s=linger_s)
+        self._session, taken_over = session_for(
+            self._url, threads=threads, linger_s=linger_s, replicas=replicas
+        )
         self._session.writer.timeout_s = self._timeout
         if taken_over:
             self._take_over()
         if self.rank != 0:
             self._session.unlock()  # this process may have been rank 0 before
-        self._session.pool.grow(max_in_flight)
+        self._session.pool.grow(max_in_flight, spare=replicas)
         self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
         self._emitter.place(rank=self.rank)
         global_rank = dist.get_rank() if grouped else 0
@@ -147,6 +156,7 @@ class Checkpointer:
         self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)
         try:
             self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {self._job}")
+            arrange_copies(self._session, self._restorer, ledger, self._emitter, replica_bandwidth)
         except BaseException:
             if not taken_over:  # no other checkpointer knows of it
                 self._session.close(0.0)

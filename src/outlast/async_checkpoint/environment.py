@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
+
+from outlast.system.sockets import address_towards
 
 
 def events_folder() -> str:
@@ -22,6 +25,27 @@ def ranks() -> int:
     """The number of ranks, as set by the launcher; 1 by default."""
     value = os.environ.get("WORLD_SIZE", "1")
     return max(1, int(value)) if value.isdigit() else 1
+
+
+def host_name() -> str:
+    """The name of this host: as set by the launcher, or the system's."""
+    return os.environ.get("OUTLAST_HOST") or socket.gethostname()
+
+
+def failure_domain() -> str:
+    """The failure domain of this host, as set by the user; empty if it is a domain of its own."""
+    return os.environ.get("OUTLAST_FAILURE_DOMAIN", "")
+
+
+def own_address() -> str:
+    """The address at which other hosts reach this one: as set by the launcher, or the one that
+    faces the host of `MASTER_ADDR`.
+    """
+    given = os.environ.get("OUTLAST_HOST_ADDR", "")
+    if given:
+        return given
+    master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return address_towards((master, int(port) if port.isdigit() else 1) if master else None)
 
 
 def runtime_folder() -> Path:

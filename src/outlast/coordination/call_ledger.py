@@ -177,8 +177,11 @@ class CallLedger:
 
     def parts(self, index: int) -> list[bytes]:
         """The parts of a call that is done, in the order of the ranks."""
-        keys = [self._key(index, f"part/{rank}") for rank in range(self.world_size)]
-        return [self._store.read(key) or b"" for key in keys]
+        return [self.part(index, rank) for rank in range(self.world_size)]
+
+    def part(self, index: int, rank: int) -> bytes:
+        """The part of one rank of a call that is done; empty once that rank has called `forget`."""
+        return self._store.read(self._key(index, f"part/{rank}")) or b""
 
     def conclude(self, index: int, payload: bytes) -> None:
         """Publishes the result of a call that is done. One rank calls this, the coordinator.

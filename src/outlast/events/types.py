@@ -24,6 +24,8 @@ __all__ = [
     "CheckpointRemoved",
     "CheckpointRestored",
     "Completed",
+    "CopyCompleted",
+    "CopySkipped",
     "Entered",
     "Event",
     "Fault",
@@ -296,11 +298,17 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRestored(Event, kind="checkpoint_restored"):
-    """All ranks loaded a checkpoint. `source`: memory, storage."""
+    """All ranks loaded a checkpoint. `source`: memory, copies, storage.
+
+    With copies, some ranks' snapshots were fetched from the memory of another host: `fetched_bytes`
+    by this rank, from host `held_by`.
+    """
 
     step: int = -1
     source: str = ""
     seconds: float = 0.0
+    fetched_bytes: int = 0
+    held_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,6 +330,26 @@ class CheckpointRemoved(Event, kind="checkpoint_removed"):
     """The retention policy removed a checkpoint."""
 
     step: int = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyCompleted(Event, kind="copy_completed"):
+    """All ranks' snapshots of a step are in the memory of other hosts too; this rank's on host
+    `held_by`. `seconds` is the time from the save.
+    """
+
+    step: int = -1
+    own_bytes: int = 0
+    seconds: float = 0.0
+    held_by: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopySkipped(Event, kind="copy_skipped"):
+    """A snapshot was not copied to the memory of other hosts, on no rank."""
+
+    step: int = -1
+    cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""The sockets of this process, as `/proc/self/fd` lists them."""
+"""The sockets of this process, as `/proc/self/fd` lists them; and its address for other hosts."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -69,3 +70,19 @@ def replace_tcp_sockets() -> None:
         if tcp:
             os.dup2(null, descriptor, inheritable=False)
     os.close(null)
+
+
+def address_towards(endpoint: tuple[str, int] | None) -> str:
+    """The address of this host that faces `endpoint`: loopback if that is on loopback; without one,
+    the address of the host's name.
+    """
+    if endpoint is None:
+        return socket.gethostbyname(socket.gethostname())
+    found = socket.getaddrinfo(endpoint[0], endpoint[1], type=socket.SOCK_STREAM)
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_loopback:
+        return address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, endpoint[1] or 1))  # for a datagram socket, this sends nothing
+        return str(probe.getsockname()[0])

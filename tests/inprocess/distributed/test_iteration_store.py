@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from outlast.errors import InternalError
-from outlast.inprocess.recovery.iteration_store import IterationStore, local_address
+from outlast.inprocess.recovery.iteration_store import IterationStore
+from outlast.system.sockets import address_towards
 
 
 @pytest.fixture
@@ -45,9 +46,9 @@ def test_it_is_gone_when_it_is_closed(store: IterationStore) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_job_on_loopback_stays_there(host: str) -> None:
-    assert local_address((host, 29500)) in ("127.0.0.1", "::1")
+    assert address_towards((host, 29500)) in ("127.0.0.1", "::1")
 
 
 def test_an_address_of_this_host_is_its_own() -> None:
-    own = local_address(None)
-    assert local_address((own, 29500)) == own
+    own = address_towards(None)
+    assert address_towards((own, 29500)) == own

@@ -1,7 +1,8 @@
 """Restores: all ranks try the same candidates in the same order, and agree on each.
 
-Rank 0 lists the candidates: snapshots that all ranks have in memory, and the checkpoints on
-storage, the newest step first. A candidate that is damaged on any rank is skipped by all.
+Rank 0 lists the candidates: snapshots that each rank has in memory or can fetch from another host's
+memory, and the checkpoints on storage, the newest step first. A candidate that is damaged on any
+rank is skipped by all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outlast.async_checkpoint.restore.fit import (
     fit,
     left_over,
 )
+from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import Content, load
 from outlast.async_checkpoint.restore.mixture import check_mixture
@@ -39,17 +41,21 @@ log = logging.getLogger("outlast.checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """What a restore may load. `name` is a directory on storage, or the id of a save in memory."""
+    """What a restore may load. `name` is a directory on storage, or the id of a save in memory;
+    `fetches` says from where each rank (as text) that lacks its snapshot fetches a copy.
+    """
 
-    source: str  # "storage" or "memory"
+    source: str  # "storage", "memory" or "copies"
     step: int
     name: str
+    fetches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class _Request:
     """The arguments of a restore. `empty` are the dicts that were empty before. `overwritten` are
-    the names of tensors that may hold parts of a damaged candidate.
+    the names of tensors that may hold parts of a damaged candidate. `fetched` is the copy that was
+    fetched for the candidate.
     """
 
     state_dict: dict[str, Any]
@@ -58,10 +64,15 @@ class _Request:
     weights_only: bool
     empty: list[dict[Any, Any]]
     overwritten: set[str] = dataclasses.field(default_factory=set)
+    fetched: Fetched = dataclasses.field(default_factory=Fetched)
 
 
 class Restorer:
-    """One rank's part in opening a directory of checkpoints and restoring from it."""
+    """One rank's part in opening a directory of checkpoints and restoring from it.
+
+    Attributes:
+        copies: the copies in other hosts' memory, if there are any.
+    """
 
     def __init__(
         self,
@@ -76,6 +87,12 @@ class Restorer:
         self._group = group
         self._emitter = emitter
         self._items = session.memo.items
+        self.copies: CopiesInReach | None = None
+
+    @property
+    def ranks(self) -> Agreement:
+        """The agreement of the ranks, for steps between restores."""
+        return self._ranks
 
     def open(self, owner: str) -> None:
         """Creates and locks the directory, and removes the remains of killed saves. Called on all
@@ -138,7 +155,17 @@ class Restorer:
             step, source = candidate.step, candidate.source
             if failure is None:
                 seconds = self._emitter.clock.now() - began
-                self._emitter.emit(CheckpointRestored(step=step, source=source, seconds=seconds))
+                self._emitter.emit(
+                    CheckpointRestored(
+                        step=step,
+                        source=source,
+                        seconds=seconds,
+                        fetched_bytes=request.fetched.size_bytes,
+                        held_by=request.fetched.held_by,
+                    )
+                )
+                if self.copies is not None:
+                    self.copies.restored("" if source == "storage" else candidate.name)
                 if self._ranks.rank == 0:
                     # A warning, so that users see it by default: the job goes back to this step.
                     log.warning(
@@ -180,22 +207,26 @@ class Restorer:
         self, snapshots: Mapping[str, HeldSnapshot], step: int | None
     ) -> list[_Candidate]:
         """The candidates, the best first: the same list on all ranks."""
-        mine = [
-            [s["save_id"], s["step"], s["number"], s["final"] if s.get("committed") else ""]
-            for s in snapshots.values()
-        ]
+        copies = self.copies
+        mine = {
+            "own": {save_id: [s["step"], s["number"]] for save_id, s in snapshots.items()},
+            "committed": {i: s["final"] for i, s in snapshots.items() if s.get("committed")},
+            "copies": [] if copies is None else [copies.listed(self._ranks.world_size)],
+        }
 
         def sort(parts: list[Any]) -> list[Any]:
             on_storage = candidates(self._session.storage)
             folders = {folder for _, folder in on_storage}
-            everywhere = set.intersection(*({each[0] for each in part} for part in parts))
+            final = {save_id: name for part in parts for save_id, name in part["committed"].items()}
+            listed = [each for part in parts for each in part["copies"]]
+            in_memory = plans([part["own"] for part in parts], listed)
             # At the same step, memory comes first, and in memory the later save.
             ranked = [((s, 0, 0), ["storage", s, folder]) for s, folder in on_storage]
             ranked += [
-                ((s, 1, number), ["memory", s, save_id])
-                for save_id, s, number, final in parts[0]
+                ((s, 1, number), ["copies" if fetches else "memory", s, save_id, fetches])
+                for save_id, (s, number, fetches) in in_memory.items()
                 # A snapshot that was committed and is no longer on storage has been deleted.
-                if save_id in everywhere and (not final or final in folders)
+                if save_id not in final or final[save_id] in folders
             ]
             ranked.sort(key=lambda each: each[0], reverse=True)
             return [each for _, each in ranked if step is None or each[1] == step]
@@ -203,11 +234,17 @@ class Restorer:
         return [_Candidate(*each) for each in self._ranks.gather(mine, sort)]
 
     def _load(
-        self, candidate: _Candidate, snapshots: Mapping[str, HeldSnapshot], request: _Request
+        self, candidate: _Candidate, snapshots: dict[str, HeldSnapshot], request: _Request
     ) -> CallFailure | None:
         """Loads one candidate. Returns `None`, or the failure of one rank, the same on all."""
         state_dict = request.state_dict
-        if candidate.source == "memory":
+        request.fetched = Fetched()
+        if candidate.fetches:
+            fetched = self._ranks.attempt(lambda: self._fetch(candidate, snapshots))
+            if isinstance(fetched, CallFailure):
+                return fetched
+            request.fetched = fetched
+        if candidate.source != "storage":
             memory = self._memory_of(snapshots[candidate.name])
             content = content_in_memory(memory, state_dict, self._items, self._ranks, self._group)
         else:
@@ -227,6 +264,14 @@ class Restorer:
         return self._ranks.attempt(
             lambda: load(content, state_dict, fitting.items, request.weights_only)
         )
+
+    def _fetch(self, candidate: _Candidate, snapshots: dict[str, HeldSnapshot]) -> Fetched:
+        at = candidate.fetches.get(str(self._ranks.rank))
+        if at is None:
+            return Fetched()
+        assert self.copies is not None
+        snapshots[candidate.name], fetched = self.copies.fetch(candidate.name, at)
+        return fetched
 
     def _content_on_storage(self, candidate: _Candidate, state_dict: dict[str, Any]) -> Content:
         storage = self._session.storage

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
+from outlast.async_checkpoint.peer_copies.arrangement import new_keeper
+from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.save.structure_exchange import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.manifest import checksum
@@ -34,12 +36,13 @@ class FolderSession:
     """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
     snapshots outlive this process. Another folder of the same name has a different `identity`.
     `recycles`: whether this process has removed checkpoints: the recycled files are its own then,
-    and it deletes them at its end, whichever rank it is by then.
+    and it deletes them at its end, whichever rank it is by then. `keeper` and `copies` copy the
+    snapshots to another host, and hold those of others.
     """
 
-    def __init__(self, url: str, *, threads: int, linger_s: float) -> None:
+    def __init__(self, url: str, *, threads: int, linger_s: float, replicas: int) -> None:
         self.url = url
-        self.options = (threads, linger_s)
+        self.options = (threads, linger_s, replicas)
         self.storage = open_storage(url)
         self.locked = False
         self.recycles = False
@@ -48,6 +51,10 @@ class FolderSession:
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
+        self.keeper = (
+            new_keeper(url, linger_s, launcher=os.getppid(), main=os.getpid()) if replicas else None
+        )
+        self.copies: CopyRounds | None = None
         self.memo = StructureMemo()
         self.pool = BufferPool(self.writer)
         self._sink: Sink | None = None
@@ -78,6 +85,12 @@ class FolderSession:
         """Ends the writer and gives all memory back."""
         atexit.unregister(self.close)
         self.pool.end_copies()  # their memory is released below
+        if self.copies is not None:
+            self.copies.close()
+        if self.keeper is not None:
+            self.keeper.close(timeout_s)  # a round that waits for it ends
+        if self.copies is not None:
+            self.copies.join()
         self.writer.close(timeout_s, tidy=self.recycles, last=self.locked)
         self.pool.close()
         self.storage.close()
@@ -106,18 +119,20 @@ def check_unused(url: str) -> None:
         )
 
 
-def session_for(url: str, *, threads: int, linger_s: float) -> tuple[FolderSession, bool]:
+def session_for(
+    url: str, *, threads: int, linger_s: float, replicas: int
+) -> tuple[FolderSession, bool]:
     """The session of a folder, and whether it existed before. One that was made with other options
     ends.
     """
     present = _sessions.get(url)
-    if present is not None and present.options != (threads, linger_s):
+    if present is not None and present.options != (threads, linger_s, replicas):
         if present.owner is not None:
             present.owner.abort()
         present.close(0.0)
     with _lock:
         if url in _sessions:
             return _sessions[url], True
-        session = FolderSession(url, threads=threads, linger_s=linger_s)
+        session = FolderSession(url, threads=threads, linger_s=linger_s, replicas=replicas)
         _sessions[url] = session
         return session, False

@@ -68,8 +68,7 @@ from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
-# After an abort that came too late to drop a save: how long rank 0 has to conclude it.
-_CONCLUDE_S = 10.0
+_CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a save
 
 
 class SavePipeline:
@@ -182,6 +181,7 @@ class SavePipeline:
 
     def _refuse(self, index: int, step: int, error: Exception) -> None:
         """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
+        self._snapshotter.refuse(index, step, error)
         # If the store is out of reach, it is for them too; this rank's error comes first.
         with contextlib.suppress(StoreError, CheckpointTimeout):
             self._exchange.refuse(index, str(error))
@@ -371,7 +371,7 @@ class SavePipeline:
                 target=self._claim_abort, args=(pending,), name="outlast-abort", daemon=True
             ).start()
         self._queue.put(None)
-        self._snapshotter.release_optimizers()
+        self._snapshotter.abandon()
 
     def check_not_in_callback(self) -> None:
         """Raises `RuntimeError` on the thread of the saves, which cannot wait for its own end."""

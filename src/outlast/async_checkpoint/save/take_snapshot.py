@@ -81,7 +81,9 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes one rank's snapshots. The ids of its saves begin with `job`."""
+    """Takes one rank's snapshots. The ids of its saves begin with `job`. Each snapshot is also
+    copied to another host, if the session does so.
+    """
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class Snapshotter:
         self._rank = rank
         self._world_size = world_size
         self._job = job
+        self._copies = session.copies
         self._now, self._later = ChunkCache(), ChunkCache()
         self._private: Last[bool] = Last()
 
@@ -120,10 +123,19 @@ class Snapshotter:
         except BaseException:
             self._session.pool.give_back(buffer)
             raise
+        if self._copies is not None:
+            self._copies.submit(index, step, snapshot)
         return snapshot
 
-    def release_optimizers(self) -> None:
-        """Releases the optimizers after the last snapshot."""
+    def refuse(self, index: int, step: int, error: Exception) -> None:
+        """This rank has no snapshot of a save."""
+        if self._copies is not None:
+            self._copies.refuse(index, step, str(error))
+
+    def abandon(self) -> None:
+        """After the last snapshot: ends its copy to another host, and releases the optimizers."""
+        if self._copies is not None:
+            self._copies.abandon()
         self._optimizers = ()
 
     def _describe(

@@ -40,6 +40,7 @@ class SnapshotBuffer:
         snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
         copy: the copy into it that may still be running.
         turn: counts its users: a past user cannot give it back.
+        reserved: for what no save may use it: its snapshot is being copied to another host.
     """
 
     number: int
@@ -51,6 +52,12 @@ class SnapshotBuffer:
     values: bytes = b""
     copy: OverlappedCopy | EagerCopy | None = None
     turn: int = 0
+    reserved: object = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a save may use it."""
+        return not self.busy and self.reserved is None
 
     def call_off(self) -> None:
         """Ends the copy into it: when this returns, nothing is being written into it."""
@@ -68,7 +75,7 @@ class SnapshotBuffer:
 
 class BufferPool:
     """The buffers for saves, and those that were `handed_over` by a dead process of this rank,
-    until there is a newer snapshot.
+    until there is a newer snapshot. The snapshot of the save `precious` is overwritten last.
     """
 
     def __init__(self, writer: WriterClient) -> None:
@@ -77,10 +84,15 @@ class BufferPool:
         self._writer = writer
         self._freed = threading.Condition()
         self._allocating: threading.Thread | None = None
+        self.precious = ""
+        self._spare = 0
 
-    def grow(self, count: int) -> None:
-        """Grows the pool to at least `count` buffers."""
-        while len(self.buffers) < count:
+    def grow(self, count: int, spare: int = 0) -> None:
+        """Grows the pool to at least `count` buffers for saves in progress, and as many more as may
+        be reserved at a time.
+        """
+        self._spare = spare
+        while len(self.buffers) < count + spare:
             self.buffers.append(SnapshotBuffer(len(self.buffers)))
 
     def take(self, structure: Structure, timeout_s: float) -> SnapshotBuffer:
@@ -92,10 +104,13 @@ class BufferPool:
         with self._freed:
             if not self._freed.wait_for(self._has_free, timeout_s):
                 raise NoFreeBuffer
-            free = [buffer for buffer in self.buffers if not buffer.busy]
+            free = [buffer for buffer in self.buffers if buffer.usable]
             # Prefer one that is laid out for the structure; of these, the one with the oldest
             # snapshot.
-            buffer = min(free, key=lambda b: (b.structure is not structure, _age(b)))
+            buffer = min(
+                free,
+                key=lambda b: (self._is_precious(b), b.structure is not structure, _age(b)),
+            )
             buffer.busy = True
             buffer.turn += 1
         try:
@@ -112,6 +127,30 @@ class BufferPool:
                 return
             buffer.call_off()  # before the next save takes it
             buffer.busy = False
+            self._freed.notify_all()
+
+    def reserve(self, buffer: SnapshotBuffer, purpose: object) -> None:
+        """Keeps saves from using this buffer."""
+        with self._freed:
+            buffer.reserved = purpose
+
+    def unreserve(self, buffer: SnapshotBuffer, purpose: object) -> None:
+        """Ends the reservation for this purpose, unless it has ended already."""
+        with self._freed:
+            if buffer.reserved is purpose:
+                buffer.reserved = None
+                self._freed.notify_all()
+
+    @property
+    def has_reserved(self) -> bool:
+        """Whether a buffer is reserved."""
+        return any(buffer.reserved is not None for buffer in self.buffers)
+
+    def unreserve_all(self) -> None:
+        """Ends all reservations; what reserved a buffer does not read from it any more."""
+        with self._freed:
+            for buffer in self.buffers:
+                buffer.reserved = None
             self._freed.notify_all()
 
     def give_back_all(self) -> None:
@@ -148,19 +187,23 @@ class BufferPool:
 
     def take_over(self, socket: Path) -> None:
         """Takes over the snapshots that a dead process of this rank left in memory."""
-        found = take_over(socket)
-        if found:
-            self._writer.start()
-        for handed in found:
-            number = 1000 + len(self.handed_over)
+        for handed in take_over(socket):
             memory = SharedMemory(os.fstat(handed.descriptor).st_size, handed.descriptor)
-            self.handed_over.append(
-                SnapshotBuffer(number, memory, snapshot=handed.snapshot, values=handed.values)
-            )
-            self._writer.share(number, memory, handed.snapshot["index"].encode())
-            self._writer.tell(
-                SnapshotSealed(buffer=number, snapshot=handed.snapshot, blob=handed.values)
-            )
+            self.adopt(handed.snapshot, handed.values, memory, handed.snapshot["index"])
+
+    def adopt(
+        self, snapshot: SnapshotDescription, values: bytes, memory: SharedMemory, index: str
+    ) -> SnapshotBuffer:
+        """Adds a snapshot of this rank that another process has made, until there is a newer one.
+        `index` says what it holds and where (`Structure.index`).
+        """
+        self._writer.start()
+        number = 1000 + len(self.handed_over)
+        buffer = SnapshotBuffer(number, memory, snapshot=snapshot, values=values)
+        self.handed_over.append(buffer)
+        self._writer.share(number, memory, index.encode())
+        self._writer.tell(SnapshotSealed(buffer=number, snapshot=snapshot, blob=values))
+        return buffer
 
     def release_handed_over(self) -> None:
         """Releases the memory of a dead predecessor's snapshots: there is a newer state."""
@@ -184,7 +227,15 @@ class BufferPool:
         self.buffers, self.handed_over = [], []
 
     def _has_free(self) -> bool:
-        return any(not buffer.busy for buffer in self.buffers)
+        busy = sum(buffer.busy for buffer in self.buffers)
+        # A spare buffer is not for one more save in progress.
+        return busy < len(self.buffers) - self._spare and any(
+            buffer.usable for buffer in self.buffers
+        )
+
+    def _is_precious(self, buffer: SnapshotBuffer) -> bool:
+        snapshot = buffer.snapshot
+        return snapshot is not None and snapshot["save_id"] == self.precious
 
     def _await_allocation(self) -> None:
         if self._allocating is not None:

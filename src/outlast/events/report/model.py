@@ -158,8 +158,12 @@ class Saves:
         blocked_median, blocked_worst: seconds for which `save` blocked training.
         durable_median: seconds until the commit.
         failed: step and cause of each that was not committed.
-        restored: step and source (memory, storage) of each restore.
+        restored: step and source of each restore: storage, memory, or memory and the copies of
+            named ranks.
         passed_over: step and cause of each that a restore found damaged and skipped.
+        copied: number of saves that were copied to other hosts' memory.
+        copied_bytes, copied_median: what rank 0 sent for the last one; seconds until it was there.
+        not_copied: step and cause of each that was not; step -1 if none could be.
     """
 
     committed: int
@@ -171,6 +175,10 @@ class Saves:
     failed: tuple[tuple[int, str], ...]
     restored: tuple[tuple[int, str], ...]
     passed_over: tuple[tuple[int, str], ...]
+    copied: int = 0
+    copied_bytes: int = 0
+    copied_median: float = 0.0
+    not_copied: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ _IN_SHORT = {
 }
 _ENDED_BY_ITSELF = ("TERMINATED", "WORKER_FAILED")  # the exit code says more than the message
 _LISTED = 8
+_CAUSES = 3
 _SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
 """The path of a source file in a torch or gloo message; it is long and of no use here."""
 _EXCEPTION = re.compile(r"(?:\w+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
@@ -109,6 +110,18 @@ def describe_saves(saves: Saves) -> list[str]:
             f"{duration_text(saves.durable_median)}."
         )
         sentences.append(f"The newest checkpoint is that of step {saves.newest}.")
+    if saves.copied:
+        sentences.append(
+            f"{plural(saves.copied, 'save')} copied to other hosts' memory: "
+            f"{size_text(saves.copied_bytes)} from rank 0 in {duration_text(saves.copied_median)} "
+            "(median)."
+        )
+    sentences += [
+        f"Not copied to other hosts' memory: {f'step {step}, ' if step >= 0 else ''}{cause}."
+        for step, cause in saves.not_copied[:_CAUSES]
+    ]
+    if len(saves.not_copied) > _CAUSES:
+        sentences.append(f"{len(saves.not_copied) - _CAUSES} more saves were not copied.")
     if saves.failed:
         steps = ", ".join(str(step) for step, _ in saves.failed)
         sentences.append(f"Failed on all ranks, not committed: step {steps}.")

@@ -11,8 +11,6 @@ which takes over the port until all ranks have left (`monitor/store_service.py`)
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from typing import Any
 
 from outlast.errors import InternalError
@@ -54,16 +52,3 @@ class IterationStore:
         """Ends the server, if this rank serves the store."""
         self._server = None
         self.where = ""
-
-
-def local_address(store: tuple[str, int] | None) -> str:
-    """The address of this host that faces the job's store: loopback if the store is on loopback."""
-    if store is None:
-        return socket.gethostbyname(socket.gethostname())
-    address = str(socket.getaddrinfo(store[0], store[1], type=socket.SOCK_STREAM)[0][4][0])
-    if ipaddress.ip_address(address).is_loopback:
-        return address
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, store[1] or 1))  # for a datagram socket, this sends nothing
-        return str(probe.getsockname()[0])

@@ -38,7 +38,6 @@ from outlast.inprocess.observers import observers
 from outlast.inprocess.progress.adaptive_timeout import Adaptive, GapEstimator
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.recovery.call_control import CallControl
-from outlast.inprocess.recovery.iteration_store import local_address
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
 from outlast.inprocess.recovery.rank_host import RankHost
@@ -47,6 +46,7 @@ from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore, TCPStore
+from outlast.system.sockets import address_towards
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -89,7 +89,7 @@ class _Session:
         self.clock = MonotonicClock()
         self.store_kwargs = self._store_kwargs()
         self.endpoint = settings.store_factory.endpoint(**self.store_kwargs)  # type: ignore[attr-defined]
-        address = self.launch.host_address or local_address(self.endpoint)
+        address = self.launch.host_address or address_towards(self.endpoint)
         self.emitter = Emitter(self._default_sink() if sink is None else sink, clock=self.clock)
         self.emitter.place(rank=self.launch.rank)
         self.ready = f"{self.prefix}served" if self._job_serves_store() else ""

@@ -1,0 +1,1 @@
+"""Copies of snapshots in the memory of other hosts: `Checkpointer(..., replicas=1)`."""

@@ -1,0 +1,157 @@
+"""A TCP connection between hosts on which copies travel: both ends prove that they know the token.
+
+The token is random, made for each checkpointer, and known to its ranks only, through the store.
+Neither end sends it: each answers a random challenge of the other with an HMAC. After that come
+frames (a length, then JSON) and raw bytes. Nothing that arrives is unpickled. The bytes are not
+encrypted, as those of collectives are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from typing import Any
+
+from outlast.errors import CheckpointError
+
+STALL_S = 30.0
+"""How long one end waits for the other to take or send the next bytes."""
+_CONNECT_S = 10.0
+_HANDSHAKE_S = 10.0
+_NONCE_BYTES = 32
+_LENGTH = struct.Struct(">Q")
+_MAX_FRAME_BYTES = 256 << 20
+# The class of background traffic (CS1): routers that tell classes apart serve others first.
+_BACKGROUND = 0x20
+_PIECE_BYTES = 1 << 20
+
+
+class ConnectionRefused(CheckpointError):
+    """The other end is not a process of this job, or does not accept this one as such."""
+
+
+class Connection:
+    """One end of a connection. One thread uses it at a time, but any thread may `cut` it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.settimeout(STALL_S)
+
+    @classmethod
+    def open(cls, address: str, port: int, token: str) -> Connection:
+        """Connects to a keeper.
+
+        Raises:
+            OSError: if it cannot be reached.
+            ConnectionRefused: if the other end does not know the token.
+        """
+        sock = socket.create_connection((address, port), timeout=_CONNECT_S)
+        try:
+            _mark_as_background(sock)
+            sock.settimeout(_HANDSHAKE_S)
+            theirs, ours = _receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+            sock.sendall(ours + _proof(token, b"client", theirs + ours))
+            try:
+                proof = _receive(sock, hashlib.sha256().digest_size)
+            except EOFError:
+                proof = b""
+            if not hmac.compare_digest(proof, _proof(token, b"server", ours + theirs)):
+                raise ConnectionRefused(f"{address}:{port} does not belong to this job")
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock)
+
+    @classmethod
+    def accept(cls, sock: socket.socket, token: str) -> Connection:
+        """The other side of `open`.
+
+        Raises:
+            OSError, EOFError: if the other end is gone or silent.
+            ConnectionRefused: if it does not know the token.
+        """
+        _mark_as_background(sock)
+        sock.settimeout(_HANDSHAKE_S)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(ours)
+        theirs = _receive(sock, _NONCE_BYTES)
+        proof = _receive(sock, hashlib.sha256().digest_size)
+        if not hmac.compare_digest(proof, _proof(token, b"client", ours + theirs)):
+            raise ConnectionRefused("a client without the token of this job")
+        sock.sendall(_proof(token, b"server", theirs + ours))
+        return cls(sock)
+
+    def send_frame(self, content: dict[str, Any]) -> None:
+        """Sends a JSON object."""
+        data = json.dumps(content, separators=(",", ":")).encode()
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive_frame(self) -> dict[str, Any]:
+        """Receives a JSON object.
+
+        Raises:
+            EOFError: if the other end is gone.
+            ValueError: if it is not a JSON object.
+        """
+        (length,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes")
+        found = json.loads(_receive(self._socket, length))
+        if not isinstance(found, dict):
+            raise ValueError("a frame that is not a JSON object")
+        return found
+
+    def send(self, data: memoryview) -> None:
+        """Sends raw bytes."""
+        self._socket.sendall(data)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        """Fills the buffer; an `EOFError` if the other end is gone before."""
+        _receive_into(self._socket, buffer)
+
+    def cut(self) -> None:
+        """Ends the connection; a thread that uses it gets an error at once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Releases the socket."""
+        self._socket.close()
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket at this address only, on a port that the system chooses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=128)
+
+
+def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + nonces, "sha256")
+
+
+def _mark_as_background(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # only a hint
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _BACKGROUND)
+        else:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _BACKGROUND)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _receive(sock: socket.socket, size_bytes: int) -> bytes:
+    data = bytearray(size_bytes)
+    _receive_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(sock: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        count = sock.recv_into(buffer[:_PIECE_BYTES])
+        if not count:
+            raise EOFError("the other end has closed the connection")
+        buffer = buffer[count:]
