@@ -65,10 +65,6 @@ class Namespaces:
             os.kill(self.init, signal.SIGKILL)  # the kernel kills the others, also stopped ones
         self._process.communicate()
 
-    def run(self, command: str) -> None:
-        """Runs a command of the system inside."""
-        run(f"nsenter --target {self.init} {' '.join(_NAMESPACES)} {command}")
-
     def ip(self, *commands: str) -> None:
         """Runs commands of `ip` inside."""
         run(
@@ -125,6 +121,13 @@ class Host(Namespaces):
         self._started.append(HostProcess(popen))
         return self._started[-1]
 
+    def close(self) -> None:
+        if self.on:
+            os.kill(self.init, signal.SIGKILL)
+        for process in self._started:
+            process.end()  # until nsenter has reaped its child, the kernel waits
+        super().close()
+
     def power_off(self) -> None:
         """Ends the host at once: first its link, so that no process says goodbye to its peers."""
         self._unplug()
@@ -164,6 +167,13 @@ class HostProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         return self._outer.wait(timeout)
+
+    def end(self) -> None:
+        """Waits for its end, after that of its host."""
+        while self.poll() is None:
+            if _state(self._outer.pid) == "T":  # it does not see the end of its child
+                self._outer.kill()
+            time.sleep(0.001)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is not None or not self.pid:

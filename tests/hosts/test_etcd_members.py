@@ -1,0 +1,70 @@
+"""The store on three etcd members, one a host: the host of etcd's leader is lost meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from etcd import Etcd
+from network import Network
+
+from hosts.cluster import Cluster
+
+WRITER = Path(__file__).parent / "scripts" / "etcd_writer.py"
+COUNT = 300
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here (Debian: etcd-server)"),
+]
+
+Fault = Callable[[Network, str], None]
+
+
+def _power_off(network: Network, leader: str) -> None:
+    network[leader].power_off()
+
+
+def _is_not_heard(network: Network, leader: str) -> None:
+    for host in network:
+        network.cut(leader, host.name)
+
+
+def _hears_nothing(network: Network, leader: str) -> None:
+    for host in network:
+        network.cut(host.name, leader)
+
+
+def _freeze(network: Network, leader: str) -> None:
+    network[leader].freeze()
+
+
+@pytest.mark.parametrize("fault", [_power_off, _is_not_heard, _hears_nothing, _freeze])
+def test_every_write_counts_once_although_the_host_of_the_leader_is_lost(
+    network: Network, tmp_path: Path, fault: Fault
+) -> None:
+    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path)
+    etcd.start_all()
+    leader = etcd.leader()
+    others = [name for name in etcd.names if name != leader]
+    cluster = Cluster(network, tmp_path)
+    # The endpoints begin with the leader's: each writer is connected to it.
+    endpoints = ",".join(f"{name}:2379" for name in [leader, *others])
+    writers = [cluster.start(name, [str(WRITER), endpoints, str(COUNT)]) for name in others]
+    for writer in writers:
+        cluster.until_said("wrote 20\n", writer)
+    fault(network, leader)
+    assert cluster.wait(*writers) == [0, 0], cluster.output()
+
+    results = [cluster.until_said(r"winner (\w+) sums \[(.*)\] log (.*)", w) for w in writers]
+    assert results[0][1] == results[1][1]
+    assert results[0][1] in others
+    sums = [int(number) for result in results for number in result[2].split(", ")]
+    assert sorted(sums) == list(range(1, 2 * COUNT + 1))
+    assert results[0][3] == results[1][3]
+    entries = results[0][3].split(";")[:-1]
+    for name in others:
+        written = [entry for entry in entries if entry.startswith(name)]
+        assert written == [f"{name}:{number}" for number in range(COUNT)]
