@@ -31,6 +31,8 @@ __all__ = [
     "Fault",
     "FinalizeDone",
     "HealthCheckDone",
+    "HostJoined",
+    "HostLost",
     "InitializeDone",
     "InterruptSent",
     "InterruptSwallowed",
@@ -257,6 +259,26 @@ class StopRequested(Event, kind="stop_requested"):
     """The whole job was told to stop; the launcher or each rank of a `Job` writes it."""
 
     reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostJoined(Event, kind="host_joined"):
+    """A host has joined the job, as the launcher of this host has learned. `name`, `address`: that
+    host's.
+    """
+
+    name: str = ""
+    address: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostLost(Event, kind="host_lost"):
+    """A host is no longer in the job; `left` is true if it has left in an orderly way."""
+
+    name: str = ""
+    address: str = ""
+    reason: str = ""
+    left: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a standby process uses this module, and imports no more than it needs
     from outlast.launch.config.job_spec import JobSpec
     from outlast.launch.config.placement import Placement
+    from outlast.launch.config.slurm import SlurmStep
 
 _MARK = "OUTLAST_JOB"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 
 PER_WORKER = frozenset(
@@ -24,6 +27,7 @@ PER_WORKER = frozenset(
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "OUTLAST_REPLACEMENT"),
+        *("OUTLAST_STORE", "OUTLAST_HOST", "OUTLAST_HOST_ADDR", "OUTLAST_FENCE", _GLOO_INTERFACE),
     )
 )
 """The variables that are known only when a worker gets its place in the job."""
@@ -42,6 +46,39 @@ def names_chaos_state() -> bool:
 def mark(job: JobSpec) -> str:
     """The variable in the environment of every process of the job, and of no other process."""
     return f"{_MARK}={job.mark}"
+
+
+def step() -> SlurmStep | None:
+    """The Slurm step in which the launcher runs, if it has several nodes.
+
+    Raises:
+        ValueError: if it runs the launcher several times on a node.
+    """
+    from outlast.launch.config.slurm import slurm_step
+
+    return slurm_step(os.environ)
+
+
+def gloo_interface(address: str) -> dict[str, str]:
+    """The variable with which gloo uses the interface of `address`, unless it does so anyway,
+    because the host name resolves to that address, or the user has chosen one.
+    """
+    if os.environ.get(_GLOO_INTERFACE):
+        return {}
+    with contextlib.suppress(OSError):
+        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        if own and own[0][4][0] == address:
+            return {}
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        # All addresses of 127.0.0.0/8 belong to the loopback interface, which lists only one.
+        loopback = any(a.address == "127.0.0.1" for a in addresses)
+        if any(a.address.partition("%")[0] == address for a in addresses) or (
+            loopback and address.startswith("127.")
+        ):
+            return {_GLOO_INTERFACE: name}
+    return {}
 
 
 def orphan_killer_environment() -> dict[str, str]:

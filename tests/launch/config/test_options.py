@@ -20,9 +20,14 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.run import _with_options_of
-from outlast.launch.config.job_spec import JobSpec, job_from_options
+from outlast.launch.config.job_spec import JobSpec, in_step, job_from_options
 from outlast.launch.config.options import RunOptions
+from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Std, parse_std
+
+
+HOSTS = {"nnodes": "2", "rdzv_endpoint": "a:1"}
+STATIC = {"nnodes": "2", "master_addr": "a"}
 
 
 def parsed(*words: str) -> RunOptions:
@@ -87,9 +92,22 @@ def test_addresses(options: dict[str, Any], address: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"nnodes": "2"}, "--nnodes 2"),
-        ({"nnodes": "1:4"}, "--nnodes 1:4"),
+        ({"nnodes": "2"}, "--nnodes 2 needs --rdzv-endpoint"),
+        ({"nnodes": "0:4"}, "--nnodes 0:4: MIN must be"),
+        ({"nnodes": "4:2"}, "--nnodes 4:2: MIN must be"),
+        ({"nnodes": ":2"}, "--nnodes :2: must be"),
+        ({"nnodes": "x"}, "--nnodes x: must be"),
         ({"node_rank": 1}, "--node-rank 1"),
+        ({**HOSTS, "rdzv_endpoint": "a:b"}, "--rdzv-endpoint a:b: must be"),
+        ({**HOSTS, "rdzv_endpoint": "a:1,:2"}, "--rdzv-endpoint :2: must be"),
+        ({**HOSTS, "rdzv_backend": "zoo"}, "--rdzv-backend zoo: must be"),
+        ({**HOSTS, "rdzv_backend": "etcd-v2"}, "--rdzv-backend etcd-v2: etcd's old API"),
+        ({**HOSTS, "rdzv_conf": "join_timeout"}, "--rdzv-conf join_timeout: must be"),
+        ({**HOSTS, "rdzv_conf": "join_timeout=soon"}, "--rdzv-conf join_timeout=soon: must be"),
+        ({**HOSTS, "rdzv_conf": "cacert=x"}, "--rdzv-conf cacert=x: unknown with c10d"),
+        ({**HOSTS, "host_timeout": 0.0}, "--host-timeout 0: must be"),
+        ({**STATIC, "nnodes": "2:4"}, "--rdzv-backend static --nnodes 2:4: the number"),
+        ({**STATIC, "node_rank": 2}, "--node-rank 2: must be"),
         ({"nproc_per_node": "0"}, "--nproc-per-node 0"),
         ({"nproc_per_node": "-1"}, "--nproc-per-node -1"),
         ({"nproc_per_node": "many"}, "--nproc-per-node many"),
@@ -227,3 +245,40 @@ def test_the_environment_is_read_in_one_module() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     }
     assert readers == {"environment.py"}
+
+
+def test_many_hosts() -> None:
+    made = job(
+        nnodes="2:4", rdzv_endpoint="a:1,[::1]:2,c", rdzv_conf="last_call_timeout=3", node_rank=7
+    )
+    assert made.hosts is not None
+    assert (made.hosts.minimum, made.hosts.maximum, made.hosts.backend) == (2, 4, "c10d")
+    assert made.hosts.endpoints == (("a", 1), ("::1", 2), ("c", 29400))
+    assert (made.hosts.last_call_s, made.hosts.join_s, made.hosts.place) == (3.0, 600.0, -1)
+    assert made.run_id == "none"
+
+
+def test_static_rendezvous_is_that_of_torchruns_older_command_lines() -> None:
+    made = job(**STATIC, node_rank=1, rdzv_conf="timeout=9")
+    assert made.hosts is not None
+    assert (made.hosts.backend, made.hosts.endpoints) == ("static", (("a", 29500),))
+    assert (made.hosts.place, made.hosts.join_s) == (1, 9.0)
+
+
+def test_hosts_compare_what_must_be_equal() -> None:
+    one = dict(job(**HOSTS, args=["--lr", "0.1"], local_addr="10.0.0.1", run_id="x").settings)
+    other = dict(job(**HOSTS, args=["--lr", "0.2"], local_addr="10.0.0.2", run_id="x").settings)
+    assert {name for name in one if one[name] != other[name]} == {"arguments of the script"}
+    assert one["arguments of the script"] == "--lr 0.1"
+
+
+def test_a_slurm_step_completes_the_options() -> None:
+    step = SlurmStep(("n1", "n2", "n3", "n4"), "7.0", "n2")
+    options = in_step(RunOptions(script=__file__), step)
+    assert (options.nnodes, options.run_id) == ("4", "7.0")
+    assert options.rdzv_endpoint == step.endpoints
+    ranged = in_step(RunOptions(script=__file__, nnodes="2:4", run_id="x"), step)
+    assert (ranged.nnodes, ranged.run_id, ranged.rdzv_endpoint) == ("2:4", "x", step.endpoints)
+    for given in ({"nnodes": "1"}, {"rdzv_endpoint": "a:1"}, {"standalone": True}):
+        alone = RunOptions(script=__file__, **given)  # type: ignore[arg-type]
+        assert in_step(alone, step) is alone

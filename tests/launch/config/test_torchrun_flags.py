@@ -29,7 +29,7 @@ NOT_GIVEN = {
     "rdzv_endpoint": "",
     "master_addr": "127.0.0.1",
 }
-OURS_ALONE = {"nnodes": "1", "master_port": 0, "grace": 30.0}
+OURS_ALONE = {"nnodes": None, "master_port": 0, "grace": 30.0}
 
 
 def our_flags() -> dict[str, tuple[str, tuple[str, ...]]]:

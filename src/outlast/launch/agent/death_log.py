@@ -96,9 +96,11 @@ class DeathLog:
         self.deaths.append(death)
         return death
 
-    def not_replaced(self, death: Death) -> None:
+    def not_replaced(self, death: Death) -> Death:
         """Correct a death that was to be replaced and was not."""
-        self.deaths[self.deaths.index(death)] = dataclasses.replace(death, decision=Decision.LOST)
+        lost = dataclasses.replace(death, decision=Decision.LOST)
+        self.deaths[self.deaths.index(death)] = lost
+        return lost
 
 
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:

@@ -53,7 +53,7 @@ class Replacements:
         """Give up the replacements that still wait."""
         for timer, death in self._waiting:
             timer.cancel()
-            self._deaths.not_replaced(death)
+            self._lost(death)
         self._waiting.clear()
 
     def _replace(self, death: Death) -> None:
@@ -68,5 +68,8 @@ class Replacements:
                 return
             except LaunchError as e:  # the survivors can still finish the job
                 resources.console.say(f"{e}: the other ranks go on without it")
-        self._deaths.not_replaced(death)
+        self._lost(death)
         self._given_up()
+
+    def _lost(self, death: Death) -> None:
+        self._resources.coordinator.failed(self._deaths.not_replaced(death))

@@ -133,12 +133,17 @@ class JobResources:
     def _folder(self, stack: ExitStack) -> Path:
         """The folder of output and error files; a temporary one if it has only error files."""
         job = self.job
+        page = self.coordinator.lease_page
+        # That of the lease page is the coordinator's, which removes it.
+        self._temporary = None if page is None else page.parent
         if job.log_dir is not None:
             folder = job.log_dir / job.run_id
             if self.coordinator.host_id:  # the hosts may share the folder
                 folder /= self.host
             folder.mkdir(parents=True, exist_ok=True)
             return folder
+        if self._temporary is not None and not job.routes.any_file:
+            return self._temporary
         folder = Path(tempfile.mkdtemp(prefix="outlast-"))
         if job.routes.any_file:
             return folder

@@ -1,4 +1,4 @@
-"""`outlast run`: starts a script as a job of several processes on this machine."""
+"""`outlast run`: starts a script as a job of several processes, on one host or many."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, get_type_hints
 import typer
 
 from outlast.errors import LaunchError
+from outlast.launch import environment
 from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.config.job_spec import JobSpec, job_from_options
+from outlast.launch.config.job_spec import JobSpec, in_step, job_from_options
 from outlast.launch.config.options import RunOptions
 
 
@@ -26,14 +27,15 @@ def register(app: typer.Typer) -> None:
 
 
 def run(options: RunOptions) -> None:
-    """Start SCRIPT in several processes on this machine, and keep the job running through faults.
+    """Start SCRIPT in several processes, and keep the job running through faults. For a job on many
+    hosts, run the same command on each, with --nnodes and --rdzv-endpoint.
 
     If the script uses outlast.inprocess.Wrapper, survivors keep running and only a dead worker is
     replaced. With any other script, a failure restarts all workers, as with torchrun, if
     --max-restarts allows it.
     """
     try:
-        job = job_from_options(options)
+        job = job_from_options(in_step(options, environment.step()))
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
     with exit_on(LaunchError):

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from outlast.errors import ChaosError
 from outlast.launch.config.memory import default_standbys
+from outlast.launch.config.hosts_spec import NO_RUN_ID, HostsSpec, hosts_from_options, settings
 from outlast.launch.config.options import RunOptions
+from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
 
 DEFAULT_HOST = "127.0.0.1"
@@ -68,13 +70,17 @@ class BackOff:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job on one node.
+    """A job, as the launcher of one host sees it.
 
     Attributes:
+        nproc: number of workers on each host.
         max_restarts: `None` if not given; the default depends on the script, see `decisions`.
         chaos_state: the folder in which the workers keep which faults have fired.
         standby: number of standby processes on each host.
         mark: identifies the processes of this job.
+        mark: identifies the processes of this job on this host.
+        hosts: `None` for a job on one host.
+        settings: name and value of each setting that must be equal on all hosts.
     """
 
     program: Program
@@ -93,6 +99,8 @@ class JobSpec:
     backoff: BackOff = dataclasses.field(default_factory=BackOff)
     standby: int = 0
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    hosts: HostsSpec | None = None
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 def job_from_options(options: RunOptions) -> JobSpec:
@@ -101,19 +109,18 @@ def job_from_options(options: RunOptions) -> JobSpec:
     Raises:
         ValueError: if an option has a wrong value or conflicts with another; names the option.
     """
-    if options.nnodes not in ("1", "1:1"):
-        raise ValueError(f"--nnodes {options.nnodes}: outlast run starts jobs on one node only")
-    if options.node_rank != 0:
-        raise ValueError(f"--node-rank {options.node_rank}: the only node has rank 0")
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
         raise ValueError("--grace and --backoff must be finite numbers of seconds")
     nproc = _nproc(options.nproc_per_node)
-    addr, port = _address(options)
-    run_id = uuid.uuid4().hex[:8] if options.run_id is None else options.run_id
+    program = _program(options)
+    hosts = hosts_from_options(options)
+    addr, port = _address(options) if hosts is None else (DEFAULT_HOST, 0)
+    default_id = uuid.uuid4().hex[:8] if hosts is None else NO_RUN_ID
+    run_id = default_id if options.run_id is None else options.run_id
     if not run_id or "/" in run_id or run_id in (".", ".."):
         raise ValueError(f"--run-id {run_id!r}: must be the name of a folder, without '/'")
     return JobSpec(
-        program=_program(options),
+        program=program,
         nproc=nproc,
         routes=_routes(options, nproc),
         run_id=run_id,
@@ -127,6 +134,22 @@ def job_from_options(options: RunOptions) -> JobSpec:
         grace_s=options.grace,
         backoff=BackOff(first_s=options.backoff),
         standby=_standby(options, nproc),
+        hosts=hosts,
+        settings=() if hosts is None else settings(options, hosts),
+    )
+
+
+def in_step(options: RunOptions, step: SlurmStep | None) -> RunOptions:
+    """The options, completed by the Slurm step in which the launcher runs, if there is one."""
+    chosen = options.rdzv_endpoint or options.master_addr or options.standalone
+    if step is None or chosen or options.nnodes in ("1", "1:1"):
+        return options
+    return dataclasses.replace(
+        options,
+        nnodes=options.nnodes or step.nnodes,
+        rdzv_endpoint=step.endpoints,
+        rdzv_backend="c10d",
+        run_id=options.run_id or step.run_id,
     )
 
 

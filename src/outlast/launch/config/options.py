@@ -96,8 +96,56 @@ class RunOptions:
     ] = 0
     local_addr: Annotated[
         str | None,
-        _torchrun("--local-addr", help="Same as --master-addr, since there is one node."),
+        _torchrun(
+            "--local-addr",
+            help="Address of this host for the other hosts. With one host: the same as "
+            "--master-addr.",
+        ),
     ] = None
+    nnodes: Annotated[
+        str | None,
+        _torchrun(
+            "--nnodes",
+            metavar="N|MIN:MAX",
+            help="Number of hosts; the same command runs on each. Default: 1, or the nodes of the "
+            "Slurm step.",
+            show_default=False,
+        ),
+    ] = None
+    node_rank: Annotated[
+        int,
+        _torchrun("--node-rank", help="Place of this host; only with --rdzv-backend static."),
+    ] = 0
+    rdzv_backend: Annotated[
+        str,
+        _torchrun(
+            "--rdzv-backend",
+            metavar="c10d|etcd|static",
+            help="Where hosts meet. c10d: at the hosts of --rdzv-endpoint; etcd: at an etcd v3 "
+            "there; static: as c10d, with the places of --node-rank. Default: c10d with "
+            "--rdzv-endpoint, else static. No effect with one host.",
+            show_default=False,
+        ),
+    ] = "static"
+    rdzv_endpoint: Annotated[
+        str | None,
+        _torchrun(
+            "--rdzv-endpoint",
+            metavar="HOST[:PORT][,...]",
+            help="Where hosts meet, the same on all hosts. Any one of several is enough. With one "
+            "host: the same as --master-addr and --master-port.",
+        ),
+    ] = None
+    rdzv_conf: Annotated[
+        str,
+        _torchrun(
+            "--rdzv-conf",
+            metavar="NAME=VALUE[,...]",
+            help="join_timeout: seconds to wait for MIN hosts (600); last_call_timeout: seconds "
+            "to wait for more once MIN hosts have joined (30). For etcd: cacert, cert, key, user, "
+            "password_file.",
+        ),
+    ] = ""
 
     events_dir: Annotated[
         Path | None,
@@ -142,25 +190,30 @@ class RunOptions:
         ),
     ] = None
 
-    nnodes: Annotated[str, _accepted("--nnodes", help="Only 1.")] = "1"
-    node_rank: Annotated[int, _accepted("--node-rank", help="Only 0.")] = 0
-    standalone: Annotated[
-        bool, _accepted("--standalone", help="No effect: every run is standalone.")
-    ] = False
+    host_timeout: Annotated[
+        float,
+        _outlast(
+            "--host-timeout",
+            metavar="SECONDS",
+            help="How long a host may be silent: after that it has ended its workers, and the "
+            "other hosts go on without it.",
+        ),
+    ] = 5.0
+    replacement_timeout: Annotated[
+        float,
+        _outlast(
+            "--replacement-timeout",
+            metavar="SECONDS",
+            help="How long the ranks of a lost host wait for another host, in a job with Wrapper.",
+        ),
+    ] = 600.0
+
+    standalone: Annotated[bool, _accepted("--standalone", help="One host, as is the default.")] = (
+        False
+    )
     start_method: Annotated[
         str, _accepted("--start-method", help="No effect: workers are always new processes.")
     ] = "spawn"
     monitor_interval: Annotated[
         float, _accepted("--monitor-interval", help="No effect: the launcher does not poll.")
     ] = 0.1
-    rdzv_backend: Annotated[
-        str, _accepted("--rdzv-backend", help="No effect: the launcher hosts the store.")
-    ] = "static"
-    rdzv_endpoint: Annotated[
-        str | None,
-        _accepted(
-            "--rdzv-endpoint",
-            metavar="HOST[:PORT]",
-            help="Same as --master-addr and --master-port.",
-        ),
-    ] = None

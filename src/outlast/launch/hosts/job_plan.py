@@ -76,13 +76,15 @@ class GiveUp(Entry):
 @dataclasses.dataclass(frozen=True)
 class Restart(Entry):
     """All workers on all hosts are ended and started again. `counts` is false for a restart that
-    `--max-restarts` does not limit, because nothing has failed.
+    `--max-restarts` does not limit, because nothing has failed. `process` is the worker that has
+    caused it, if one has.
     """
 
     name = "restart"
     attempt: int
     cause: str
     counts: bool = True
+    process: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,186 @@
+"""The options of a job on many hosts, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast.launch.config.options import RunOptions
+
+_PORTS = {"c10d": 29400, "etcd": 2379, "static": 29500}
+"""The backends, and the port of an endpoint without one, as with torchrun."""
+_TIMES = {"join_timeout": 600.0, "last_call_timeout": 30.0}
+_CONF = {
+    "c10d": frozenset({*_TIMES, "timeout"}),
+    "static": frozenset({*_TIMES, "timeout"}),
+    "etcd": frozenset({*_TIMES, "timeout", "cacert", "cert", "key", "user", "password_file"}),
+}
+NO_RUN_ID = "none"
+"""The run ID that torchrun uses if none is given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostsSpec:
+    """The hosts of a job.
+
+    Attributes:
+        minimum, maximum: the number of hosts with which the job may run.
+        backend: `c10d`, `static` or `etcd`.
+        endpoints: host and port of each.
+        local_addr: the address of this host for the others; `None` finds it.
+        place: the place that this host asks for; -1 for any.
+        lease_s: how long a host may be silent before the others go on without it.
+        join_s: how long to wait for the minimum.
+        last_call_s: how long to wait for more hosts once the minimum has joined.
+        replacement_s: how long the ranks of a lost host wait for another host.
+        conf: further settings of the backend.
+    """
+
+    minimum: int
+    maximum: int
+    backend: str
+    endpoints: tuple[tuple[str, int], ...]
+    local_addr: str | None = None
+    place: int = -1
+    lease_s: float = 5.0
+    join_s: float = 600.0
+    last_call_s: float = 30.0
+    replacement_s: float = 600.0
+    conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def hosts_from_options(options: RunOptions) -> HostsSpec | None:
+    """The hosts of the job; `None` for a job on one host.
+
+    Raises:
+        ValueError: if an option has a wrong value or conflicts with another; names the option.
+    """
+    minimum, maximum = _nnodes(options.nnodes or "1")
+    if options.standalone:
+        minimum, maximum = 1, 1
+    if maximum == 1:
+        if options.node_rank != 0:
+            raise ValueError(f"--node-rank {options.node_rank}: with --nnodes 1 there is only 0")
+        return None
+    backend = _backend(options)
+    conf = _conf(options.rdzv_conf, backend)
+    times = {name: _seconds(name, conf.pop(name, default)) for name, default in _TIMES.items()}
+    if "timeout" in conf:  # torchrun's name for static rendezvous
+        times["join_timeout"] = _seconds("timeout", conf.pop("timeout"))
+    for name in ("host_timeout", "replacement_timeout"):
+        value = getattr(options, name)
+        if not math.isfinite(value) or value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
+    static = backend == "static"
+    if static and minimum != maximum:
+        raise ValueError(
+            f"--rdzv-backend static --nnodes {options.nnodes}: the number of hosts is fixed; "
+            "c10d and etcd allow MIN:MAX"
+        )
+    if static and not 0 <= options.node_rank < maximum:
+        raise ValueError(f"--node-rank {options.node_rank}: must be from 0 to {maximum - 1}")
+    return HostsSpec(
+        minimum=minimum,
+        maximum=maximum,
+        backend=backend,
+        endpoints=_endpoints(options, backend),
+        local_addr=options.local_addr,
+        place=options.node_rank if static else -1,
+        lease_s=options.host_timeout,
+        join_s=times["join_timeout"],
+        last_call_s=0.0 if static else times["last_call_timeout"],
+        replacement_s=options.replacement_timeout,
+        conf=conf,
+    )
+
+
+def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ...]:
+    """What must be equal on all hosts, by the name that the user knows."""
+    return (
+        ("outlast version", importlib.metadata.version("outlast")),
+        ("torch version", importlib.metadata.version("torch")),
+        ("--nnodes", f"{hosts.minimum}:{hosts.maximum}"),
+        ("--nproc-per-node", options.nproc_per_node),
+        ("--rdzv-backend", hosts.backend),
+        ("--host-timeout", f"{hosts.lease_s:g}"),
+        ("--max-restarts", str(options.max_restarts)),
+        ("script", f"-m {options.script}" if options.module else Path(options.script).name),
+        ("contents of the script", _contents(options)),
+        ("arguments of the script", shlex.join(options.args or ())),
+    )
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or not (high or low).isdecimal():
+        raise ValueError(f"--nnodes {text}: must be a number of hosts, or MIN:MAX")
+    minimum, maximum = int(low), int(high or low)
+    if not 1 <= minimum <= maximum:
+        raise ValueError(f"--nnodes {text}: MIN must be at least 1 and at most MAX")
+    return minimum, maximum
+
+
+def _backend(options: RunOptions) -> str:
+    backend = options.rdzv_backend
+    if backend == "etcd-v2":
+        raise ValueError("--rdzv-backend etcd-v2: etcd's old API is not supported; use etcd")
+    if backend not in _PORTS:
+        raise ValueError(f"--rdzv-backend {backend}: must be c10d, etcd or static")
+    # The default is torchrun's, `static`, which means --master-addr and --node-rank there.
+    return "c10d" if backend == "static" and options.rdzv_endpoint else backend
+
+
+def _endpoints(options: RunOptions, backend: str) -> tuple[tuple[str, int], ...]:
+    text = options.rdzv_endpoint
+    if not text:
+        if backend != "static" or not options.master_addr:
+            raise ValueError(
+                f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT[,HOST:PORT...], "
+                "the same on all hosts"
+            )
+        return ((options.master_addr.strip("[]"), options.master_port or _PORTS[backend]),)
+    return tuple(_endpoint(item.strip(), backend) for item in text.split(","))
+
+
+def _endpoint(text: str, backend: str) -> tuple[str, int]:
+    host, colon, digits = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, digits = text, str(_PORTS[backend])
+    if not host or not digits.isdecimal() or not 0 < int(digits) < 1 << 16:
+        raise ValueError(f"--rdzv-endpoint {text}: must be HOST:PORT[,HOST:PORT...]")
+    return host.strip("[]"), int(digits)
+
+
+def _conf(text: str, backend: str) -> dict[str, str]:
+    conf: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"--rdzv-conf {item}: must be NAME=VALUE[,NAME=VALUE...]")
+        if name.strip() not in _CONF[backend]:
+            known = ", ".join(sorted(_CONF[backend]))
+            raise ValueError(f"--rdzv-conf {item}: unknown with {backend}, which knows {known}")
+        conf[name.strip()] = value.strip()
+    return conf
+
+
+def _seconds(name: str, value: str | float) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"--rdzv-conf {name}={value}: must be a number of seconds")
+    return seconds
+
+
+def _contents(options: RunOptions) -> str:
+    """A hash of the script; empty for a program, and for a module, whose file is not known here."""
+    if options.no_python or options.module or not Path(options.script).is_file():
+        return ""
+    return hashlib.sha256(Path(options.script).read_bytes()).hexdigest()[:16]

@@ -1,0 +1,398 @@
+"""A job on many hosts: this host's coordinator, which agrees with those of the other hosts.
+
+Decisions are entries of one chain in the agents' store (`job_plan`); each agent applies them in
+order. An agent claims an entry when a worker of its host has failed, or when it was told to stop.
+The agent of the group's leader also claims those that follow from the hosts that are there
+(`decider`).
+
+Everything here happens in the thread of the agent's event loop, and operations on the store block
+it: for milliseconds, and while the group has no leader for at most the lease. A lease that is over
+is a `StoreError`, which ends `Agent.run`: what is left of the workers is killed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import selectors
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast.coordination.records import FaultRecord, process_name
+from outlast.coordination.stores.store import KeyTimeout
+from outlast.errors import StoreError
+from outlast.launch.agent.coordinator import Actions, Outcome
+from outlast.launch.agent.death_log import Death
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.agent.job_keys import JobKeys
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.hosts.decider import Decider, Facts, Limits, loss_text
+from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
+from outlast.launch.hosts.job_log import JobLog, plan_key
+from outlast.launch.hosts.job_plan import (
+    End,
+    Entry,
+    GiveUp,
+    JobPlan,
+    Restart,
+    Stage,
+    Start,
+    Stop,
+    Take,
+    decode,
+)
+from outlast.launch.hosts.notices import GroupNotices
+from outlast.launch.hosts.placements import placement, ranks_text
+from outlast.launch.hosts.plan_watcher import PlanWatcher
+from outlast.launch.hosts.workers_store import WorkersStore
+from outlast.system.lease_page import LeasePage
+
+_OFTEN_S, _SELDOM_S = 0.05, 1.0
+"""Between two looks of the leader's agent: while it waits for reports of hosts, and otherwise. One
+read by one host costs less than waking a host at every report.
+"""
+
+
+class LeaseLost(StoreError):
+    """This host may no longer act: others may have replaced it."""
+
+
+class ManyHosts:
+    """The coordinator of a job on many hosts. `open_group` opens the backend's group."""
+
+    def __init__(
+        self,
+        resources: JobResources,
+        actions: Actions,
+        *,
+        open_group: Callable[[GroupSpec], HostGroup],
+    ) -> None:
+        job = resources.job
+        assert job.hosts is not None
+        self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
+        folder = Path(tempfile.mkdtemp(prefix="outlast-"))
+        page = LeasePage.create(folder)
+        self.lease_page: Path | None = page.path
+        self._group = open_group(
+            GroupSpec(
+                run_id=job.run_id,
+                endpoints=job.hosts.endpoints,
+                local_addr=job.hosts.local_addr,
+                lease_s=job.hosts.lease_s,
+                join_limit_s=job.hosts.join_s,
+                settings=job.settings,
+                place=job.hosts.place,
+                conf=job.hosts.conf,
+                page=page,
+            )
+        )
+        try:
+            self._group.start()
+        except BaseException:
+            self._group.close(leave=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._me = self._group.me
+        self.host_id = self._me.id
+        self._store = self._group.store
+        self._log = JobLog(self._store, self._me.id, self._me.name)
+        self._decider = Decider(
+            Limits(
+                minimum=job.hosts.minimum,
+                maximum=job.hosts.maximum,
+                max_restarts=job.max_restarts or 0,
+                last_call_s=job.hosts.last_call_s,
+                join_s=job.hosts.join_s,
+                replacement_s=job.hosts.replacement_s,
+                asked=job.hosts.place >= 0,
+            )
+        )
+        self._workers = WorkersStore(self._me.address, self._me.store_port)
+        self._plan = JobPlan()
+        self._state = GroupState()
+        self._watcher: PlanWatcher | None = None
+        self._notices: GroupNotices | None = None
+        self._timer = resources.loop.call_later(0.0, lambda: None)
+        self._reported_lost: set[str] = set()
+        self._leaves_alone = False
+        self._no_worker_left = False
+        self._outcome: Outcome | None = None
+        self._over = False
+
+    # --------------------------------------------------------------------- for the agent
+
+    @property
+    def keys(self) -> JobKeys:
+        return JobKeys(self._workers)
+
+    @property
+    def used(self) -> int:
+        return self._plan.used + self._log.replaced(self._plan.attempt)
+
+    def agree(self, name: str, value: str) -> str:
+        return self._log.agree(name, value)
+
+    def ready(self) -> None:
+        if self._watcher is None:
+            self._begin()
+        else:
+            self._log.clear(self._plan.attempt)
+
+    def take_replacement(self, limit: int) -> bool:
+        return self._plan.used + self._log.replaced(self._plan.attempt, 1) <= limit
+
+    def give_up(self, ranks: frozenset[int]) -> None:
+        self.keys.give_up(ranks)
+
+    def restart(self, cause: str, pid: int) -> None:
+        attempt, process = self._plan.attempt, process_name(self.host_id, pid)
+        self._propose(
+            lambda plan: (
+                Restart(attempt, cause, process=process)
+                if plan.stage is Stage.RUNNING and plan.attempt == attempt
+                else None
+            )
+        )
+
+    def end(self, cause: str, pid: int) -> None:
+        process = process_name(self.host_id, pid)
+        self._propose(lambda plan: None if _ends(plan) else End(cause, process))
+
+    def stop(self, number: signal.Signals) -> None:
+        if self._plan.place_of(self.host_id) is None and not _ends(self._plan):
+            self._leaves_alone = True  # it has no workers: the job goes on without this host
+            self._actions.stop(number, "")
+            return
+        self._propose(lambda plan: None if _ends(plan) else Stop(number, self._me.name))
+
+    def failed(self, death: Death) -> None:
+        if death.decision in (Decision.FATAL, Decision.FAILED, Decision.LOST, Decision.STOPPED):
+            self._log.fail(death)
+
+    def finished(self, exit_codes: frozenset[int]) -> None:
+        self._no_worker_left = True
+        if self._leaves_alone:
+            self._conclude(Outcome(job=self.keys.job()))
+            return
+        self._log.finish(self._plan.attempt, exit_codes)
+        self._look()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._group.close(leave=self._over)
+        self._workers.close()
+        if self._watcher is not None:
+            self._watcher.close()
+        assert self.lease_page is not None
+        shutil.rmtree(self.lease_page.parent, ignore_errors=True)
+
+    # ------------------------------------------------------------------ looking and deciding
+
+    def _begin(self) -> None:
+        loop, resources = self._resources.loop, self._resources
+        self._notices = GroupNotices(resources.console.say, resources.emitter)
+        self._watcher = PlanWatcher(self._store)
+        for fd in (self._group.wakeup_fd(), self._watcher.fd):
+            loop.watch(fd, selectors.EVENT_READ, self._look)
+        least, most = self._hosts.minimum, self._hosts.maximum
+        number = str(least) if least == most else f"{least} to {most}"
+        self._say(
+            f"this host is {self._me.name} ({self._me.address}); run {self._job.run_id!r} needs "
+            f"{number} hosts"
+        )
+        self._look()
+
+    def _look(self) -> None:
+        """Learn what is new, and decide what follows if this is the leader's agent."""
+        if self._over or self._watcher is None or self._notices is None:
+            return
+        self._timer.cancel()
+        self._state = self._group.poll()
+        self._notices.changed(self._state)
+        if not self._state.lease_ok:
+            raise LeaseLost(self._state.error or "the lease of this host is over")
+        for number, data in self._watcher.take():
+            self._apply(number, data)
+        leads = self._state.leader == self.host_id
+        while leads and not self._over:
+            self._report_lost_hosts()
+            now = self._resources.loop.clock.now()
+            entry = self._decider.next_entry(self._plan, self._state, self._facts(), now)
+            if entry is None:
+                break
+            self._claim(entry)
+        if self._plan.stage is Stage.FINISHED:
+            self._finish()
+        waits = self._plan.stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED)
+        if not self._over and (leads or self._plan.stage is Stage.FINISHED):
+            often = waits or self._no_worker_left
+            pause_s = _OFTEN_S if often else min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
+            self._timer = self._resources.loop.call_later(pause_s, self._look)
+
+    def _facts(self) -> Facts:
+        """What the next decision depends on; nothing is read that it does not depend on."""
+        plan, log = self._plan, self._log
+        if plan.stage is Stage.FORMING:
+            return Facts()
+        spares = any(host.id not in plan.places for host in self._state.hosts)
+        repair = plan.stage is Stage.RUNNING and (
+            spares or self._decider.missing(plan, self._state)
+        )
+        clears = plan.stage is Stage.CLEARING
+        return Facts(
+            cleared=log.cleared(plan.attempt) if clears else frozenset(),
+            done=log.done(plan.attempt),
+            used=log.replaced(plan.attempt) if clears or repair else 0,
+            **({"job": self.keys.job()} if repair else {}),
+        )
+
+    def _report_lost_hosts(self) -> None:
+        """Tell the members of the wrapped call which hosts are lost, with all their ranks. Another
+        leader may have died before it did, or in the middle.
+        """
+        plan, nproc = self._plan, self._job.nproc
+        if plan.stage is not Stage.RUNNING:
+            return
+        for place, loss in self._decider.missing(plan, self._state):
+            if loss.host.id in self._reported_lost or self.keys.job().state is JobState.PLAIN:
+                continue
+            ranks = range(place * nproc, (place + 1) * nproc)
+            fault = FaultRecord(
+                iteration=0,
+                member=-1,
+                rank=ranks[0],
+                host=loss.host.name,
+                pid=-1,
+                interruption="TERMINATED",
+                cause=loss_text(loss),
+            )
+            self.keys.host_lost(loss.host.id, ranks, plan.size * nproc, fault)
+            self._reported_lost.add(loss.host.id)
+
+    def _propose(self, wanted: Callable[[JobPlan], Entry | None]) -> None:
+        """Claim an entry for as long as it is wanted and other entries come first."""
+        while (entry := wanted(self._plan)) is not None:
+            if self._claim(entry):
+                return
+
+    def _claim(self, entry: Entry) -> bool:
+        number, mine = self._plan.number + 1, entry.encode()
+        held = self._store.claim(plan_key(number), mine)
+        self._apply(number, held, mine=held == mine)
+        return held == mine
+
+    # ------------------------------------------------------------------ applying decisions
+
+    def _apply(self, number: int, data: bytes, *, mine: bool = False) -> None:
+        if number != self._plan.number + 1:
+            return  # known already, from a claim
+        before, entry = self._plan, decode(data)
+        self._plan = before.apply(entry)
+        if self._plan == before.apply(Entry()):
+            return  # it came too late, and has no meaning
+        if isinstance(entry, Start):
+            self._start_attempt()
+        elif isinstance(entry, Take):
+            self._take_place(entry)
+        elif isinstance(entry, GiveUp):
+            self._give_up(entry)
+        elif isinstance(entry, Restart):
+            self._actions.restart("" if mine and entry.process else entry.cause)
+        elif isinstance(entry, Stop):
+            number_ = signal.Signals(entry.signal)
+            self._actions.stop(number_, "" if mine else f"{number_.name} to host {entry.host}")
+        elif isinstance(entry, End):
+            self._actions.end("" if mine and entry.process else entry.cause)
+
+    def _start_attempt(self) -> None:
+        plan = self._plan
+        self._no_worker_left = False
+        self._reported_lost.clear()
+        self._group.new_attempt(plan.attempt)
+        self._workers.close()
+        place = plan.place_of(self.host_id)
+        if place == 0:
+            self._log.open_attempt(plan.attempt)
+        if place is None:
+            self._say(f"{len(plan.places)} hosts run the job; this one is a spare, and waits")
+            return
+        self._start_workers(place)
+
+    def _take_place(self, entry: Take) -> None:
+        ranks = ranks_text(entry.place, self._job.nproc)
+        host = next((host.name for host in self._state.hosts if host.id == entry.host), entry.host)
+        self._say(f"host {host} takes place {entry.place}: {ranks}")
+        if entry.host == self.host_id:
+            self._start_workers(entry.place)
+
+    def _start_workers(self, place: int) -> None:
+        plan = self._plan
+        # The workers of this host may use the store of the host at place 0, which must serve this
+        # attempt by then. If that host is lost, so is its store, and there is nothing to wait for.
+        with contextlib.suppress(KeyTimeout):
+            self._log.await_open_attempt(plan.attempt, self._hosts.lease_s)
+        known = [*self._state.hosts, *(loss.host for loss in self._state.lost)]
+        made = placement(plan, place, self._me, known, self.lease_page)
+        self._actions.start(made)
+
+    def _give_up(self, entry: GiveUp) -> None:
+        nproc = self._job.nproc
+        ranks = [ranks_text(place, nproc) for place in entry.places]
+        self._say(f"no host has come for {', '.join(ranks)}: the other ranks go on without them")
+        if self._state.leader == self.host_id:
+            gone = {place * nproc + n for place in entry.places for n in range(nproc)}
+            self.keys.give_up(frozenset(gone))
+
+    # ------------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """The job is over on all hosts: report it when this host is ready, and leave last if this
+        is the leader, because the others read the store until they have said goodbye.
+        """
+        parked = self._plan.place_of(self.host_id) is None and not _ends(self._plan)
+        if not (self._no_worker_left or parked):
+            return
+        if self._outcome is None:
+            # Read before the goodbye: after it, the others may leave.
+            self._outcome = self._read_outcome()
+            with contextlib.suppress(StoreError):
+                self._log.say_goodbye()
+        with contextlib.suppress(StoreError):
+            there = {host.id for host in self._state.hosts}
+            if self._state.leader == self.host_id and there - self._log.goodbyes():
+                return
+        self._conclude(self._outcome)
+
+    def _read_outcome(self) -> Outcome:
+        """What all hosts know now."""
+        plan, end = self._plan, self._plan.end
+        received = None if plan.stop is None else signal.Signals(plan.stop.signal)
+        cause = "" if end is None else end.cause
+        try:
+            job = self.keys.job()
+            if end is not None and end.process and not job.reporter:
+                job = dataclasses.replace(job, reporter=end.process)
+            failures, codes = self._log.failures(), self._log.exit_codes(plan.attempt)
+        except StoreError as e:  # the job is over; this host ends with what it knows itself
+            self._say(f"the results of the other hosts are not known here: {e}")
+            return Outcome(job=JobRecord(), received=received, cause=cause)
+        return Outcome(job=job, received=received, failures=failures, cause=cause, codes=codes)
+
+    def _conclude(self, outcome: Outcome) -> None:
+        self._over = True
+        self._timer.cancel()
+        loop = self._resources.loop
+        assert self._watcher is not None
+        for fd in (self._group.wakeup_fd(), self._watcher.fd):
+            loop.unwatch(fd)
+        self._actions.finish(outcome)
+
+    def _say(self, line: str) -> None:
+        self._resources.console.say(line)
+
+
+def _ends(plan: JobPlan) -> bool:
+    return plan.stage in (Stage.ENDING, Stage.FINISHED)
