@@ -25,7 +25,6 @@ from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Std, parse_std
 
-
 HOSTS = {"nnodes": "2", "rdzv_endpoint": "a:1"}
 STATIC = {"nnodes": "2", "master_addr": "a"}
 

@@ -44,11 +44,16 @@ def run(options: RunOptions) -> None:
 
 
 def _run(job: JobSpec) -> int:
-    # Imported here: a job on one host needs torch, whose import takes seconds.
+    # Imported here: one host's store is torch's, whose import takes seconds.
     from outlast.launch.agent.agent import Agent
-    from outlast.launch.agent.one_host import OneHost
 
-    return Agent(job, OneHost).run()
+    if job.hosts is None:
+        from outlast.launch.agent.one_host import OneHost
+
+        return Agent(job, OneHost).run()
+    from outlast.launch.hosts.run_job import run_job
+
+    return run_job(job, job.hosts)
 
 
 def _with_options_of(options: type[RunOptions], function: Any) -> Any:

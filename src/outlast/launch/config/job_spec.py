@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.errors import ChaosError
-from outlast.launch.config.memory import default_standbys
 from outlast.launch.config.hosts_spec import NO_RUN_ID, HostsSpec, hosts_from_options, settings
+from outlast.launch.config.memory import default_standbys
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std

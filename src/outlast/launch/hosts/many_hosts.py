@@ -207,17 +207,20 @@ class ManyHosts:
 
     def _look(self) -> None:
         """Learn what is new, and decide what follows if this is the leader's agent."""
-        if self._over or self._watcher is None or self._notices is None:
+        if self._over:
             return
+        assert self._watcher is not None
+        assert self._notices is not None
         self._timer.cancel()
         self._state = self._group.poll()
-        self._notices.changed(self._state)
+        if self._plan.stage is not Stage.FINISHED:
+            self._notices.changed(self._state)
         if not self._state.lease_ok:
             raise LeaseLost(self._state.error or "the lease of this host is over")
         for number, data in self._watcher.take():
             self._apply(number, data)
         leads = self._state.leader == self.host_id
-        while leads and not self._over:
+        while leads:
             self._report_lost_hosts()
             now = self._resources.loop.clock.now()
             entry = self._decider.next_entry(self._plan, self._state, self._facts(), now)
@@ -226,11 +229,17 @@ class ManyHosts:
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
             self._finish()
-        waits = self._plan.stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED)
-        if not self._over and (leads or self._plan.stage is Stage.FINISHED):
-            often = waits or self._no_worker_left
-            pause_s = _OFTEN_S if often else min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
-            self._timer = self._resources.loop.call_later(pause_s, self._look)
+        self._look_later()
+
+    def _look_later(self) -> None:
+        """Look again after a pause, if this agent waits for something that does not wake it."""
+        stage, leads = self._plan.stage, self._state.leader == self.host_id
+        if self._over or not (leads or stage is Stage.FINISHED):
+            return
+        waits = stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED) or self._no_worker_left
+        seldom_s = min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
+        pause_s = _OFTEN_S if waits else seldom_s
+        self._timer = self._resources.loop.call_later(pause_s, self._look)
 
     def _facts(self) -> Facts:
         """What the next decision depends on; nothing is read that it does not depend on."""
