@@ -12,8 +12,8 @@ from outlast.async_checkpoint.environment import (
     own_address,
     runtime_folder,
 )
-from outlast.async_checkpoint.peer_copies.client import KeeperClient, Pending
-from outlast.async_checkpoint.peer_copies.messages import Arrange, Arranged
+from outlast.async_checkpoint.peer_copies.client import KeeperClient
+from outlast.async_checkpoint.peer_copies.messages import Arrange
 from outlast.async_checkpoint.peer_copies.placement import Place
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.coordination.call_ledger import CallLedger
@@ -70,8 +70,6 @@ class Arrangement:
     address: str
     token: str
     keeper: KeeperClient
-    _request: Arrange
-    _pending: Pending[Arranged]
 
     @classmethod
     def begin(
@@ -90,15 +88,5 @@ class Arrangement:
                 f"replicas=1: the address of host {host_name()} for other hosts is unknown ({e}): "
                 "set OUTLAST_HOST_ADDR to it"
             ) from e
-        request = Arrange(address=address, token=token, bytes_per_s=bytes_per_s)
-        return cls(hosts, address, token, keeper, request, keeper.begin(request))
-
-    def port(self) -> int:
-        """The port of the keeper; one that was lost is replaced.
-
-        Raises:
-            CheckpointError: if it cannot listen.
-        """
-        if self._pending.done and self.keeper.pid is None:
-            self._pending = self.keeper.begin(self._request)
-        return self._pending.result().port
+        keeper.arrange(Arrange(address=address, token=token, bytes_per_s=bytes_per_s))
+        return cls(hosts, address, token, keeper)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from outlast.async_checkpoint.peer_copies.messages import (
+    Arrange,
+    Arranged,
     KeeperFailed,
     KeeperGoodbye,
     KeepOnly,
@@ -71,7 +73,8 @@ class Pending(Generic[A]):
 
 
 class KeeperClient:
-    """Starts the keeper with `config`, and talks to it. Any thread may use it.
+    """Starts the keeper with `config`, and talks to it. Any thread may use it. The replacement of a
+    lost keeper is arranged as that was.
 
     Attributes:
         kept: the save whose copies are complete on all ranks; empty if there is none.
@@ -83,6 +86,8 @@ class KeeperClient:
         self._process: BackgroundProcess | None = None
         self._reader: threading.Thread | None = None
         self._pending: dict[int, Pending[Any]] = {}
+        self._arrangement: Arrange | None = None
+        self._arranged: Pending[Arranged] | None = None
         self._requests = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -92,6 +97,23 @@ class KeeperClient:
         """The process id of the keeper, if it is running."""
         process = self._process
         return None if process is None else process.pid
+
+    def arrange(self, request: Arrange) -> None:
+        """Begins a new arrangement; does not wait for it."""
+        self._arrangement = request
+        self._arranged = self.begin(request)
+
+    def port(self) -> int:
+        """The port at which the keeper listens.
+
+        Raises:
+            CheckpointError: if it cannot.
+        """
+        assert self._arrangement is not None
+        assert self._arranged is not None
+        if self._process is None and self._arranged.done:
+            self.arrange(self._arrangement)
+        return self._arranged.result().port
 
     def begin(self, request: Request[A], descriptors: Sequence[int] = ()) -> Pending[A]:
         """Sends a request; starts the keeper first if there is none. The caller keeps the
@@ -136,22 +158,31 @@ class KeeperClient:
         reader.join()  # the end of the process ends the channel
 
     def _deliver(self, request: Message, descriptors: Sequence[int], pending: Pending[Any]) -> None:
-        number = 0
         try:
             with self._lock:
-                process = self._running()
-                self._requests += 1
-                number = self._requests
-                self._pending[number] = pending
-                process.channel.send(encode(request, number), descriptors)
+                process, is_new = self._running()
+                if is_new and self._arrangement is not None and not isinstance(request, Arrange):
+                    self._arranged = Pending(self)
+                    self._send(process, self._arrangement, (), self._arranged)
+                self._send(process, request, descriptors, pending)
         except (OSError, KeeperLost) as e:
-            with self._lock:
-                self._pending.pop(number, None)
             pending._end(KeeperLost(f"the keeper of copies cannot be reached: {describe(e)}"))
 
-    def _running(self) -> BackgroundProcess:
+    def _send(
+        self,
+        process: BackgroundProcess,
+        request: Message,
+        descriptors: Sequence[int],
+        pending: Pending[Any],
+    ) -> None:
+        self._requests += 1
+        self._pending[self._requests] = pending  # ended by the reader, even if the send fails
+        process.channel.send(encode(request, self._requests), descriptors)
+
+    def _running(self) -> tuple[BackgroundProcess, bool]:
         if self._closed:
             raise KeeperLost("the checkpointer was closed")
+        is_new = self._process is None
         if self._process is None:
             process = start_process(
                 "outlast.async_checkpoint.peer_copies.keeper",
@@ -162,7 +193,7 @@ class KeeperClient:
                 target=self._read, args=(process,), name="outlast-keeper", daemon=True
             )
             self._reader.start()
-        return self._process
+        return self._process, is_new
 
     def _read(self, process: BackgroundProcess) -> None:
         try:

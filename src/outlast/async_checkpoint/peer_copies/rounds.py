@@ -186,7 +186,7 @@ class CopyRounds:
             try:
                 if snapshot.error is not None:
                     raise snapshot.error
-                port = self._arranged.port()
+                port = self._keeper.port()
             except CheckpointError as e:
                 refusal = str(e)
         call = 2 * this.index

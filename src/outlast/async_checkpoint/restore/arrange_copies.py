@@ -41,7 +41,7 @@ def arrange_copies(
     arrangement = Arrangement.begin(keeper, ledger, [place.host for place in places], bytes_per_s)
     if session.pool.has_reserved:  # by a round that a restart has ended
         try:
-            arrangement.port()  # once it has answered, it reads from no buffer
+            keeper.port()  # once it has answered, it reads from no buffer
         except CheckpointError as e:
             log.warning("copies in this rank's memory are lost: %s", e)
         session.pool.unreserve_all()

@@ -41,7 +41,7 @@ class CopiesInReach:
         """The copies that this rank's keeper holds, as JSON for `plans`."""
         arrangement, keeper = self._arrangement, self._arrangement.keeper
         try:
-            port = arrangement.port()
+            port = keeper.port()
             copies = keeper.request(DescribeCopies()).copies
         except CheckpointError as e:  # the other ranks must not wait for this one's list
             log.warning("copies in this rank's memory cannot be used, storage can: %s", e)

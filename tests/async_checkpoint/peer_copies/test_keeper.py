@@ -1,0 +1,222 @@
+"""A keeper: what it accepts, what it holds, and what it sends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_checkpoint.peer_copies.keepers import (
+    ADDRESS,
+    CHUNK_BYTES,
+    TOKEN,
+    Keeper,
+    keepers,
+    memory_of,
+    snapshot_of,
+)
+from inprocess.mutations import mutate
+from outlast.async_checkpoint.peer_copies import content
+from outlast.async_checkpoint.peer_copies.client import KeeperLost
+from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
+from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
+from outlast.errors import CheckpointError
+
+SIZE = CHUNK_BYTES + 8192
+NET_S = 60.0
+
+Pair = list[Keeper]
+
+
+@pytest.fixture(scope="module")
+def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with keepers(tmp_path_factory.mktemp("keepers")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(_running: Pair) -> Pair:
+    """Two keepers, empty and with the usual token."""
+    for keeper in _running:
+        keeper.arrange()
+        keeper.client.keep_only("")
+    return _running
+
+
+def test_a_copy_is_fetched_with_its_values(pair: Pair) -> None:
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        snapshot = snapshot_of(3, SIZE, values="__0_values.distcp")
+        one.send(two, memory, snapshot, b"the values").result(NET_S)
+        assert (one.held(), two.held()) == ([], [(3, 0)])
+        copy = fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0)
+        assert bytes(copy.memory.view) == bytes(memory.view)
+        assert copy.values == b"the values"
+        copy.memory.close()
+        with pytest.raises(CheckpointError, match="rank 1's snapshot on host b cannot be fetched"):
+            fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 1)
+
+
+def test_other_checksums_than_those_of_the_copying_thread_are_refused(pair: Pair) -> None:
+    """The main process has taken checksums: a byte has changed since then."""
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        files = {"__0_0.distcp": {"size_bytes": SIZE, "checksums": ["0" * 32, "0" * 32]}}
+        sent = one.send(two, memory, snapshot_of(3, SIZE, files=files))
+        with pytest.raises(CheckpointError, match=f"damaged between bytes 0 and {CHUNK_BYTES}"):
+            sent.result(NET_S)
+        assert two.held() == []
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        one.send(two, memory, snapshot_of(3, SIZE)).result(NET_S)
+        receive = Connection.receive_into
+
+        def damaging(self: Connection, buffer: memoryview) -> None:
+            receive(self, buffer)
+            buffer[7] ^= 1
+
+        monkeypatch.setattr(Connection, "receive_into", damaging)
+        with pytest.raises(CheckpointError, match=r"on host b/__0_0.distcp is damaged"):
+            fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0)
+        mutate(monkeypatch, content.check_equal, "one != two", "False")
+        fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0).memory.close()
+
+
+def test_only_who_knows_the_token_is_served(pair: Pair) -> None:
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        one.send(two, memory, snapshot_of(3, SIZE)).result(NET_S)
+        for token in ("b" * 64, ""):
+            with pytest.raises(ConnectionRefused, match="does not belong to this job"):
+                Connection.open(ADDRESS, two.port, token)
+        with socket.create_connection((ADDRESS, two.port)) as rude:
+            rude.sendall(b"x" * 4096)
+            received = b"."
+            while received:
+                try:
+                    received = rude.recv(4096)
+                except ConnectionResetError:
+                    break
+        # The other end must know it too: a rank sends its state to nothing else.
+        two.arrange(token="b" * 64)
+        with pytest.raises(CheckpointError, match="does not belong to this job"):
+            one.send(two, memory, snapshot_of(4, SIZE)).result(NET_S)
+        assert two.held() == [(3, 0)]
+
+
+def test_a_keeper_holds_two_copies_of_a_rank_at_most(pair: Pair) -> None:
+    """The one before, and the one that has arrived; even if it is never told what to release."""
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        for step in range(1, 5):
+            one.send(two, memory, snapshot_of(step, SIZE)).result(NET_S)
+        one.send(two, memory, snapshot_of(4, SIZE, rank=1)).result(NET_S)
+        assert two.held() == [(3, 0), (4, 0), (4, 1)]
+        assert memories(two.pid) == 3
+        two.client.keep_only("save4")
+        assert two.held() == [(4, 0), (4, 1)]
+        assert memories(two.pid) == 2
+        two.client.keep_only("")
+        assert memories(two.pid) == 0
+
+
+def memories(pid: int) -> int:
+    """The number of snapshots that a process maps."""
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "outlast-snapshot" in line:
+            found.add(line.split()[4])
+    return len(found)
+
+
+def test_a_copy_larger_than_the_memory_is_refused(pair: Pair) -> None:
+    size = 1 << 50
+    two = pair[1]
+    connection = Connection.open(ADDRESS, two.port, TOKEN)
+    offer = {"snapshot": snapshot_of(3, size), "size_bytes": size, "values_bytes": 0}
+    connection.send_frame({"op": "offer", **offer})
+    assert "of memory are available" in connection.receive_frame()["error"]
+    connection.close()
+    connection = Connection.open(ADDRESS, two.port, TOKEN)
+    connection.send_frame({"op": "offer", **offer, "size_bytes": 4096})
+    assert "is not within the 4096 bytes" in connection.receive_frame()["error"]
+    connection.close()
+    assert two.held() == []
+
+
+def test_a_receiver_that_dies_in_the_middle(tmp_path: Path) -> None:
+    with keepers(tmp_path) as (one, two), memory_of(16 << 20) as memory:
+        os.kill(two.pid, signal.SIGSTOP)  # accepts connections, and reads nothing
+        sent = one.send(two, memory, snapshot_of(3, 16 << 20))
+        os.kill(two.pid, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match=f"{ADDRESS}:{two.port}: "):
+            sent.result(NET_S)
+        # The keeper is replaced, and holds nothing.
+        two.arrange()
+        assert two.held() == []
+        one.send(two, memory, snapshot_of(4, 16 << 20)).result(NET_S)
+        assert two.held() == [(4, 0)]
+
+
+def test_a_copy_that_is_called_off_is_never_complete(pair: Pair) -> None:
+    """A new arrangement calls off what is being sent: its buffer may be written to."""
+    one, two = pair
+    with memory_of(SIZE) as memory:
+        one.arrange(bytes_per_s=100_000.0)
+        sent = one.send(two, memory, snapshot_of(3, SIZE))
+        one.arrange()
+        with pytest.raises(CheckpointError, match="called off"):
+            sent.result(NET_S)
+        assert two.held() == []
+
+
+def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
+    """At most: so many bytes cannot be there earlier, however fast the machine is."""
+    with keepers(tmp_path) as (one, two), memory_of(SIZE) as memory:
+        one.arrange(bytes_per_s=SIZE * 2.0)
+        with pytest.raises(KeeperLost, match="did not answer within 0"):
+            one.send(two, memory, snapshot_of(3, SIZE)).result(0.3)
+
+
+def test_copies_are_handed_over_when_the_main_process_dies(tmp_path: Path) -> None:
+    """To the next keeper of the host that is arranged."""
+    tmp_path.chmod(0o700)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            leave_a_copy(tmp_path, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1) == b"!"
+    with keepers(tmp_path) as (one, two):
+        assert one.held() + two.held() == []
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        two.arrange()
+        one.arrange()
+        assert (one.held(), two.held()) == ([], [(3, 0)])
+        fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0).memory.close()
+    assert not select.select([reading], [], [], NET_S)[1]
+    os.close(reading)
+
+
+def leave_a_copy(folder: Path, writing: int) -> None:
+    one, two = Keeper(folder, "a", NET_S), Keeper(folder, "b", NET_S)
+    one.arrange()
+    two.arrange()
+    with memory_of(SIZE) as memory:
+        one.send(two, memory, snapshot_of(3, SIZE)).result(NET_S)
+    os.write(writing, b"!")
+    signal.pause()
