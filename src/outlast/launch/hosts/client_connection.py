@@ -128,6 +128,8 @@ class ClientConnection:
     def _may_begin(self, request: Request) -> bool:
         if self._answering:
             return self._waiting and request.query is Query.CANCEL_WAIT
+        if request.query is Query.WAIT and self._unperformed:
+            return False  # only then is the wait known to come after what precedes it
         return self._unperformed < _UNPERFORMED and len(self._unsent) < _UNREAD_BYTES
 
     # ------------------------------------------------------------------ requests
@@ -209,7 +211,10 @@ class ClientConnection:
         if failed is not None:
             self.close(failed.reason)
         elif self.open:
-            self._send(encode(results))
+            try:
+                self._send(encode(results))
+            except MalformedRequest as e:
+                self.close(str(e))
         self._proceed()
 
     def _count(self, results: list[Result]) -> bytes:

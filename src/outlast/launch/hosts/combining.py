@@ -78,8 +78,8 @@ class Combiner:
     def wait(self, key: str, done: Done) -> tuple[str, int]:
         """Calls `done` with the value of `key`, once it exists. Returns a handle for `cancel`.
 
-        It is not ordered after what the client has submitted before: a client that deletes the key
-        waits for the answer first.
+        All that this client has submitted before must have been answered: the order of a wait and
+        an operation that are in flight together is not known.
         """
         number = next(self._numbers)
         self._waits.setdefault(key, _SharedWait()).begun[number] = done

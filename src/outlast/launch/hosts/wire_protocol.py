@@ -123,9 +123,11 @@ class RequestReader:
                     raise MalformedRequest("the magic number of torch's store is missing")
                 self.validated = True
             elif query is Query.PING:
-                self._parsed.append(Request(query, number=_WORD.unpack((yield _WORD.size))[0]))
+                nonce = _WORD.unpack((yield _WORD.size))[0]
+                self._parsed.append(Request(query, number=nonce))
             else:
-                self._parsed.append((yield from self._arguments(query)))
+                request = yield from self._arguments(query)
+                self._parsed.append(request)
 
     def _arguments(self, query: Query) -> Generator[int, bytes, Request]:
         if query in _KEYLESS:
@@ -159,8 +161,15 @@ class RequestReader:
 
 
 def encode_number(number: int) -> bytes:
-    """The answer to ADD, DELETE_KEY and GETNUMKEYS."""
-    return _NUMBER.pack(number)
+    """The answer to ADD, DELETE_KEY and GETNUMKEYS.
+
+    Raises:
+        MalformedRequest: if the sum of an ADD has more than 64 bits.
+    """
+    try:
+        return _NUMBER.pack(number)
+    except struct.error:
+        raise MalformedRequest(f"ADD: the sum {number} has more than 64 bits") from None
 
 
 def encode_nonce(nonce: int) -> bytes:
