@@ -17,7 +17,7 @@ import pytest
 
 from procs import MARKER, default_signals, free_port
 
-NET_S = 120.0
+NET_S = 60.0
 SCRIPT = Path(__file__).parent / "scripts" / "host.py"
 
 

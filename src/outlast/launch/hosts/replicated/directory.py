@@ -27,7 +27,7 @@ class Gone:
 
 
 class Directory:
-    """Reads the hosts, then follows their changes.
+    """Reads the hosts, then follows their changes, from `start` on.
 
     Args:
         submit: starts a store operation; the second argument is called with its result.
@@ -40,8 +40,14 @@ class Directory:
         self.known = False
         self._submit = submit
         self._changed = changed
+        self._started = False
         self._seen = 0
-        self._look()
+
+    def start(self) -> None:
+        """Begin to read; once."""
+        if not self._started:
+            self._started = True
+            self._look()
 
     def _look(self) -> None:
         parts = tuple(Operation("read", key) for key in (EVENTS, JOINED, LOST))

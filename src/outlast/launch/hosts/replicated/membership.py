@@ -35,8 +35,6 @@ ANNOUNCERS = 7
 leader, whose death must not make a restarted endpoint believe that there is no group.
 """
 _OVER = "this host has left the group"
-LEAVE_S = 0.1
-"""Between two attempts to leave."""
 
 
 class Membership:
@@ -84,8 +82,9 @@ class Membership:
         self._lease_until = float("-inf")
         self._over = False
         self._submitted = False
-        self._leaving = ""
-        self._leave_due = 0.0
+        self._leaving = False
+        self._tick_soon = True
+        self._admits_itself = group == me.id  # the founder
         self._timer = Timer(self.pump)
         self._timer_at = float("inf")
         self.directory = Directory(self.submit, self._directory_changed)
@@ -122,12 +121,14 @@ class Membership:
                 late_s = now - self._lease_until
                 self._end(f"its lease ended {late_s:.1f} s ago: it was stopped or cut off")
                 return
-            if self._leaving and now >= self._leave_due:
-                self._leave_due = now + LEAVE_S
-                self._replica.leave(self._leaving, now)
-            if now >= self._replica.next_tick():
+            if now >= self._replica.next_tick() or self._tick_soon:
+                self._tick_soon = False
                 self._replica.tick(now)
             self._submitted = False
+            if self._admits_itself:
+                # Refused only in the first round, in which the founder's term begins.
+                self._admits_itself = not self._replica.add_host(self._me, now)
+                self._submitted = True
             for host, message in self._replica.outbox():
                 self._send(host, message)
             for ticket, result in self._replica.results():
@@ -135,7 +136,7 @@ class Membership:
                 if done is not None:
                     done(result)
             self._observe()
-            if not self._submitted:
+            if not self._submitted and not self._tick_soon:
                 break
         if not self._over:
             self._schedule()
@@ -154,8 +155,10 @@ class Membership:
             self._other_group(message)
 
     def leave(self, reason: str) -> None:
-        """Leave in order; `ended` is called when the others know."""
-        self._leaving = reason
+        """Leave in order; `ended` is called when the others can do without this host."""
+        if not self._over:
+            self._leaving = True
+            self._replica.leave(reason, self._loop.clock.now())
 
     def close(self) -> None:
         """Stop, without a word to the others."""
@@ -178,13 +181,14 @@ class Membership:
         """Pass on what has changed at the replica."""
         replica = self._replica
         if replica.refused is not None:
-            left = replica.refused.orderly and bool(self._leaving)
+            left = replica.refused.orderly and self._leaving
             self._end("" if left else f"the others went on without it: {replica.refused.reason}")
             return
         leader = replica.leader or ""
         if replica.lease_until != self._lease_until or replica.term != self.term:
             self._lease_until = replica.lease_until
             if self._lease_until > float("-inf"):
+                self.directory.start()  # before, no leader would answer
                 self._renewed(self._lease_until, replica.term)
         if (leader, replica.term) != (self.leader, self.term):
             self.leader, self.term = leader, replica.term
@@ -192,8 +196,6 @@ class Membership:
 
     def _schedule(self) -> None:
         due = min(self._replica.next_tick(), self._lease_until_or_never())
-        if self._leaving:
-            due = min(due, self._leave_due)
         # A timer that is early costs less than one for each round of the loop.
         if self._timer.pending and self._timer_at <= due:
             return
@@ -223,6 +225,7 @@ class Membership:
         self._addresses |= {h.id: (h.address, h.port) for h in hosts.values()}
         for gone in self.directory.gone:
             self._addresses.pop(gone.host.id, None)
+        self._tick_soon = True  # the leader has something to announce
         for host in [host for host in self._joining if host in hosts]:
             self._admit(self._joining.pop(host))
         self._changed()

@@ -20,7 +20,7 @@ from outlast.launch.hosts.replicated.directory import Gone
 from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
-from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message
+from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message, Replicated
 from outlast.launch.hosts.replicated.peer_connections import Peer, PeerConnections
 from outlast.launch.hosts.store_server import StoreServer
 from outlast.system import lease_page
@@ -30,9 +30,10 @@ from outlast.system.lease_page import LeasePage
 PATIENCE_SHARE = 0.4
 """A connection is given up when the network was silent for this part of the lease."""
 MAX_REFUSED = 100
-LEAVE_LIMIT_S = 1.0
-"""How long an orderly leave may take before the others must wait for the end of the lease."""
+LEAVE_LIMIT_S = 3.0
+"""How long an orderly leave may take; after that, the others wait for the end of the lease."""
 
+_EARLY = 16
 _CLOSED = "this host has left the group"
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class HostService:
         self._joining: Joining | None = None
         self._membership: Membership | None = None
         self._waiting: dict[int, tuple[Operation, Done]] = {}  # the workers' before the first lease
+        self._early: deque[tuple[Peer, Message]] = deque(maxlen=_EARLY)
         self._tickets: dict[int, Hashable] = {}
         self._next_handle = 0
         self._calls: deque[Callable[[], None]] = deque()
@@ -241,6 +243,9 @@ class HostService:
     def _on_message(self, peer: Peer, message: Message) -> None:
         if self._membership is not None:
             self._membership.receive(peer, message)
+        elif isinstance(message, Replicated):
+            # The leader has added this host, and said so to the replica first.
+            self._early.append((peer, message))
         elif self._joining is not None:
             self._joining.receive(peer, message)
 
@@ -254,10 +259,8 @@ class HostService:
             self._changed()
 
     def _on_founded(self) -> None:
-        assert self._loop is not None
         founding = Configuration(frozenset({self.me.id}))
         replica = Replica(self.me.id, self._timing, random.Random(), founding=founding)
-        replica.add_host(self.me, self._loop.clock.now())
         self._enter(replica, self.me.id, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
@@ -283,6 +286,8 @@ class HostService:
         waiting, self._waiting = self._waiting, {}
         for handle, (operation, done) in waiting.items():
             self._forward(handle, operation, done)
+        for peer, message in self._early:
+            self._membership.receive(peer, message)
 
     def _on_renewed(self, deadline: float, term: int) -> None:
         self._page.renew(deadline, term)
