@@ -43,6 +43,11 @@ def names_chaos_state() -> bool:
     return bool(os.environ.get(_CHAOS_STATE))
 
 
+def etcd_password() -> str:
+    """The password of the user of etcd: never an argument, which other users could read."""
+    return os.environ.get("OUTLAST_ETCD_PASSWORD", "")
+
+
 def mark(job: JobSpec) -> str:
     """The variable in the environment of every process of the job, and of no other process."""
     return f"{_MARK}={job.mark}"

@@ -26,6 +26,11 @@ from outlast.errors import StoreError
 
 Json = dict[str, Any]
 
+
+class NoNumber(StoreError):
+    """The value of a key is no number, and cannot be added to."""
+
+
 APPENDED, AMOUNT, ONE = b"a", b"n", b"o"
 
 
@@ -90,7 +95,7 @@ def number(value: bytes | None, key: bytes) -> int:
         return int(value or b"0")
     except ValueError:
         name = key.partition(b"\0")[0].decode(errors="replace")
-        raise StoreError(f"add: the value under {name!r} is no number: {value!r:.80}") from None
+        raise NoNumber(f"add: the value under {name!r} is no number: {value!r:.80}") from None
 
 
 # ------------------------------------------------------------------------------------ requests

@@ -145,15 +145,19 @@ class Operations:
         answer = await call("/v3/kv/range", layout.range_of(*self._range(key), **options))
         return layout.entries(answer), layout.revision_of(answer)
 
+    async def look(self, key: str) -> tuple[bytes | None, int]:
+        found, revision = await self._entries(key)
+        return layout.value_of(found), revision
+
     async def read(self, key: str) -> bytes | None:
-        return layout.value_of((await self._entries(key))[0])
+        return (await self.look(key))[0]
 
     async def wait_for(self, key: str, timeout: float | None) -> bytes:
         in_time = True
         while True:
-            found, revision = await self._entries(key)
-            if found:
-                return layout.value_of(found) or b""
+            value, revision = await self.look(key)
+            if value is not None:
+                return value
             if not in_time:
                 raise KeyTimeout(f"no {key!r} within {timeout} s in etcd")
             in_time = await _ask(Event(*self._range(key), after=revision))
@@ -205,23 +209,28 @@ class Operations:
         def each(kind: bytes) -> tuple[bytes, bytes]:
             return base + kind, layout.end_of(base + kind)
 
+        entry = base + kind + name.encode()
         work = [
-            layout.put(base + kind + name.encode(), b"%d" % amount),
+            layout.put(entry, b"%d" % amount),
             layout.get(base),
             layout.get(*each(layout.APPENDED), count_only=True),
             layout.get(*each(layout.AMOUNT)),
             layout.get(*each(layout.ONE), count_only=True),
         ]
         written = await self._write(key, work, name)
-        if written.responses is not None and not layout.count(written.responses[2]):
-            _, before, _, amounts, ones = written.responses
-            return (
-                layout.number(layout.value_of(layout.entries(before)), base)
-                + sum(int(entry.value) for entry in layout.entries(amounts))
-                + layout.count(ones)
-            )
-        found = await self._at(key, written.revision, written.now)
-        return layout.number(layout.value_of(found), base)
+        try:
+            if written.responses is not None and not layout.count(written.responses[2]):
+                _, before, _, amounts, ones = written.responses
+                return (
+                    layout.number(layout.value_of(layout.entries(before)), base)
+                    + sum(int(entry.value) for entry in layout.entries(amounts))
+                    + layout.count(ones)
+                )
+            found = await self._at(key, written.revision, written.now)
+            return layout.number(layout.value_of(found), base)
+        except layout.NoNumber:
+            await self._write(key, [layout.delete(entry)])
+            raise
 
     async def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes | None:
         """Sets `key` if its value is `expected`, empty for an absent key. Returns its value

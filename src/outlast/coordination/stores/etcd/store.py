@@ -98,6 +98,23 @@ class EtcdStore:
         """Removes all keys that begin with `prefix`."""
         self._run(lambda on: on.delete_prefix(prefix))
 
+    def look(self, key: str) -> tuple[bytes | None, int]:
+        """The value of `key` as `read` returns it, and the revision of etcd at which it was read.
+        With `range_of`, this is what a wait in `waits` begins with.
+        """
+        return self._run(lambda on: on.look(key))
+
+    def range_of(self, key: str) -> tuple[bytes, bytes]:
+        """The range of etcd's keys that hold `key`."""
+        base = layout.base_key(self._root, key)
+        return base, layout.end_of(base)
+
+    def raise_if_unusable(self) -> None:
+        """Raises a `StoreError` if the store is closed, or this host may not act any more."""
+        if self._closed:
+            raise StoreError(f"the connection to {self.where} was closed")
+        self._check()
+
     def close(self) -> None:
         """Ends all waits, with a `StoreError`. The client stays open."""
         self._closed = True
@@ -161,9 +178,7 @@ class _Driver:
             if time.monotonic() + pause >= self._deadline:
                 raise no_answer(client, store._limit_s, self._cause)
             time.sleep(pause)
-        if store._closed:
-            raise StoreError(f"the connection to {store.where} was closed")
-        store._check()
+        store.raise_if_unusable()
         try:
             return client.call(asked.path, asked.body, self._deadline - time.monotonic())
         except NoAnswer as e:

@@ -1,4 +1,4 @@
-"""All waits of a process on etcd, served by one watch on the prefix of the store.
+"""The waits of a process on etcd, served by one watch on a prefix.
 
 A wait begins at the revision of the read that found nothing: an event at a later revision ends it.
 The watch runs in a thread of its own and may be ahead of that revision; so it remembers the latest
@@ -17,7 +17,8 @@ import bisect
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient, pause_before
@@ -29,24 +30,40 @@ _REMEMBERED = 4096
 _OUT_OF_RANGE = 11
 
 
-@dataclass(eq=False)
-class _Wait:
+@dataclass(eq=False, frozen=True)
+class Wait:
+    """A wait for a write of a key from `start` to below `end` at a revision above `after`."""
+
     start: bytes
     end: bytes
     after: int
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Callable[[], None]
 
 
 class Waits:
-    """The waits for keys that begin with `prefix`. The thread starts with the first wait."""
+    """The waits for keys that begin with `prefix`. The thread starts with the first wait.
 
-    def __init__(self, client: EtcdClient, prefix: bytes, silence_s: float = SILENCE_S) -> None:
+    Args:
+        deletes: whether the deletion of a key ends its waits too.
+        silence_s: how long the watch may be silent before its member is asked whether it lives.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: bytes,
+        *,
+        deletes: bool = False,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._client, self._prefix, self._silence_s = client, prefix, silence_s
+        self._filters = [] if deletes else ["NODELETE"]
         self._lock = threading.Lock()
-        self._waits: set[_Wait] = set()
+        self._waits: set[Wait] = set()
         self._events: deque[tuple[int, bytes]] = deque()
         self._since = 0  # all events above this revision, up to `_seen`, are in `_events`
         self._seen = 0
+        self._begun = False
         self._thread: threading.Thread | None = None
         self._stream: Stream | None = None
         self._closed = False
@@ -58,44 +75,59 @@ class Waits:
 
         Returns False after `timeout` seconds. May also return True without such a write.
         """
-        wait = _Wait(start, end, after)
+        over = threading.Event()
+        wait = self.call_at(start, end, after, over.set)
+        try:
+            return over.wait(timeout)
+        finally:
+            self.cancel(wait)
+
+    def call_at(self, start: bytes, end: bytes, after: int, over: Callable[[], None]) -> Wait:
+        """Calls `over` once, at the end of a wait, in any thread, maybe in this call. It must not
+        block, nor use this object.
+        """
+        wait = Wait(start, end, after, over)
         with self._lock:
             if self._closed or self._happened(wait):
-                return True
+                wait.over()
+                return wait
             self._waits.add(wait)
-            if self._thread is None:
+            if not self._begun:
+                self._begun = True
                 self._since = self._seen = after
-                self._thread = threading.Thread(
-                    target=self._run, name="outlast etcd watch", daemon=True
-                )
-                self._thread.start()
-        try:
-            return wait.over.wait(timeout)
-        finally:
-            with self._lock:
-                self._waits.discard(wait)
+                self._begin()
+        return wait
+
+    def cancel(self, wait: Wait) -> None:
+        """Ends a wait: its call is not made any more, unless it is being made."""
+        with self._lock:
+            self._waits.discard(wait)
 
     def wake_all(self) -> None:
         """Ends all waits, which then read again."""
         with self._lock:
-            for wait in self._waits:
-                wait.over.set()
+            self._end(self._waits)
 
     def close(self) -> None:
         """Ends all waits and the thread."""
         with self._lock:
             self._closed = True
             thread, stream = self._thread, self._stream
-            for wait in self._waits:
-                wait.over.set()
+            self._end(self._waits)
         self._wake.set()
         if stream is not None:
             stream.shut_down()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _happened(self, wait: _Wait) -> bool:
-        if self._thread is None or wait.after >= self._seen:
+    def _end(self, waits: Iterable[Wait]) -> None:
+        ended = list(waits)
+        self._waits.difference_update(ended)
+        for wait in ended:
+            wait.over()
+
+    def _happened(self, wait: Wait) -> bool:
+        if not self._begun or wait.after >= self._seen:
             return False
         if wait.after < self._since:
             return True  # its event may be forgotten
@@ -104,6 +136,10 @@ class Waits:
         return any(wait.start <= key < wait.end for key in later)
 
     # -------------------------------------------------------------------------- the thread
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="outlast etcd watch", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         failures = 0
@@ -133,7 +169,7 @@ class Waits:
 
     def _request(self) -> Json:
         request = layout.range_of(self._prefix, layout.end_of(self._prefix))
-        request |= {"start_revision": str(self._seen + 1), "filters": ["NODELETE"]}
+        request |= {"start_revision": str(self._seen + 1), "filters": self._filters}
         return {"create_request": request}
 
     def _follow(self, number: int, stream: Stream) -> bool:
@@ -163,8 +199,7 @@ class Waits:
         with self._lock:
             self._seen = self._since = max(compacted, int(result["header"]["revision"]))
             self._events.clear()
-            for wait in self._waits:
-                wait.over.set()
+            self._end(self._waits)
         return True
 
     def _dispatch(self, result: Json) -> None:
@@ -174,8 +209,6 @@ class Waits:
                 key, revision = base64.b64decode(kv["key"]), int(kv["mod_revision"])
                 self._events.append((revision, key))
                 self._seen = max(self._seen, revision)
-                for wait in self._waits:
-                    if revision > wait.after and wait.start <= key < wait.end:
-                        wait.over.set()
+                self._end(w for w in self._waits if revision > w.after and w.start <= key < w.end)
             while len(self._events) > _REMEMBERED:
                 self._since = self._events.popleft()[0]

@@ -1,0 +1,116 @@
+"""Performs the operations of a host's store server on etcd: the `Upstream` of its workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+
+from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.stores.etcd.store import EtcdStore
+from outlast.coordination.stores.etcd.watch import Wait
+from outlast.errors import StoreError
+from outlast.launch.hosts.upstream import Done
+
+_THREADS = 8
+
+
+class _Request:
+    def __init__(self, operation: Operation, done: Done) -> None:
+        self.operation, self.done = operation, done
+        self.over = False
+        self.wait: Wait | None = None
+
+
+class EtcdUpstream:
+    """Runs operations in a few threads. A wait occupies none: the store's one watch serves all.
+
+    Args:
+        store: gives the store, once there is one.
+        call: makes a call from the event loop of the server; any thread may use it.
+    """
+
+    def __init__(
+        self, store: Callable[[], EtcdStore], call: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._store, self._call = store, call
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="outlast etcd operation")
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        request = _Request(operation, done)
+        self._begin(request)
+        return request
+
+    def cancel(self, handle: Hashable) -> None:
+        assert isinstance(handle, _Request)
+        handle.over = True
+        if handle.wait is not None:
+            self._store().waits.cancel(handle.wait)
+
+    def close(self) -> None:
+        """Waits for the operations in flight, and starts no more."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, request: _Request) -> None:
+        with self._lock:
+            if not self._closed:
+                self._pool.submit(self._run, request)
+
+    def _run(self, request: _Request) -> None:
+        if request.over:
+            return
+        result: Result
+        try:
+            store = self._store()
+            if request.operation.name == "wait_for":
+                value, revision = store.look(request.operation.key)
+                result = value
+                if value is None:
+                    start, end = store.range_of(request.operation.key)
+                    request.wait = store.waits.call_at(
+                        start, end, revision, lambda: self._begin(request)
+                    )
+                    if request.over:  # canceled before there was a wait
+                        store.waits.cancel(request.wait)
+                    return
+            else:
+                result = perform(store, request.operation)
+        except (StoreError, ValueError) as e:
+            result = Failed(str(e))
+        self._call(lambda: self._answer(request, result))
+
+    def _answer(self, request: _Request, result: Result) -> None:
+        if not request.over:
+            request.over = True
+            request.done(result)
+
+
+def perform(store: EtcdStore, op: Operation) -> Result:
+    """The result of one operation, which is no wait. Those of a batch are performed in order; other
+    hosts may see it half done.
+    """
+    if op.name == "batch":
+        return [_part(store, part) for part in op.operations]
+    if op.name == "add":
+        return store.add(op.key, op.amount)
+    if op.name == "compare_set":
+        return store.compare_set(op.key, op.expected, op.value)
+    if op.name in ("check", "delete"):
+        return int(getattr(store, op.name)(op.key))
+    if op.name in ("read", "keys", "delete_prefix"):
+        read: Result = getattr(store, op.name)(op.key)
+        return read
+    written: Result = getattr(store, op.name)(op.key, op.value)
+    return written
+
+
+def _part(store: EtcdStore, op: Operation) -> Result:
+    try:
+        return perform(store, op)
+    except StoreError as e:
+        store.raise_if_unusable()
+        return Failed(str(e))

@@ -1,0 +1,226 @@
+"""The host group over etcd v3: `--rdzv-backend etcd`.
+
+The hosts need no connections among each other: etcd holds the store, the leases and the list of
+hosts. Each agent runs a store server for the workers of its host, whose operations it performs on
+etcd under its own lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from outlast.coordination.stores.etcd.client import EtcdClient
+from outlast.coordination.stores.etcd.connection import Endpoint, Refused
+from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
+from outlast.coordination.stores.etcd.operations import Fence
+from outlast.coordination.stores.etcd.store import EtcdStore
+from outlast.errors import LaunchError, StoreError
+from outlast.launch.hosts.etcd.admission import Admission, leave
+from outlast.launch.hosts.etcd.lease import Lease
+from outlast.launch.hosts.etcd.membership import Membership, host_key
+from outlast.launch.hosts.etcd.security import security_of
+from outlast.launch.hosts.etcd.server_thread import ServerThread
+from outlast.launch.hosts.etcd.upstream import EtcdUpstream
+from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo
+from outlast.system.lease_page import LeasePage
+
+_LEAVE_S = 2.0
+
+
+def open_group(spec: GroupSpec) -> EtcdGroup:
+    """The group of `spec`; `start` connects.
+
+    Raises:
+        LaunchError: if a setting is wrong.
+    """
+    return EtcdGroup(spec)
+
+
+class EtcdGroup:
+    """A `HostGroup` over etcd."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec, self._security = spec, security_of(spec)
+        self._endpoints = [Endpoint(*endpoint) for endpoint in spec.endpoints]
+        self._cleanup = contextlib.ExitStack()
+        self._changed = -1
+        self._me: HostInfo | None = None
+        self._root = b""
+        self._store: EtcdStore | None = None
+        self._worker_store: EtcdStore | None = None
+        self._server: ServerThread | None = None
+        self._closed = False
+
+    @property
+    def me(self) -> HostInfo:
+        if self._me is None:
+            raise ValueError("the group has not been started")
+        return self._me
+
+    @property
+    def store(self) -> EtcdStore:
+        if self._store is None:
+            raise ValueError("the group has not been started")
+        return self._store
+
+    @property
+    def lease_page(self) -> Path | None:
+        return None if self._spec.page is None else self._spec.page.path
+
+    def start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            stack.callback(self._close_wakeup)
+            try:
+                self._client = EtcdClient(self._endpoints, self._security)
+                stack.callback(self._client.close)
+                self._await_etcd()
+                self._start(stack)
+            except Refused as e:
+                raise LaunchError(self._refused(e)) from e
+            except StoreError as e:
+                raise LaunchError(str(e)) from e
+            self._cleanup = stack.pop_all()
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        spec = self._spec
+        page: LeasePage | None = spec.page
+        attempt_s = max(0.1, spec.lease_s / 5)
+        renewing = EtcdClient(self._endpoints, self._security, attempt_s)
+        self._lease = lease = Lease(renewing, spec.lease_s, page, self._lease_ended)
+        stack.callback(lease.close)
+        lease.grant(min(spec.lease_s, spec.join_limit_s))
+        address = spec.local_addr or self._address()
+        upstream = EtcdUpstream(self._workers_store, lambda call: server.call(call))
+        stack.callback(upstream.close)
+        server = ServerThread(address, upstream)
+        self._server = server
+        stack.callback(server.close)
+        name = socket.gethostname()
+        self._me = me = HostInfo(
+            id=f"{name}-{secrets.token_hex(4)}",
+            name=name,
+            address=address,
+            store_port=server.port,
+            place=spec.place,
+        )
+        patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
+        settings = spec.settings
+        joining = Admission(self._client, spec.run_id, me, lease.id, settings, patience_s)
+        self._root = root = joining.join(lambda: secrets.token_hex(4))
+        fence = Fence(host_key(root, me.id), lease.id)
+        for number, suffix in enumerate(("agent", "workers")):
+            store = EtcdStore(
+                self._client,
+                root.decode(),
+                f"{me.id}.{suffix}",
+                fence,
+                limit_s=max(30.0, 2 * spec.lease_s),
+                check=lease.check,
+            )
+            stack.callback(store.close)
+            if number == 0:
+                self._store = store
+            else:
+                self._worker_store = store
+        self._membership = Membership(self._client, root, me.id, lease, self._wake)
+        stack.callback(self._membership.close)
+        self._membership.start()
+
+    def wakeup_fd(self) -> int:
+        return self._changed
+
+    def poll(self) -> GroupState:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._changed)
+        return self._membership.state()
+
+    def new_attempt(self, attempt: int) -> None:
+        assert self._server is not None
+        self._server.new_attempt(attempt)
+
+    def close(self, *, leave: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if leave and self._me is not None and self._lease.ok:
+            self._leave(self._me)
+        self._cleanup.close()
+
+    def _leave(self, me: HostInfo) -> None:
+        limit = min(_LEAVE_S, self._spec.lease_s / 2)
+        with contextlib.suppress(StoreError, Refused):
+            leave(self._client, self._spec.run_id, self._root, me, limit)
+            self._client.repeat("/v3/lease/revoke", {"ID": str(self._lease.id)}, limit)
+        # Otherwise the others learn of it when the lease expires.
+
+    def _lease_ended(self) -> None:
+        for store in (self._store, self._worker_store):
+            if store is not None:
+                store.waits.wake_all()  # they read again, which fails
+        if self._server is not None:
+            self._server.fail(self._lease.error)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed >= 0:
+            os.eventfd_write(self._changed, 1)
+
+    def _close_wakeup(self) -> None:
+        descriptor, self._changed = self._changed, -1
+        os.close(descriptor)
+
+    def _workers_store(self) -> EtcdStore:
+        if self._worker_store is None:
+            raise StoreError("this host has not joined its group yet")
+        return self._worker_store
+
+    # ------------------------------------------------------------------------------- start
+
+    def _await_etcd(self) -> None:
+        """Returns when etcd answers; a `LaunchError` if it does not, or not as needed."""
+        deadline = time.monotonic() + self._spec.join_limit_s
+        while True:
+            problems = [self._problem(endpoint) for endpoint in self._endpoints]
+            if not all(problems):
+                break  # one good endpoint is enough: the others may be members that are down
+            waits = all("nothing answers" in problem for problem in problems)
+            if not waits or time.monotonic() >= deadline:
+                limit = f" for {self._spec.join_limit_s:g} s" if waits else ""
+                raise LaunchError(f"--rdzv-endpoint: {'; '.join(problems)}{limit}")
+            time.sleep(0.5)
+        self._client.repeat(
+            "/v3/kv/range",
+            {"key": "L291dGxhc3Qv", "count_only": True},
+            max(1.0, deadline - time.monotonic()),
+        )
+
+    def _problem(self, endpoint: Endpoint) -> str:
+        return diagnose(endpoint, self._security, min(5.0, self._spec.join_limit_s))
+
+    def _refused(self, error: Refused) -> str:
+        advice = explain(error, self._security)
+        where = f"--rdzv-endpoint {self._client.where}"
+        return f"{where}: {advice}" if advice else f"{where}: etcd refused a request: {error}"
+
+    def _address(self) -> str:
+        """The address of this host on the way to etcd."""
+        problem = ""
+        for endpoint in self._endpoints:
+            try:
+                family, _, _, _, address = socket.getaddrinfo(
+                    endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+                )[0]
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)  # sends nothing: it only looks up the route
+                    return str(probe.getsockname()[0])
+            except OSError as e:
+                problem = f"{endpoint}: {e.strerror}"
+        raise LaunchError(
+            f"this host ({socket.gethostname()}) has no route to {problem}; set --local-addr"
+        )

@@ -1,0 +1,342 @@
+"""The store's operations on a model of etcd, interleaved by a seed, with everything that a network
+and a change of etcd's leader can do to a request.
+
+    simulate_etcd(4711)
+
+runs a few hosts, each with a lease and a few clients, that perform random operations on few keys. A
+request is performed and answered; or performed, and its answer is lost; or lost; or it gets no
+answer and is performed later, after others, perhaps together with its repetition. Leases expire
+while their hosts go on, clients give up, the watch lags, breaks and begins again, and etcd compacts
+its history. The operations (`operations.py`) and the waits (`watch.py`) are the real ones.
+
+What must hold, with the seed in the error:
+
+- exactly once: a write that returned was performed once, while it ran; one that failed, at most
+  once;
+- linearizable: in the order of etcd's revisions, every result is that of a store in memory;
+- fenced: no write of a host is performed once its lease has expired;
+- no wait sleeps while its key exists.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.coordination.stores.etcd import layout
+from outlast.coordination.stores.etcd.connection import Refused
+from outlast.coordination.stores.etcd.operations import (
+    Call,
+    Event,
+    Fence,
+    LeaseOver,
+    NoAnswer,
+    Operations,
+    Slot,
+)
+from outlast.coordination.stores.etcd.watch import Wait, Waits
+from outlast.errors import StoreError
+from outlast.testing.etcd.history import History, Performed
+from outlast.testing.etcd.model import EtcdModel
+
+ROOT = b"/outlast/run/1/"
+KEYS = ("a", "b")
+_NAMES = (
+    *("put", "claim", "read", "add", "add", "append", "append", "delete", "compare_set"),
+    *("wait_for", "check", "keys", "delete_prefix"),
+)
+_MAX_STEPS = 5000
+
+
+@dataclass
+class _Client:
+    """A client: one slot of a host."""
+
+    name: str
+    host: _Host
+    slot: Slot
+    left: int  # operations
+    coroutine: Coroutine[Any, Any, Any] | None = None
+    operation: Performed | None = None
+    asked: Call | Event | None = None
+    answer: Callable[[], Any] | None = None  # delivers what etcd has answered
+    wait: Wait | None = None
+    woken: bool = False
+
+
+@dataclass
+class _Host:
+    lease: int
+    key: bytes
+    expired_at: int = 0
+
+
+class _ModelWaits(Waits):
+    """The real waits, fed by the simulation instead of by a thread."""
+
+    def __init__(self) -> None:
+        super().__init__(None, layout.store_keys(ROOT))  # type: ignore[arg-type]
+
+    def _begin(self) -> None:
+        return None
+
+    def deliver(self, model: EtcdModel) -> bool:
+        """The next message of the watch. Returns whether there was one."""
+        if not self._begun:
+            return False
+        if self._seen + 1 <= model.compacted:
+            said = {"canceled": True, "compact_revision": str(model.compacted)}
+            self._canceled({**said, "header": {"revision": "0"}})
+            return True
+        start, end = self._prefix, layout.end_of(self._prefix)
+        new = [c for c in model.changes if c.revision > self._seen and start <= c.key < end]
+        changes = [c for c in new if c.revision == new[0].revision and not c.deleted]
+        if not new:
+            return False
+        if not changes:
+            self._seen = new[0].revision  # only deletes, which etcd leaves out
+            return True
+        self._dispatch({"events": [{"kv": _event(c.key, c.revision)} for c in changes]})
+        return True
+
+
+def _event(key: bytes, revision: int) -> dict[str, str]:
+    return {"key": base64.b64encode(key).decode(), "mod_revision": str(revision)}
+
+
+class EtcdSimulation:
+    """One run. `trace` lists what happened."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.model = EtcdModel()
+        self.trace: list[str] = []
+        self.done: list[Performed] = []
+        self.faults = self.random.choice([0, 3, 8])
+        self.expiries = self.random.choice([0, 1, 1])
+        self.compactions = self.random.choice([0, 0, 2])
+        self.late: list[tuple[_Client, Performed, Call]] = []
+        self.writes: dict[str, Performed] = {}
+        self.clients: list[_Client] = []
+        self.hosts: list[_Host] = []
+        self.waits: dict[int, _ModelWaits] = {}
+        self.history = History(ROOT, KEYS)
+        for number in range(self.random.randint(2, 3)):
+            host = _Host(number + 1, layout.host_keys(ROOT) + b"h%d" % number)
+            self.model.grant(host.lease, host.key)
+            self._keep()
+            self.hosts.append(host)
+            self.waits[host.lease] = _ModelWaits()
+            for n in range(self.random.randint(1, 2)):
+                name = f"h{number}.{n}"
+                left = self.random.randint(2, 6)
+                self.clients.append(_Client(name, host, Slot(ROOT, name), left))
+
+    def run(self) -> None:
+        """Runs all clients to their end, and checks what must hold."""
+        for _ in range(_MAX_STEPS):
+            actions = self._actions()
+            if not actions:
+                break
+            self.random.choice(actions)()
+        else:
+            raise self._broken("it does not end")
+        for client in self.clients:
+            if client.wait is not None and client.operation is not None:
+                key = client.operation.key
+                if self.history.value(self.model.revision, key) is not None:
+                    raise self._broken(f"{client.name} still waits for {key!r}, which exists")
+        try:
+            self.history.check([*self.done, *self.writes.values()])
+        except AssertionError as e:
+            raise self._broken(str(e)) from e
+
+    # --------------------------------------------------------------------------- the schedule
+
+    def _actions(self) -> list[Callable[[], None]]:
+        actions: list[Callable[[], None]] = []
+        for client in self.clients:
+            if client.coroutine is None:
+                if client.left > 0:
+                    actions += [lambda c=client: self._begin(c)] * 2  # type: ignore[misc]
+            elif client.answer is not None:
+                actions += [lambda c=client: self._deliver(c)] * 3  # type: ignore[misc]
+            elif client.woken or isinstance(client.asked, Call):
+                actions += [lambda c=client: self._perform(c)] * 3  # type: ignore[misc]
+        if self.late and (actions or self.random.random() < 0.5):
+            actions.append(self._perform_late)
+        for waits in self.waits.values():
+            if waits._begun and self._lags(waits):
+                actions.append(lambda w=waits: self._watch(w))  # type: ignore[misc]
+        busy = any(client.coroutine is not None for client in self.clients)
+        if self.expiries and busy:
+            actions.append(self._expire)
+        if self.compactions and busy:
+            actions.append(self._compact)
+        return actions
+
+    def _lags(self, waits: _ModelWaits) -> bool:
+        return any(change.revision > waits._seen for change in self.model.changes) or (
+            waits._seen < self.model.compacted
+        )
+
+    def _watch(self, waits: _ModelWaits) -> None:
+        if not waits.deliver(self.model):
+            waits._seen = self.model.revision  # events of other prefixes
+
+    def _begin(self, client: _Client) -> None:
+        client.left -= 1
+        name = self.random.choice(_NAMES)
+        key = self.random.choice(KEYS)
+        operations = Operations(ROOT, client.slot, Fence(client.host.key, client.host.lease))
+        number = b"%d" % self.random.randint(1, 3)
+        arguments: tuple[Any, ...] = {
+            "put": (number,),
+            "claim": (number,),
+            "append": (number,),
+            "add": (self.random.choice([1, 1, 2, -1]),),
+            "compare_set": (self.random.choice([b"", b"1", b"2", b"11"]), number),
+            "wait_for": (None,),
+        }.get(name, ())
+        client.coroutine = getattr(operations, name)(key, *arguments)
+        client.operation = Performed(name, key, arguments, self.model.revision)
+        self.trace.append(f"{client.name} begins {name} {key} {arguments}")
+        self._resume(client, None, None)
+
+    def _resume(self, client: _Client, value: Any, error: BaseException | None) -> None:
+        assert client.coroutine is not None
+        assert client.operation is not None
+        client.answer, client.wait, client.woken = None, None, False
+        operation = client.operation
+        try:
+            if error is None:
+                client.asked = client.coroutine.send(value)
+            else:
+                client.asked = client.coroutine.throw(error)
+        except StopIteration as stop:
+            operation.ended, operation.result = self.model.revision, stop.value
+        except (StoreError, Refused) as e:
+            if isinstance(e, LeaseOver):
+                client.left = 0
+                if not client.host.expired_at:
+                    raise self._broken(f"{client.name} is fenced, and its lease lives") from e
+            self.trace.append(f"{client.name} fails: {e}")
+        else:
+            self._asked(client)
+            return
+        self.trace.append(f"{client.name} ends with {operation.result!r}")
+        self.done.append(operation)
+        client.coroutine, client.asked = None, None
+
+    def _asked(self, client: _Client) -> None:
+        asked = client.asked
+        if isinstance(asked, Event):
+
+            def wake() -> None:
+                client.woken = True
+
+            waits = self.waits[client.host.lease]
+            client.wait = waits.call_at(asked.start, asked.end, asked.after, wake)
+        elif isinstance(asked, Call) and asked.path == "/v3/kv/txn" and client.operation:
+            put = asked.body["success"][0]["request_put"]
+            self.writes[base64.b64decode(put["value"]).decode()] = client.operation
+
+    def _perform(self, client: _Client) -> None:
+        asked, operation = client.asked, client.operation
+        assert operation is not None
+        if isinstance(asked, Event):
+            self._resume(client, True, None)
+            return
+        assert isinstance(asked, Call)
+        lost = NoAnswer("lost")
+        if self.faults and self.random.random() < 0.4:
+            self.faults -= 1
+            fate = self.random.choice(["request", "answer", "late", "twice", "give up"])
+            self.trace.append(f"{client.name}: {fate} {asked.path}")
+            if fate in ("late", "twice"):
+                self.late.append((client, operation, asked))
+            if fate in ("answer", "twice"):
+                self._at_etcd(client, operation, asked)
+            if fate == "give up":
+                self.late.append((client, operation, asked))
+                client.answer = lambda: self._resume(client, None, StoreError("no answer"))
+            elif fate == "twice":
+                self._answer_later(client, operation, asked)  # the copy that came second
+            else:
+                client.answer = lambda: self._resume(client, None, lost)
+            return
+        self._answer_later(client, operation, asked)
+
+    def _answer_later(self, client: _Client, operation: Performed, asked: Call) -> None:
+        answer = self._at_etcd(client, operation, asked)
+        if isinstance(answer, Refused):
+            client.answer = lambda: self._resume(client, None, answer)
+        else:
+            client.answer = lambda: self._resume(client, answer, None)
+
+    def _deliver(self, client: _Client) -> None:
+        assert client.answer is not None
+        client.answer()
+
+    def _perform_late(self) -> None:
+        client, operation, asked = self.late.pop(self.random.randrange(len(self.late)))
+        self.trace.append(f"{client.name}: its late {operation.name} arrives")
+        self._at_etcd(client, operation, asked)
+
+    def _expire(self) -> None:
+        host = self.random.choice(self.hosts)
+        self.expiries -= 1
+        if not host.expired_at:
+            self.model.expire(host.lease)
+            self._keep()
+            host.expired_at = self.model.revision
+            self.trace.append(f"the lease {host.lease} expires at {host.expired_at}")
+
+    def _compact(self) -> None:
+        self.compactions -= 1
+        self.model.compact()
+        self.trace.append(f"compacted at {self.model.compacted}")
+
+    def _at_etcd(self, client: _Client, operation: Performed, asked: Call) -> Any:
+        before, revision = self.history.values(self.model.revision), self.model.revision
+        try:
+            answer = self.model.call(asked.path, asked.body)
+        except Refused as e:
+            return e
+        self._keep()
+        if self.model.revision > revision:
+            after = self.history.values(self.model.revision)
+            if client.host.expired_at:
+                raise self._broken(f"{client.name} writes after the end of its lease")
+            base = layout.base_key(ROOT, operation.key)
+            held = self.model.keys.get(base)
+            took = operation.name != "compare_set" or (
+                held is not None and held.modified == self.model.revision
+            )
+            operation.writes.append((self.model.revision, took))
+            self.trace.append(
+                f"{client.name}: {operation.name} at {self.model.revision}: {before} -> {after}"
+            )
+        return answer
+
+    def _keep(self) -> None:
+        # The model forgets what is compacted; the checks do not.
+        self.history.keep(self.model)
+
+    def _broken(self, what: str) -> AssertionError:
+        return AssertionError(f"seed {self.seed}: {what}\n" + "\n".join(self.trace))
+
+
+def simulate_etcd(seed: int) -> EtcdSimulation:
+    """Runs one schedule.
+
+    Raises:
+        AssertionError: naming the seed, if something does not hold.
+    """
+    simulation = EtcdSimulation(seed)
+    simulation.run()
+    return simulation

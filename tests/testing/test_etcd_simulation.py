@@ -1,0 +1,91 @@
+"""The store on etcd under thousands of schedules of lost answers, late requests, expired leases and
+compactions; and under mutations of its code, each of which the simulation must detect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from inprocess.mutations import mutate
+from outlast.coordination.stores.etcd.operations import Operations
+from outlast.coordination.stores.etcd.watch import Waits
+from outlast.testing.etcd.simulation import simulate_etcd
+
+SEEDS = 10_000
+_CHUNK = 500
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(0, SEEDS, _CHUNK)],
+)
+def test_no_schedule_breaks_what_must_always_hold(first: int) -> None:
+    runs = [simulate_etcd(seed) for seed in range(first, first + _CHUNK)]
+    # The schedules are varied: operations of every kind that return, and that fail.
+    done = Counter((o.name, o.ended >= 0) for run in runs for o in run.done)
+    kinds = {name for name, _ in done}
+    assert len(kinds) == 11
+    assert all(done[name, True] > _CHUNK / 4 and done[name, False] for name in kinds), done
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    for seed in range(30):
+        assert simulate_etcd(seed).trace == simulate_etcd(seed).trace
+
+
+_FENCED = """\
+        conditions.append(layout.present(fence.host_key))
+    body = layout.transaction(
+        conditions,
+        [layout.put(slot.key, name.encode(), fence.lease), *work],
+"""
+_NOT_FENCED = _FENCED.replace("conditions.append", "id").replace("fence.lease", "0")
+
+MUTATIONS: dict[str, list[tuple[Any, str, str]]] = {
+    "a blind retry": [
+        (Operations._write, "[layout.modified(slot.key, slot.revision)]", "[]"),
+    ],
+    "a claim without its condition": [
+        (Operations.claim, "layout.nested([absent],", "layout.nested([],"),
+    ],
+    "a host that is not fenced": [(Operations._write, _FENCED, _NOT_FENCED)],
+    "the sum of an add whose answer was lost, as it is later": [
+        (Operations._at, "if entry.modified <= revision", ""),
+    ],
+    "a deleted key as it is after the delete": [
+        (Operations.delete, "written.revision - 1", "written.revision"),
+    ],
+    "a replacement of a key that was deleted meanwhile": [
+        (Operations.compare_set, "(base, end, revision), same]", "(base, end, revision)]"),
+    ],
+    "a replacement of a key that was written meanwhile": [
+        (Operations.compare_set, "[layout.unchanged_since(base, end, revision), same]", "[same]"),
+    ],
+    "a wait from a later revision than that of the read": [
+        (Operations.wait_for, "after=revision", "after=revision + 1"),
+    ],
+    "a wait that forgets what the watch has seen before it": [
+        (Waits._happened, "return any(", "return False and any("),
+    ],
+    "a wait that sleeps through a compaction": [
+        (Waits._canceled, "self._end(self._waits)", "pass"),
+    ],
+}
+
+
+_LATE = "a wait that forgets what the watch has seen before it"  # found after seconds
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=[pytest.mark.slow] if w == _LATE else []) for w in MUTATIONS],
+)
+def test_the_simulation_detects(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function, old, new in MUTATIONS[what]:
+        mutate(monkeypatch, function, old, new)
+    with pytest.raises(AssertionError, match=r"^seed [0-9]+: "):
+        for seed in range(SEEDS):
+            simulate_etcd(seed)
