@@ -1,98 +1,111 @@
-"""The log: what the voters have agreed on, in order."""
+"""The log of a voter: the entries in order, without the oldest, which the table contains."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.operations import Operation, pack_operation, unpack_operation
+from outlast.coordination.replicated.entries import Change, Changed, Entry, Started
 from outlast.coordination.replicated.quorum import Voters
 
-
-@dataclass(frozen=True)
-class Started:
-    """The first entry of a leader's term."""
-
-    leader: str
+KEPT = 100
+"""Entries that are kept after they were performed, for voters that lag behind by less."""
 
 
-@dataclass(frozen=True)
-class Changed:
-    """The voters change. In force as soon as it is in a voter's log, committed or not."""
+class Log:
+    """Entries are numbered from 1. `base` is the last one that was dropped.
 
-    voters: Voters
+    Attributes:
+        voters: the latest configuration in the log, committed or not: it is in force. `None` in the
+            empty log of a new host.
+        author: the leader of the term of the last entry.
+    """
 
+    def __init__(self, voters: Voters | None, kept: int) -> None:
+        self._kept = kept
+        self.base = 0
+        self._base_term = 0
+        self._entries: list[Entry] = []
+        # The configurations and the authors, with the index from which on they count.
+        self._voters: list[tuple[int, Voters | None]] = [(0, voters)]
+        self._authors: list[tuple[int, str | None]] = [(0, None)]
 
-@dataclass(frozen=True)
-class Written:
-    """Writes of several hosts: for each its floor (see `table.Session`) and numbered operations."""
+    @property
+    def last(self) -> int:
+        """The index of the last entry."""
+        return self.base + len(self._entries)
 
-    by_host: tuple[tuple[str, int, tuple[tuple[int, Operation], ...]], ...]
+    @property
+    def last_term(self) -> int:
+        """The term of the last entry."""
+        return self._entries[-1].term if self._entries else self._base_term
 
+    @property
+    def voters(self) -> Voters | None:
+        return self._voters[-1][1]
 
-@dataclass(frozen=True)
-class Joined:
-    """A host is admitted."""
+    @property
+    def voters_index(self) -> int:
+        """The entry that brought the present configuration."""
+        return self._voters[-1][0]
 
-    info: HostInfo
+    @property
+    def author(self) -> str | None:
+        return self._authors[-1][1]
 
+    def term(self, index: int) -> int | None:
+        """The term of an entry; `None` if it is not there, or not any more."""
+        if index == self.base:
+            return self._base_term
+        if self.base < index <= self.last:
+            return self._entries[index - self.base - 1].term
+        return None
 
-@dataclass(frozen=True)
-class Removed:
-    """A host was declared lost, or has left."""
+    def change(self, index: int) -> Change:
+        """What an entry says."""
+        return self._entries[index - self.base - 1].change
 
-    host: str
-    reason: str
-    orderly: bool = False
+    def after(self, index: int, most: int) -> tuple[Entry, ...]:
+        """The entries after `index`, `most` of them."""
+        first = index - self.base
+        return tuple(self._entries[first : first + most])
 
+    def append(self, entry: Entry) -> None:
+        """Adds an entry at the end."""
+        self._entries.append(entry)
+        if isinstance(entry.change, Changed):
+            self._voters.append((self.last, entry.change.voters))
+        elif isinstance(entry.change, Started):
+            self._authors.append((self.last, entry.change.leader))
 
-Change: TypeAlias = "Started | Changed | Written | Joined | Removed"
+    def cut(self, index: int) -> None:
+        """Drops the entry at `index` and all later ones. None of them is committed."""
+        del self._entries[index - self.base - 1 :]
+        while self._voters[-1][0] >= index:
+            self._voters.pop()
+        while self._authors[-1][0] >= index:
+            self._authors.pop()
 
+    def compact(self, performed: int) -> None:
+        """Drops old entries, all of which have been performed."""
+        if performed - self.base <= 2 * self._kept:
+            return
+        to = performed - self._kept
+        term = self.term(to)
+        assert term is not None
+        self._base_term = term
+        del self._entries[: to - self.base]
+        self.base = to
+        while len(self._voters) > 1 and self._voters[1][0] <= to:
+            del self._voters[0]
+        while len(self._authors) > 1 and self._authors[1][0] <= to:
+            del self._authors[0]
 
-@dataclass(frozen=True)
-class Entry:
-    """One entry of the log, and the term of the leader that made it."""
+    def at(self, index: int) -> tuple[Voters | None, str | None]:
+        """The configuration and the author as of an entry that is not before `base`."""
+        voters = next(v for i, v in reversed(self._voters) if i <= index)
+        return voters, next(a for i, a in reversed(self._authors) if i <= index)
 
-    term: int
-    change: Change
-
-
-def pack_entry(entry: Entry) -> list[Any]:
-    """As a JSON value."""
-    change = entry.change
-    if isinstance(change, Started):
-        return [entry.term, "s", change.leader]
-    if isinstance(change, Changed):
-        return [entry.term, "c", change.voters.pack()]
-    if isinstance(change, Joined):
-        return [entry.term, "j", change.info.encode()]
-    if isinstance(change, Removed):
-        return [entry.term, "r", [change.host, change.reason, change.orderly]]
-    writes = [
-        [host, floor, [[n, pack_operation(op)] for n, op in numbered]]
-        for host, floor, numbered in change.by_host
-    ]
-    return [entry.term, "w", writes]
-
-
-def unpack_entry(packed: list[Any]) -> Entry:
-    """The reverse of `pack_entry`."""
-    term, kind, said = packed
-    change: Change
-    if kind == "s":
-        change = Started(said)
-    elif kind == "c":
-        change = Changed(Voters.unpack(said))
-    elif kind == "j":
-        change = Joined(HostInfo.decode(said))
-    elif kind == "r":
-        change = Removed(*said)
-    else:
-        change = Written(
-            tuple(
-                (host, floor, tuple((n, unpack_operation(op)) for n, op in numbered))
-                for host, floor, numbered in said
-            )
-        )
-    return Entry(term, change)
+    def reset(self, index: int, term: int, voters: Voters, author: str | None) -> None:
+        """Starts anew after a snapshot that ends with the entry `index`."""
+        self.base, self._base_term = index, term
+        self._entries = []
+        self._voters = [(index, voters)]
+        self._authors = [(index, author)]

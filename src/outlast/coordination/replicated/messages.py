@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from outlast.coordination.replicated.log import Entry, pack_entry, unpack_entry
+from outlast.coordination.replicated.entries import Entry, pack_entry, unpack_entry
 from outlast.coordination.replicated.operations import (
     Operation,
     Result,

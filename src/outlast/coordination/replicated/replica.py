@@ -5,22 +5,32 @@ from __future__ import annotations
 import enum
 import random
 
+from outlast.coordination.replicated.election import Election
+from outlast.coordination.replicated.entries import Change, Changed, Joined, Removed
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.leader import Leader
+from outlast.coordination.replicated.log import KEPT
 from outlast.coordination.replicated.messages import (
     Announce,
     Answers,
+    Append,
+    AppendAnswer,
     Grant,
+    Handover,
     Heartbeat,
     Leave,
     Message,
     Refusal,
     Requests,
+    Snapshot,
+    VoteAnswer,
+    VoteRequest,
 )
 from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.own_host import OwnHost
 from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.requests import OwnRequests
-from outlast.coordination.replicated.table import Table
 from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.voter import Voter
 
 
 class Role(enum.Enum):
@@ -44,10 +54,15 @@ class Replica:
         for ticket, result in replica.results():   # after `outbox`
             ...
 
+    `now` is read from a monotonic clock after the message was taken from its connection: a lease
+    that is valid at `now` was valid after the request was sent.
+
     Args:
         me: the id of this host, unique for this process: it never comes back.
         founding: the configuration of the founder: itself. `None` for all others; they become part
             of the job when the leader calls `add_host` for them.
+        kept: how many entries of the log are kept at least for voters that lag behind; a voter that
+            lags further gets the whole table.
     """
 
     def __init__(
@@ -57,74 +72,132 @@ class Replica:
         rng: random.Random,
         *,
         founding: Configuration | None,
+        kept: int = KEPT,
     ) -> None:
         self.me = me
         self.timing = timing
-        self.role = Role.FOLLOWER if founding is None else Role.LEADER
-        self.term = 0 if founding is None else 1
-        self.leader: str | None = None if founding is None else me
-        # Until when this host may act, by its own clock.
-        self.lease_until = float("-inf")
-        # Whether this host was admitted.
-        self.joined = founding is not None
-        # Why this host must not act any more, for good.
-        self.refused: Refusal | None = None
-        self._table = Table()
-        self._own = OwnRequests(timing)
-        self._heard: dict[str, float] = {}
-        self._waits: dict[tuple[str, int], str] = {}
+        self._rng = rng
+        self._voter = Voter(me, timing, founding, kept)
+        self._host = OwnHost(me, timing, founder=founding is not None)
+        self._election: Election | None = None
+        self._leader: Leader | None = None
+        self._began = False
+        self._leaving: tuple[str, float] | None = None
         self._outbox: list[tuple[str, Message]] = []
-        self._now = float("-inf")
-        self._heartbeat_due = float("-inf")
+        self._now = self._ticked = float("-inf")
+        self._patience = 0.0 if founding is not None else self._draw()
+        self._next_campaign = float("-inf")
+
+    # ------------------------------------------------------------------ state
+    @property
+    def role(self) -> Role:
+        """What this replica is at the moment."""
+        if self._leader is not None:
+            return Role.LEADER
+        return Role.FOLLOWER if self._election is None else Role.CANDIDATE
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica leads, and no other leader can have been elected yet."""
+        leader = self._leader
+        return leader is not None and leader.ready and leader.lease_valid(self._now)
+
+    @property
+    def term(self) -> int:
+        """The term of the leader that this host knows."""
+        return self._host.term
+
+    @property
+    def leader(self) -> str | None:
+        """The leader that this host knows."""
+        return self._host.leader
+
+    @property
+    def joined(self) -> bool:
+        """Whether this host was admitted, and has had a lease."""
+        return self._host.joined
+
+    @property
+    def lease_until(self) -> float:
+        """Until when this host may act, by its own clock. It may have passed, and may be extended
+        again, as long as the host is not `refused`.
+        """
+        return self._host.until
+
+    @property
+    def refused(self) -> Refusal | None:
+        """Why this host must not act any more, for good: it was declared lost, or has left."""
+        return self._host.refused
+
+    # ------------------------------------------------------------------ time and messages
+    def tick(self, now: float) -> None:
+        """Lets time pass."""
+        self._now = self._ticked = now
+        leader = self._leader
+        if leader is not None and not leader.has_quorum(now):
+            self._stop_leading()
+        elif leader is not None:
+            if leader.ready and self.me not in leader.leases.losing:
+                self._host.extend(leader.quorum_heard(now))
+            leader.end_leases(now)
+            for host in leader.leases.announce_to(now):
+                self._outbox.append((host, Announce(leader.term)))
+            self._hand_over(leader)
+        elif now >= self._campaign_at() and self._may_lead():
+            self._campaign(trial=True)
+        self._host.check_lease(now)
+
+    def next_tick(self) -> float:
+        """When `tick` is due at the latest."""
+        if self._leader is not None:
+            return min(self._ticked + self.timing.append_interval, self._host.due())
+        campaign = self._campaign_at() if self._may_lead() else float("inf")
+        lease_end = self._host.until if self._host.until > self._now else float("inf")
+        return min(campaign, self._host.due(), lease_end)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
         """Takes a message that has arrived from the host `sender`."""
         self._now = now
-        if self.role is Role.LEADER:
-            self._lead(sender, message)
-        elif isinstance(message, Announce | Grant) and message.term >= self.term:
-            if self.leader != sender:
-                self.term, self.leader = message.term, sender
-                self._own.send_again(now)
-                self._heartbeat_due = now
-            if isinstance(message, Grant):
-                self.joined = True
-                self.lease_until = max(self.lease_until, message.sent + self.timing.lease)
-        elif isinstance(message, Answers):
-            self._own.answered(message.results)
-        elif isinstance(message, Refusal):
-            self._refuse(message)
-
-    def tick(self, now: float) -> None:
-        """Lets time pass."""
-        self._now = now
-        if self.role is Role.LEADER:
-            self.lease_until = now + self.timing.lease
-            for host, heard in list(self._heard.items()):
-                if now - heard > self.timing.lost_after:
-                    self._remove(host, "its lease is over", orderly=False)
-        elif self.joined and now > self.lease_until:
-            self._own.fail("no quorum: the lease of this host is over")
-        if now >= self._heartbeat_due:
-            self._heartbeat_due = now + self.timing.heartbeat
-            if self.role is Role.LEADER:
-                for host in self._heard:
-                    self._outbox.append((host, Announce(self.term)))
-            elif self.leader is not None and self.refused is None:
-                self._outbox.append((self.leader, Heartbeat(self.term, now)))
-
-    def next_tick(self) -> float:
-        """When `tick` is due at the latest."""
-        return min(self._heartbeat_due, self._own.due() if self.leader else float("inf"))
+        voter = self._voter
+        if isinstance(message, Append | Snapshot):
+            self._outbox.append((sender, voter.follow(sender, message, now)))
+        elif isinstance(message, AppendAnswer | VoteAnswer) and message.term > voter.term:
+            if not (isinstance(message, VoteAnswer) and message.trial and message.granted):
+                voter.enter(message.term)
+            elif self._election is not None:
+                self._election.take(sender, message, now)
+        elif isinstance(message, VoteAnswer):
+            if self._election is not None:
+                self._election.take(sender, message, now)
+        elif isinstance(message, VoteRequest):
+            self._vote(sender, message)
+        elif isinstance(message, Handover):
+            if (message.term, sender) == (voter.term, voter.leader) and self._may_lead():
+                self._campaign(trial=False, handover=True)
+        elif isinstance(message, Announce | Grant | Answers | Refusal):
+            self._host.receive(sender, message, voter.term, now)
+        elif self._leader is not None:
+            self._lead(self._leader, sender, message)
+        elif sender in voter.table.gone:
+            self._refuse(sender)
+        self._check_role()
 
     def outbox(self) -> list[tuple[str, Message]]:
-        """The messages to send, each with its receiver; taken. Ends a round."""
-        if self.leader is not None and self.refused is None:
-            message = self._own.message(self._now)
-            if message is not None and self.leader == self.me:
-                self._serve(self.me, message)
-            elif message is not None:
-                self._outbox.append((self.leader, message))
+        """The messages to send, each with its receiver; taken. Ends a round of inputs."""
+        for message in self._host.messages(self._now):
+            assert self._host.leader is not None
+            if self._host.leader != self.me:
+                self._outbox.append((self._host.leader, message))
+            elif self._leader is not None:
+                self._lead(self._leader, self.me, message)
+            if self._host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
+                # Perhaps it is out, and the leader that it knows as well: any voter may know.
+                voters = self._voter.log.voters
+                for name in sorted(voters.all - {self.me}) if voters is not None else ():
+                    self._outbox.append((name, message))
+        if self._leader is not None:
+            self._outbox += self._leader.round(self._now)
+        self._apply()
         taken, self._outbox = self._outbox, []
         return taken
 
@@ -132,10 +205,7 @@ class Replica:
     def submit(self, operation: Operation, now: float) -> int:
         """Starts an operation; returns its ticket. It is performed exactly once."""
         self._now = now
-        ticket = self._own.submit(operation, now)
-        if self.refused is not None:
-            self._own.fail(self.refused.reason)
-        return ticket
+        return self._host.submit(operation, now)
 
     def results(self) -> list[tuple[int, Result]]:
         """The tickets of finished operations with their results; taken.
@@ -143,13 +213,13 @@ class Replica:
         A result may be `Failed` once the lease of this host is over; the operation may have been
         performed.
         """
-        return self._own.results()
+        return self._host.requests.results()
 
     def cancel(self, ticket: int) -> None:
         """Forgets an operation, of which there will be no result. Meant for waits: others may be
         performed all the same.
         """
-        self._own.cancel(ticket)
+        self._host.requests.cancel(ticket)
 
     # ------------------------------------------------------------------ hosts
     def add_host(self, info: HostInfo, now: float) -> bool:
@@ -158,87 +228,180 @@ class Replica:
         Returns:
             Whether this replica leads.
         """
-        self._now = now
-        if self.role is not Role.LEADER:
-            return False
-        self._table.join(info)
-        if info.id != self.me:
-            self._heard.setdefault(info.id, now)
-            self._outbox.append((info.id, Announce(self.term)))
-        self._wake()
-        return True
+        return self._propose(Joined(info), now)
 
     def remove_host(self, host: str, reason: str, now: float) -> bool:
         """Declares a host lost, though its lease may not be over: only for a host whose processes
         are known to have ended. Returns whether this replica leads.
         """
+        return self._propose(Removed(host, reason), now)
+
+    def _propose(self, change: Joined | Removed, now: float) -> bool:
         self._now = now
-        if self.role is not Role.LEADER:
+        leader = self._leader
+        if leader is None or not leader.ready:
             return False
-        self._remove(host, reason, orderly=False)
+        leader.propose(change)
         return True
 
     def leave(self, reason: str, now: float) -> None:
-        """Leaves in order. Call it when all workers of this host have ended. `refused` is set, with
-        `orderly`, when the others know; only then may this process end without a delay for them.
+        """Leaves in order. Call it when all workers of this host have ended, and go on to drive
+        this replica until `refused` is set, with `orderly`: then the others can do without it.
         """
         self._now = now
-        if self.role is Role.LEADER:
-            self._refuse(Refusal(reason, orderly=True))
-        elif self.leader is not None:
-            self._outbox.append((self.leader, Leave(reason)))
+        self._leaving = (reason, now)
+        self._host.leave(reason)
+
+    def _hand_over(self, leader: Leader) -> None:
+        """A leader that leaves: another takes over first. If there is none, it is the last host."""
+        if self._leaving is None or not leader.ready:
+            return
+        reason, since = self._leaving
+        hosts = self._voter.table.sessions
+        if list(hosts) == [self.me]:
+            leader.propose(Removed(self.me, reason, orderly=True))
+        elif self._now >= max(since, leader.elected) + 2 * self.timing.heartbeat:
+            # Not at once: all may leave at the same time, and those that have said so do not lead.
+            successor = leader.successor(self._now)
+            if successor is not None:
+                # From here on this leader does not act: it reads nothing, and grants no lease.
+                self._stop_leading()
+                self._voter.heard = self._now
+                self._outbox.append((successor, Handover(leader.term)))
+
+    # ------------------------------------------------------------------ elections
+    def _may_lead(self) -> bool:
+        voters = self._voter.log.voters
+        return (
+            self._leader is None
+            and voters is not None
+            and self.me in voters.all
+            and self.refused is None
+            and self.me not in self._voter.table.gone
+        )
+
+    def _draw(self) -> float:
+        return self.timing.election_spread * self._rng.random()
+
+    def _campaign_at(self) -> float:
+        heard = self._voter.heard + self.timing.sticky + self._patience
+        return max(heard, self._next_campaign)
+
+    def _campaign(self, *, trial: bool, handover: bool = False) -> None:
+        self._patience = self._draw()
+        self._next_campaign = self._now + self.timing.election_spread / 2 + self._patience
+        voter = self._voter
+        self._election = election = Election(voter, self._now, trial=trial, handover=handover)
+        voters = voter.log.voters
+        assert voters is not None
+        self._outbox += [(name, election.request) for name in sorted(voters.all - {self.me})]
+        self._check_role()
+
+    def _vote(self, sender: str, asked: VoteRequest) -> None:
+        if sender in self._voter.table.gone:
+            self._refuse(sender)
+            return
+        answer = self._voter.answer_vote(sender, asked, self._now, leads=self.leads)
+        if answer is not None:
+            self._outbox.append((sender, answer))
+
+    def _check_role(self) -> None:
+        """After each message: another term, or another leader, ends what this replica was."""
+        voter = self._voter
+        if self._leader is not None and self._leader.term != voter.term:
+            self._stop_leading()
+        election = self._election
+        if election is None:
+            return
+        if election.is_over(self._now):
+            self._election = None
+        elif election.won and election.trial:
+            self._campaign(trial=False)
+        elif election.won:
+            previous = voter.log.author
+            heard = election.predecessor_heard()
+            predecessor = None if previous in (None, self.me) else (previous, heard)
+            self._election = None
+            self._leader = Leader(voter, self._now, predecessor)
+            self._began = False
+
+    def _stop_leading(self) -> None:
+        # A vote for a successor counts as one of a voter that this leader was in reach of.
+        self._voter.voted_at = self._now
+        self._voter.leader = None
+        self._leader = None
 
     # ------------------------------------------------------------------ the leader
-    def _lead(self, sender: str, message: Message) -> None:
-        if sender in self._table.gone:
-            self._outbox.append((sender, Refusal(self._table.gone[sender])))
-        elif sender not in self._heard:
-            return
+    def _lead(self, leader: Leader, sender: str, message: Message) -> None:
+        table = self._voter.table
+        if isinstance(message, AppendAnswer):
+            if message.term == leader.term:
+                leader.answered(sender, message)
+        elif sender in table.gone:
+            self._refuse(sender)
+        elif not leader.ready or sender not in table.sessions:
+            return  # it is told when this leader is ready, and sends it again
         elif isinstance(message, Heartbeat):
-            self._heard[sender] = self._now
-            self._outbox.append((sender, Grant(self.term, message.sent)))
+            leader.leases.hear(sender, self._now)
+            may_act = sender != self.me and sender not in leader.leases.losing
+            if may_act and leader.lease_valid(self._now):
+                self._outbox.append((sender, Grant(leader.term, message.sent)))
         elif isinstance(message, Requests):
-            self._serve(sender, message)
-        elif isinstance(message, Leave):
-            self._remove(sender, message.reason, orderly=True)
-            self._outbox.append((sender, Refusal(message.reason, orderly=True)))
+            leader.serving.take(sender, message, lease_valid=leader.lease_valid(self._now))
+        elif isinstance(message, Leave) and sender != self.me:
+            leader.leases.hear(sender, self._now)
+            leader.propose(Removed(sender, message.reason, orderly=True))
 
-    def _serve(self, host: str, message: Requests) -> None:
-        results: list[tuple[int, Result]] = []
-        if message.waits is not None:
-            for known in [w for w in self._waits if w[0] == host and w[1] not in message.waits]:
-                del self._waits[known]
-        writes = []
-        for number, operation in message.operations:
-            if operation.writes:
-                writes.append((number, operation))
-            elif operation.name == "wait_for":
-                self._waits[host, number] = operation.key
-            else:
-                results.append((number, self._table.perform(operation)))
-        results += self._table.write(host, message.floor, writes).items()
-        self._answer(host, tuple(results))
-        self._wake()
-
-    def _answer(self, host: str, results: tuple[tuple[int, Result], ...]) -> None:
+    def _refuse(self, host: str) -> None:
+        """Tells a host that it is out; one that leaves, only when it is no voter any more: until
+        then the voters may need it to agree on that.
+        """
+        reason, orderly = self._voter.table.gone[host]
+        log = self._voter.log
+        voters = log.voters
+        settled = voters is None or (
+            log.voters_index <= self._voter.commit and host not in voters.all
+        )
+        if orderly and host != self.me and not settled:
+            return
         if host == self.me:
-            self._own.answered(results)
-        elif results:
-            self._outbox.append((host, Answers(results)))
+            self._host.refuse(Refusal(reason, orderly))
+        else:
+            self._outbox.append((host, Refusal(reason, orderly)))
 
-    def _wake(self) -> None:
-        self._table.appeared.clear()
-        for (host, number), key in list(self._waits.items()):
-            if key in self._table.keys:
-                del self._waits[host, number]
-                self._answer(host, ((number, self._table.keys[key]),))
+    def _apply(self) -> None:
+        performed = self._voter.apply()
+        leader = self._leader
+        if leader is not None:
+            if leader.ready and not self._began:
+                self._began = True
+                others = [host for host in self._voter.table.sessions if host != self.me]
+                leader.leases.begin(others)
+                self._host.follow(self.me, leader.term, self._now)
+            for change, results in performed:
+                leader.serving.performed(results)
+                self._follow_up(leader, change)
+            for host, answers in leader.serving.answers():
+                if host == self.me:
+                    self._host.requests.answered(answers)
+                else:
+                    self._outbox.append((host, Answers(answers)))
+            if self.me in self._voter.table.gone:
+                self._stop_leading()
+                self._refuse(self.me)
+        self._voter.table.appeared.clear()
 
-    def _remove(self, host: str, reason: str, *, orderly: bool) -> None:
-        self._heard.pop(host, None)
-        self._table.remove(host, reason, orderly=orderly)
-        self._wake()
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self.refused = refusal
-        self.lease_until = float("-inf")
-        self._own.fail(refusal.reason)
+    def _follow_up(self, leader: Leader, change: Change) -> None:
+        gone = self._voter.table.gone
+        if isinstance(change, Joined) and change.info.id not in (self.me, *gone):
+            leader.leases.admitted(change.info.id, self._now)
+            self._outbox.append((change.info.id, Announce(leader.term)))
+        elif isinstance(change, Removed) and change.host != self.me:
+            leader.leases.removed(change.host)
+            leader.serving.removed(change.host)
+            leader.leases.departing.add(change.host)
+            self._refuse(change.host)
+        elif isinstance(change, Changed) and change.voters.old is None:
+            for host in leader.leases.departing:
+                self._refuse(host)
+            leader.leases.departing.intersection_update(change.voters.all)

@@ -7,6 +7,7 @@ table is a JSON value, so that a voter that lags behind gets it in one message.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +48,16 @@ class Table:
     """The keys and what must survive with them.
 
     Attributes:
-        appeared: keys that were set since the last `clear`, for those that wait for them.
+        gone: the hosts that were removed: the reason, and whether they left in order.
+        appeared: keys that were set, with their values, for those that wait for them; the user
+            clears it.
     """
 
     def __init__(self) -> None:
         self.keys: dict[str, bytes] = {}
         self.sessions: dict[str, Session] = {}
-        self.gone: dict[str, str] = {}
-        self.appeared: list[str] = []
+        self.gone: dict[str, tuple[str, bool]] = {}
+        self.appeared: list[tuple[str, bytes]] = []
 
     # ------------------------------------------------------------------ hosts
     def join(self, info: HostInfo) -> None:
@@ -69,7 +72,7 @@ class Table:
         if host in self.gone or host not in self.sessions:
             return
         del self.sessions[host]
-        self.gone[host] = reason
+        self.gone[host] = (reason, orderly)
         self._record(LOST, json.dumps({"id": host, "reason": reason, "orderly": orderly}))
 
     def _record(self, key: str, line: str) -> None:
@@ -79,11 +82,14 @@ class Table:
         self._set(event_key(number), b"")
 
     # ------------------------------------------------------------------ operations
-    def write(self, host: str, floor: int, numbered: list[tuple[int, Operation]]) -> dict[int, Any]:
+    def write(
+        self, host: str, floor: int, numbered: Iterable[tuple[int, Operation]]
+    ) -> dict[int, Any]:
         """Performs writes of `host`, each once; returns the result of each."""
         session = self.sessions.get(host)
         if session is None:
-            refusal = Failed(f"host {host} is not in the job: {self.gone.get(host, 'not joined')}")
+            why = self.gone[host][0] if host in self.gone else "it has not joined"
+            refusal = Failed(f"host {host} is not in the job: {why}")
             return {number: refusal for number, _ in numbered}
         if floor > session.floor:
             session.floor = floor
@@ -144,14 +150,14 @@ class Table:
 
     def _set(self, key: str, value: bytes) -> None:
         self.keys[key] = value
-        self.appeared.append(key)
+        self.appeared.append((key, value))
 
     # ------------------------------------------------------------------ the state as one value
     def pack(self) -> Any:
         """The whole state as a JSON value."""
         return {
             "keys": {key: value.decode("latin-1") for key, value in self.keys.items()},
-            "gone": self.gone,
+            "gone": {host: list(said) for host, said in self.gone.items()},
             "sessions": {
                 host: [s.floor, [[n, pack_result(a)] for n, a in s.answers.items()]]
                 for host, s in self.sessions.items()
@@ -163,7 +169,7 @@ class Table:
         """The reverse of `pack`."""
         table = cls()
         table.keys = {key: value.encode("latin-1") for key, value in packed["keys"].items()}
-        table.gone = dict(packed["gone"])
+        table.gone = {host: (reason, orderly) for host, (reason, orderly) in packed["gone"].items()}
         table.sessions = {
             host: Session(floor, {n: unpack_result(a) for n, a in answers})
             for host, (floor, answers) in packed["sessions"].items()

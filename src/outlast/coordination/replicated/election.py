@@ -1,0 +1,58 @@
+"""A candidate's part in an election."""
+
+from __future__ import annotations
+
+from outlast.coordination.replicated.messages import VoteAnswer, VoteRequest
+from outlast.coordination.replicated.voter import Voter
+
+
+class Election:
+    """The votes for one candidate in one term.
+
+    First a trial: only if a quorum would vote for it, a candidate enters a new term. So a host that
+    was cut off or stopped does not disturb the others when it returns, with a term that has grown
+    meanwhile.
+    """
+
+    def __init__(self, voter: Voter, now: float, *, trial: bool, handover: bool = False) -> None:
+        self._voter = voter
+        silent = now - max(voter.heard, voter.voted_at)
+        if not trial:
+            voter.enter(voter.term + 1)
+            voter.voted_for, voter.voted_at = voter.me, now
+        self.trial = trial
+        self.term = voter.term + 1 if trial else voter.term
+        self._votes: dict[str, float] = {}
+        self._vote(voter.me, silent, now)
+        log = voter.log
+        self.request = VoteRequest(self.term, log.last, log.last_term, trial, handover)
+
+    def _vote(self, voter: str, silent: float, now: float) -> None:
+        # One second of that voter's clock may be less of ours.
+        self._votes[voter] = now - silent / (1 + self._voter.timing.margin)
+
+    def take(self, sender: str, answer: VoteAnswer, now: float) -> None:
+        """Counts a vote for this election."""
+        if answer.granted and answer.term == self.term and answer.trial == self.trial:
+            self._vote(sender, answer.heard, now)
+
+    def is_over(self, now: float) -> bool:
+        """Whether this election was overtaken: by another term, or by a leader."""
+        if self.trial:
+            return self.term != self._voter.term + 1 or self._voter.hears_leader(now)
+        return self.term != self._voter.term or self._voter.leader is not None
+
+    @property
+    def won(self) -> bool:
+        voters = self._voter.log.voters
+        return voters is not None and voters.is_quorum(self._votes)
+
+    def predecessor_heard(self) -> float:
+        """No earlier than the last moment from which on the lease of the host of the leader before
+        counts, by this host's clock.
+
+        That lease counts from what its leader sent to a quorum, or from a heartbeat that it sent
+        before its own election. A voter of that quorum, or of that election, is in this quorum too:
+        it was in reach of a leader, or voted, at that moment or later.
+        """
+        return max(self._votes.values())

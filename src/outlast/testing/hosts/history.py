@@ -1,0 +1,156 @@
+"""What the hosts have asked of the store and been answered, compared with a plain model of it."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+
+from outlast.coordination.replicated.entries import Change, Joined, Removed, Written
+from outlast.coordination.replicated.operations import Failed, Operation, Result
+
+FOREVER = float("inf")
+
+
+@dataclass
+class Call:
+    """One operation: asked at `start`, answered at `end`, by the one true clock."""
+
+    host: str
+    number: int
+    operation: Operation
+    start: float
+    end: float = FOREVER
+    result: Result = None
+    failed: bool = False
+
+
+class Model:
+    """What the store must be: performs the agreed changes one by one.
+
+    It is written without looking at `Table`, for the operations that the simulation uses. It
+    records the versions of each key, and the position and the result of each write.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.keys: dict[str, bytes] = {}
+        self.versions: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
+        self.written: dict[tuple[str, int], tuple[int, Result]] = {}
+        self.hosts: set[str] = set()
+        self.gone: set[str] = set()
+        self._events = 0
+
+    def perform(self, change: Change) -> None:
+        if isinstance(change, Joined):
+            host = change.info.id
+            if host not in self.hosts | self.gone:
+                self.hosts.add(host)
+                self._event("hosts/joined", change.info.encode())
+        elif isinstance(change, Removed):
+            if change.host in self.hosts:
+                self.hosts.discard(change.host)
+                self.gone.add(change.host)
+                said = {"id": change.host, "reason": change.reason, "orderly": change.orderly}
+                self._event("hosts/lost", json.dumps(said))
+        elif isinstance(change, Written):
+            for host, _, numbered in change.by_host:
+                for number, operation in numbered:
+                    if host in self.hosts and (host, number) not in self.written:
+                        self.position += 1
+                        result = self._write(operation)
+                        self.written[host, number] = (self.position, result)
+
+    def _event(self, key: str, line: str) -> None:
+        self._events += 1
+        self.keys[key] = self.keys.get(key, b"") + line.encode() + b"\n"
+        self.keys["hosts/events"] = b"%d" % self._events
+        self.keys[f"hosts/event/{self._events}"] = b""
+
+    def _write(self, op: Operation) -> Result:
+        before = self.keys.get(op.key, b"")
+        after, result = before, None  # type: tuple[bytes, Result]
+        if op.name == "add":
+            after = b"%d" % (int(before or b"0") + op.amount)
+            result = int(after)
+        elif op.name == "append":
+            after = before + op.value
+        elif op.name == "claim":
+            after = result = before or op.value
+        elif op.name == "compare_set":
+            after = op.value if before == op.expected else before
+            result = after or None
+        elif op.name == "put":
+            after = op.value
+        if after != before:
+            self.keys[op.key] = after
+            self.versions[op.key].append((self.position, after))
+        return result
+
+
+def check(calls: list[Call], model: Model) -> list[str]:
+    """What is wrong, if anything: the calls must be linearizable.
+
+    The writes have one order, that of the log. It must agree with real time: a write that was asked
+    after another was answered comes later. Each result must be the one that the model gave at that
+    place. And each read must have a place in that order, not before a write or a read that was
+    answered before it was asked, nor behind a write that was asked after it was answered.
+    """
+    broken: list[str] = []
+    writes: list[tuple[int, Call]] = []
+    for call in calls:
+        if not call.operation.writes:
+            continue
+        place, result = model.written.get((call.host, call.number), (0, None))
+        if place:
+            writes.append((place, call))
+        answered = call.end < FOREVER and not isinstance(call.result, Failed)
+        if answered and not place:
+            broken.append(f"answered, and not performed: {call}")
+        elif answered and call.result != result:
+            broken.append(f"answered {call.result!r} instead of {result!r}: {call}")
+    writes.sort(key=lambda write: write[0])
+    latest: Call | None = None
+    for _, call in writes:
+        if latest is not None and call.end < latest.start:
+            broken.append(f"performed after a later one: {call}; {latest}")
+        if latest is None or call.start > latest.start:
+            latest = call
+    return broken + _check_reads(calls, writes, model)
+
+
+def _check_reads(calls: list[Call], writes: list[tuple[int, Call]], model: Model) -> list[str]:
+    broken: list[str] = []
+    reads = [
+        call
+        for call in calls
+        if not call.operation.writes
+        and call.end < FOREVER
+        and not isinstance(call.result, Failed)
+        and not call.operation.key.startswith("hosts/")
+    ]
+    by_end = sorted((call.end, place) for place, call in writes)
+    placed: list[tuple[float, int]] = []
+    for read in sorted(reads, key=lambda call: call.end):
+        first = max((place for end, place in by_end if end < read.start), default=0)
+        first = max([first, *(place for end, place in placed if end < read.start)])
+        last = min((p for p, call in writes if call.start > read.end), default=model.position + 1)
+        place = _place(read, model.versions[read.operation.key], first, last)
+        if place is None:
+            broken.append(f"no such value at that time: {read}")
+        else:
+            placed.append((read.end, place))
+    return broken
+
+
+def _place(read: Call, versions: list[tuple[int, bytes]], first: int, last: int) -> int | None:
+    """The earliest place of a read: behind the write `first`, before `last`."""
+    at = bisect.bisect_right(versions, first, key=lambda version: version[0])
+    value = versions[at - 1][1] if at else None
+    if value == read.result and (value is not None or read.operation.name != "wait_for"):
+        return first
+    for place, value in versions[at:]:
+        if place < last and value == read.result:
+            return place
+    return None

@@ -1,0 +1,169 @@
+"""One host of a simulated group: its clock, its replica, and what it asks of the store."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from outlast.coordination.replicated.messages import Snapshot
+from outlast.coordination.replicated.operations import Failed, Operation
+from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.replica import Replica
+from outlast.testing.hosts.history import Call
+from outlast.testing.hosts.workload import next_operation
+
+if TYPE_CHECKING:
+    from outlast.testing.hosts.simulate import HostSimulation
+
+PAST = float("-inf")
+
+
+class SimulatedHost:
+    """Drives a `Replica` as the host service does.
+
+    Attributes:
+        acts_until: until when it may act as the leader, by the true clock.
+    """
+
+    def __init__(self, sim: HostSimulation, name: str, founding: Configuration | None) -> None:
+        r = sim.random
+        self.sim = sim
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self.leaving = False
+        self.acts_until = PAST
+        self.calls: list[Call] = []
+        self._rate = 0.95 + 0.1 * r.random()
+        self._offset = 1000 * r.random()
+        self._open: dict[int, Call] = {}
+        self._waiting: list[tuple[str, Any]] = []
+        self._tick_at = float("inf")
+        self._checked = 0
+        self._left = sim.schedule.operations
+        self.replica = Replica(
+            name,
+            sim.timing,
+            random.Random(r.random()),
+            founding=founding,
+            kept=sim.schedule.kept,
+        )
+
+    def clock(self, true: float) -> float:
+        """What the clock of this host shows."""
+        return self._offset + true * self._rate
+
+    def true(self, clock: float) -> float:
+        """The reverse of `clock`."""
+        return (clock - self._offset) / self._rate
+
+    def lease_end(self) -> float:
+        """Until when this host may act, by the true clock."""
+        return self.true(self.replica.lease_until)
+
+    # ------------------------------------------------------------------ events
+    def begin(self) -> None:
+        """Starts the replica and the workload."""
+        self._tick_at = self.sim.now
+        self.sim.at(self.sim.now, self._tick, self.sim.now)
+        self._plan_operation()
+
+    def deliver(self, sender: str, message: Any) -> None:
+        """A message arrives; a host that is stopped finds it when it goes on."""
+        if not self.alive:
+            return
+        if self.paused:
+            self._waiting.append((sender, message))
+            return
+        self.sim.snapshots += isinstance(message, Snapshot)
+        self.replica.receive(sender, message, self.clock(self.sim.now))
+        self.end_round()
+
+    def go_on(self) -> None:
+        """Ends a pause. The host finds its messages and its timers in any order."""
+        if not self.paused:
+            return
+        self.paused = False
+        waiting, self._waiting = self._waiting, []
+        if self.sim.random.random() < 0.5:
+            self._tick(self._tick_at)
+        for sender, message in waiting:
+            self.deliver(sender, message)
+        self._tick(self._tick_at)
+        self._plan_operation()
+
+    def _tick(self, planned: float) -> None:
+        if planned != self._tick_at or not self.alive or self.paused:
+            return  # there is an earlier one, or it happens after the pause
+        self._tick_at = float("inf")
+        self.replica.tick(self.clock(self.sim.now))
+        self.end_round()
+
+    def leave(self) -> None:
+        """Leaves in order: its workers have ended."""
+        self.leaving = True
+        self.replica.leave("it has finished", self.clock(self.sim.now))
+        self.end_round()
+
+    # ------------------------------------------------------------------ operations
+    def _plan_operation(self) -> None:
+        if self._left > 0:
+            self.sim.at(self.sim.now + 2 * self.sim.random.random(), self._next_operation)
+
+    def _next_operation(self) -> None:
+        if not self.alive or self.paused or self.leaving or self._left <= 0:
+            return
+        self._left -= 1
+        for _ in range(self.sim.random.choice([1, 1, 3])):
+            self.ask(next_operation(self.sim.random, self.name, len(self.calls)))
+        self._plan_operation()
+
+    def ask(self, operation: Operation) -> Call:
+        """Starts an operation."""
+        number = self.replica.submit(operation, self.clock(self.sim.now))
+        call = Call(self.name, number, operation, self.sim.now)
+        self._open[number] = call
+        self.calls.append(call)
+        self.end_round()
+        return call
+
+    # ------------------------------------------------------------------ after each event
+    def end_round(self) -> None:
+        """Sends what there is to send, takes the results, and checks what must hold."""
+        sim, replica = self.sim, self.replica
+        for to, message in replica.outbox():
+            sim.send(self.name, to, message)
+        for ticket, result in replica.results():
+            call = self._open.pop(ticket)
+            call.failed = isinstance(result, Failed)
+            if not call.failed:
+                call.result, call.end = result, sim.now
+        self._observe()
+        if replica.refused is not None and replica.refused.orderly:
+            self.alive = False
+            return
+        # A little later, because a rounded time may be a little early, and nothing due yet.
+        due = max(self.true(replica.next_tick()) + 1e-6, sim.now)
+        if due < self._tick_at:
+            self._tick_at = due
+            sim.at(due, self._tick, due)
+
+    def _observe(self) -> None:
+        sim, replica = self.sim, self.replica
+        leader = replica._leader
+        self.acts_until = PAST
+        if leader is not None and replica.leads:
+            now = self.clock(sim.now)
+            heard = leader.quorum_heard(now) + replica.timing.quorum_lease
+            self.acts_until = self.true(heard)
+            sim.saw_leader(self, leader.term)
+        voter = replica._voter
+        while self._checked < voter.applied:
+            self._checked = max(self._checked, voter.log.base) + 1
+            if self._checked <= voter.applied:
+                term = voter.log.term(self._checked)
+                assert term is not None
+                sim.saw_committed(self._checked, term, voter.log.change(self._checked))
+        if self.name in sim.model.gone and not self.leaving:
+            end = self.lease_end()
+            sim.must(end <= sim.now, f"{self.name} is lost, and has a lease until {end:.3f} s")
