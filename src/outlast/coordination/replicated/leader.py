@@ -189,7 +189,7 @@ class Leader:
         keep = voters.all.union(learners) - {voter.me}
         for name in [name for name in self._peers if name not in keep]:
             del self._peers[name]
-        for name in keep.difference(self._peers):
+        for name in sorted(keep.difference(self._peers)):
             self._peers[name] = Peer(voter.log.last + 1)
         if not self.ready or voter.log.voters_index > voter.commit:
             return
@@ -197,9 +197,12 @@ class Leader:
             self._append(Changed(Voters(voters.new)))
             return
         caught_up = [name for name in learners if self._peers[name].match >= voter.commit]
-        present = [name for name in voters.new.voters if name not in voter.table.gone]
+        present = [name for name in sorted(voters.new.voters) if name not in voter.table.gone]
         wanted = Configuration.led_by(voter.me, [*present, *caught_up])
-        if wanted != voters.new:
+        # Not while those that are left are no quorum of it: first the others must be declared lost.
+        limit = now - self._timing.quorum_lease
+        reached = [name for name, peer in self._peers.items() if peer.acked > limit]
+        if wanted != voters.new and wanted.is_quorum([voter.me, *reached]):
             self._append(Changed(Voters(wanted, voters.new)))
 
     def _learners(self, now: float) -> list[str]:

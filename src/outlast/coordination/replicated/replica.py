@@ -137,8 +137,7 @@ class Replica:
         if leader is not None and not leader.has_quorum(now):
             self._stop_leading()
         elif leader is not None:
-            if leader.ready and self.me not in leader.leases.losing:
-                self._host.extend(leader.quorum_heard(now))
+            self._renew(leader)
             leader.end_leases(now)
             for host in leader.leases.announce_to(now):
                 self._outbox.append((host, Announce(leader.term)))
@@ -146,6 +145,11 @@ class Replica:
         elif now >= self._campaign_at() and self._may_lead():
             self._campaign(trial=True)
         self._host.check_lease(now)
+
+    def _renew(self, leader: Leader) -> None:
+        """The lease of the leader's own host counts from the moment that a quorum has answered."""
+        if leader.ready and self.me not in leader.leases.losing:
+            self._host.extend(leader.quorum_heard(self._now))
 
     def next_tick(self) -> float:
         """When `tick` is due at the latest."""
@@ -238,10 +242,11 @@ class Replica:
 
     def _propose(self, change: Joined | Removed, now: float) -> bool:
         self._now = now
-        leader = self._leader
-        if leader is None or not leader.ready:
+        if self._voter.log.last == 0:
+            self.tick(now)  # the founder leads from its first moment
+        if self._leader is None:
             return False
-        leader.propose(change)
+        self._leader.propose(change)
         return True
 
     def leave(self, reason: str, now: float) -> None:
@@ -378,6 +383,7 @@ class Replica:
                 others = [host for host in self._voter.table.sessions if host != self.me]
                 leader.leases.begin(others)
                 self._host.follow(self.me, leader.term, self._now)
+                self._renew(leader)
             for change, results in performed:
                 leader.serving.performed(results)
                 self._follow_up(leader, change)

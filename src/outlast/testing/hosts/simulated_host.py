@@ -159,8 +159,9 @@ class SimulatedHost:
             sim.saw_leader(self, leader.term)
         voter = replica._voter
         while self._checked < voter.applied:
-            self._checked = max(self._checked, voter.log.base) + 1
-            if self._checked <= voter.applied:
+            self._checked = max(self._checked, voter.log.base)
+            if self._checked < voter.applied:
+                self._checked += 1
                 term = voter.log.term(self._checked)
                 assert term is not None
                 sim.saw_committed(self._checked, term, voter.log.change(self._checked))
