@@ -99,6 +99,34 @@ def test_a_damaged_copy_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
         ]
 
 
+def test_a_restart_in_place_with_a_replacement_on_another_host(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """After three faults, each with a copy in flight, which the restart calls off."""
+    plan = Plan(tmp_path / "plan")
+    plan.gate("never")
+    path = tmp_path / "c"
+    with ranks("peer_copies", "restarts_in_place", str(path), str(plan.folder), "3") as job:
+        for rank in range(2):
+            job.start(rank, on(f"host{rank}", rank + 1))
+        ready = [
+            job.wait_for_line(rank, lambda line: line["event"] == "ready") for rank in range(2)
+        ]
+        lose_host(job, 1, [ready[1]["keeper"], ready[1]["writer"]])
+        job.start(1, on("host2", 3))
+        assert set(job.wait_all().values()) == {0}, job.errors(0) + job.errors(1)
+        steps = [line["step"] for line in job.lines(0) if line["event"] == "restored"]
+        assert steps == [1, 2, 3, 5]
+        for rank in range(2):
+            lines = job.lines(rank)
+            last = [line for line in lines if line["event"] == "restored"][-1]
+            assert (last["step"], last["source"]) == (5, "copies")
+            assert last["held_by"] == ("host0" if rank == 1 else "")
+            assert lines[-1]["resources"] == ["outlast-copies", "outlast-keeper"]
+            copied = [line["step"] for line in lines if line["event"] == "copied"]
+            assert copied == ([4, 5, 6] if rank == 0 else [4, 5, 6])
+
+
 def flip_a_byte(keeper: int) -> int:
     """Changes a byte of each copy that the keeper holds; returns their number."""
     seen = set()

@@ -17,6 +17,8 @@ from async_checkpoint.checkpoints import NET, blank, same, state_of
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.events import CheckpointRestored, CopyCompleted, CopySkipped, Event
+from outlast.inprocess import CallWrapper, Compose, Wrapper
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 LINGER = datetime.timedelta(seconds=60)
 ELEMENTS = 300_000
@@ -109,6 +111,67 @@ def takes_copies(path: str) -> None:
         copies.wait_for(step + 1)
         dist.barrier()
     assert WORLD_SIZE > 1
+
+
+@scenario
+def restarts_in_place(path: str, plan: str, faults: str) -> None:
+    """Faults with a copy in flight; then rank 1's host is lost, and its replacement is elsewhere."""
+    last = int(faults)
+    Plan(Path(plan)).use(pytest.MonkeyPatch())
+    copies = Copies()
+
+    @Wrapper(
+        repeated_faults=None,  # equal faults on purpose
+        rank_assignment=Compose(ShiftRanks(), AwaitReplacements(NET)),
+    )
+    def train(call: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        slow = call.iteration < last
+        bandwidth = 500_000.0 if slow else 1e9
+        with Checkpointer(
+            path, linger=LINGER, replicas=1, replica_bandwidth=bandwidth, events=copies
+        ) as checkpointer:
+            state = empty()
+            step = checkpointer.restore(state)
+            assert step is None or same(state, own_state(step))
+            step = 0 if step is None else step
+            say("began", iteration=call.iteration, step=step, rank=dist.get_rank())
+            if slow:
+                checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
+                if dist.get_rank() == call.iteration % 2:
+                    raise ValueError("a planned fault, with a copy in flight")
+                dist.barrier()
+            elif call.iteration == last:
+                checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
+                copies.wait_for(step + 1)
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    Plan(Path(plan)).set({"op": "write_at", "do": "wait", "gate": "never"})
+                dist.barrier()
+                checkpointer.save(step + 2, own_state(step + 2))
+                copies.wait_for(step + 2)
+                dist.barrier()
+                pid = checkpointer._session.writer.pid
+                say("ready", keeper=keeper_of(checkpointer), writer=pid)
+                dist.barrier()
+                time.sleep(600)
+            else:
+                if dist.get_rank() == 0:
+                    Plan(Path(plan)).set()
+                dist.barrier()
+                checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
+                copies.wait_for(step + 1)
+                dist.barrier()
+                say("done", resources=resources())
+        dist.barrier()
+        dist.destroy_process_group()
+
+    train()
+
+
+def resources() -> list[str]:
+    """The threads of copies."""
+    return sorted(t.name for t in threading.enumerate() if "cop" in t.name or "keep" in t.name)
 
 
 if __name__ == "__main__":
