@@ -154,6 +154,7 @@ def test_a_copy_larger_than_the_memory_is_refused(pair: Pair) -> None:
     assert two.held() == []
 
 
+@pytest.mark.slow
 def test_a_receiver_that_dies_in_the_middle(tmp_path: Path) -> None:
     with keepers(tmp_path) as (one, two), memory_of(16 << 20) as memory:
         os.kill(two.pid, signal.SIGSTOP)  # accepts connections, and reads nothing
@@ -180,6 +181,7 @@ def test_a_copy_that_is_called_off_is_never_complete(pair: Pair) -> None:
         assert two.held() == []
 
 
+@pytest.mark.slow
 def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
     """At most: so many bytes cannot be there earlier, however fast the machine is."""
     with keepers(tmp_path) as (one, two), memory_of(SIZE) as memory:
@@ -188,6 +190,7 @@ def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
             one.send(two, memory, snapshot_of(3, SIZE)).result(0.3)
 
 
+@pytest.mark.slow
 def test_copies_are_handed_over_when_the_main_process_dies(tmp_path: Path) -> None:
     """To the next keeper of the host that is arranged."""
     tmp_path.chmod(0o700)

@@ -147,6 +147,7 @@ def test_a_buffer_that_is_being_sent_must_be_reserved(
         check_rounds(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_rank_copies_what_one_rank_does_not_have(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as (one, two):
         one.save(1)
@@ -164,6 +165,7 @@ def test_no_rank_copies_what_one_rank_does_not_have(tmp_path: Path) -> None:
         assert isinstance(one.after(3), CopyCompleted)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_dies_is_replaced(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as (one, two):
         os.kill(two.keeper.pid, signal.SIGSTOP)

@@ -115,7 +115,7 @@ def takes_copies(path: str) -> None:
 
 @scenario
 def restarts_in_place(path: str, plan: str, faults: str) -> None:
-    """Faults with a copy in flight; then rank 1's host is lost, and its replacement is elsewhere."""
+    """Faults with a copy in flight; then rank 1's host is lost, and replaced by another."""
     last = int(faults)
     Plan(Path(plan)).use(pytest.MonkeyPatch())
     copies = Copies()

@@ -28,6 +28,33 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+WITH_SNAPSHOTS = """
+import json, os, signal, sys
+import torch
+import torch.distributed as dist
+from outlast.async_checkpoint import Checkpointer
+from outlast.events import MemorySink
+dist.init_process_group("gloo")
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
+sink = MemorySink()
+checkpointer = Checkpointer(sys.argv[1], events=sink)
+state = {"weight": torch.zeros(1000), f"own{rank}": torch.zeros(1000)}
+step = checkpointer.restore(state)
+source = next((event.source for event in sink.events if event.kind == "checkpoint_restored"), "")
+print(json.dumps({"pid": os.getpid(), "rank": rank, "env": {}, "from": source}), flush=True)
+if attempt == "0":
+    full = {"weight": torch.ones(1000), f"own{rank}": torch.ones(1000)}
+    checkpointer.save(1, full).wait()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+assert state["weight"].sum() == state[f"own{rank}"].sum() == 1000
+dist.barrier()
+checkpointer.close()
+dist.destroy_process_group()
+"""
+
 
 def test_by_default_the_first_failure_ends_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3") as run:
@@ -92,3 +119,19 @@ def test_a_signal_between_attempts_ends_the_job(tmp_path: Path) -> None:
         run.until_said("SIGTERM: forwarded")
         first[1].succeed()
         assert run.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_snapshots_in_memory_survive_a_restart_of_all_workers(tmp_path: Path) -> None:
+    """The processes that hold them are left alone between two attempts, and are gone at the end."""
+    options = ("--nproc-per-node=2", "--max-restarts=1")
+    arguments = {
+        "args": [str(tmp_path / "c")],
+        "env": {"TMPDIR": "/tmp"},
+    }  # sockets' paths are short
+    with Run(tmp_path, WITH_SNAPSHOTS, *options, **arguments) as run:
+        first = [run.ready(rank) for rank in range(2)]
+        second = [run.ready(rank) for rank in range(2)]
+        assert [ready.more["from"] for ready in first] == ["", ""]
+        assert [ready.more["from"] for ready in second] == ["memory", "memory"]
+        assert run.wait() == 0
