@@ -124,7 +124,8 @@ class Run:
             started.append(self.host(number))
             started[-1].joined()
         for host in started:
-            host.ask("until", hosts=[each.address for each in started])
+            addresses = [each.address for each in started]
+            host.ask("until", hosts=addresses, voters=len(started))
         return started
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast.errors import OutlastError
-from outlast.launch.hosts.group import open_group
-from outlast.launch.hosts.host_group import GroupSpec, HostGroup
+from outlast.launch.hosts.group import ReplicatedGroup, open_group
+from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
@@ -23,7 +23,7 @@ from outlast.system.waiting import readable
 class Commands:
     """What a test can ask of a host."""
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: ReplicatedGroup) -> None:
         self.group = group
 
     def store(self, name: str, *arguments: Any) -> Any:
@@ -44,10 +44,18 @@ class Commands:
             "lost": {lost.host.address: lost.reason for lost in state.lost},
             "left": [lost.host.address for lost in state.lost if lost.left],
             "leader": next((h.address for h in state.hosts if h.id == state.leader), ""),
+            "voters": self.voters(),
             "lease_ok": state.lease_ok,
             "error": state.error,
             "refused": list(state.refused),
         }
+
+    def voters(self) -> int:
+        """How many hosts vote, as far as this one knows; 0 during a change."""
+        membership = self.group._service._membership
+        log = membership._replica._voter.log
+        settled = log.voters is not None and log.voters.old is None
+        return len(log.voters.all) if settled else 0
 
     def until(self, **wanted: Any) -> dict[str, Any]:
         """Wait until the state has these values; `hosts` and `lost` are compared as sets."""
@@ -55,7 +63,8 @@ class Commands:
             state = self.state()
             if all(_plain(state[name]) == _plain(value) for name, value in wanted.items()):
                 return state
-            readable(self.group.wakeup_fd())
+            # The voters change without a notice.
+            readable(self.group.wakeup_fd(), timeout=0.05 if "voters" in wanted else None)
 
     def new_attempt(self, attempt: int) -> None:
         """The workers' keys."""
