@@ -63,7 +63,11 @@ class Namespaces:
         """Ends all processes, and with them the namespaces."""
         if self.on:
             os.kill(self.init, signal.SIGKILL)  # the kernel kills the others, also stopped ones
+            self._reap()
         self._process.communicate()
+
+    def _reap(self) -> None:
+        """Waits for the ends of processes that were started from outside."""
 
     def ip(self, *commands: str) -> None:
         """Runs commands of `ip` inside."""
@@ -121,12 +125,10 @@ class Host(Namespaces):
         self._started.append(HostProcess(popen))
         return self._started[-1]
 
-    def close(self) -> None:
-        if self.on:
-            os.kill(self.init, signal.SIGKILL)
+    def _reap(self) -> None:
+        # The kernel waits until nsenter has reaped its child.
         for process in self._started:
-            process.end()  # until nsenter has reaped its child, the kernel waits
-        super().close()
+            process.end()
 
     def power_off(self) -> None:
         """Ends the host at once: first its link, so that no process says goodbye to its peers."""

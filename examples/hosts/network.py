@@ -40,7 +40,7 @@ class Network:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
+        self.names = tuple(names)
         self._hosts: dict[str, Host] = {}
         self._numbers: dict[str, int] = {}
         self._cuts: set[tuple[str, str]] = set()
@@ -54,7 +54,7 @@ class Network:
             routing = "echo 1 > /proc/sys/net/ipv4/ip_forward"
             self._switch = stack.enter_context(Namespaces("switch", 0, routing))
             stack.callback(self._power_off_all)
-            for name in self._names:
+            for name in self.names:
                 self.boot(name)
             self._stack = stack.pop_all()
         return self

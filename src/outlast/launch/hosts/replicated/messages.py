@@ -106,12 +106,9 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A message of the consensus of `group`, encoded, to the host `receiver`. Another host ignores
-    it: a restarted agent has the address of the one before, but is another host.
-    """
+    """A message of the consensus of `group`, encoded."""
 
     group: str
-    receiver: str
     data: bytes
 
 
@@ -137,8 +134,8 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message) if kind is not Repli
 def encode(message: Message) -> bytes:
     """The payload of a frame."""
     if isinstance(message, Replicated):
-        head = f"{message.group}\n{message.receiver}\n".encode()
-        return _REPLICATED + head + message.data
+        group = message.group.encode()
+        return _REPLICATED + bytes([len(group)]) + group + message.data
     said = [type(message).__name__, asdict(message)]
     return _JSON + json.dumps(said, separators=(",", ":")).encode()
 
@@ -151,8 +148,8 @@ def decode(payload: bytes) -> Message:
     """
     try:
         if payload[:1] == _REPLICATED:
-            group, receiver, data = payload[1:].split(b"\n", 2)
-            return Replicated(group.decode(), receiver.decode(), data)
+            end = 2 + payload[1]
+            return Replicated(payload[2:end].decode(), payload[end:])
         if payload[:1] != _JSON:
             raise ValueError("unknown kind of message")
         name, said = json.loads(payload[1:])

@@ -46,7 +46,7 @@ class _Dial:
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.peer: Peer | None = None
-        self.waiting: list[Message] = []
+        self.waiting: list[tuple[str | None, Message]] = []  # each with the host that it is for
         self.retry_s = FIRST_RETRY_S
         self.not_before = 0.0
         self.failure = ""
@@ -89,21 +89,30 @@ class PeerConnections:
         loop.watch(listener.fileno(), selectors.EVENT_READ, self._accept)
 
     def send(self, host: str, address: Address | None, message: Message) -> None:
-        """Send to a host over any connection to it; dial `address` if there is none."""
+        """Send to a host over any connection to it; dial `address` if there is none.
+
+        If another agent listens there by now, the message is dropped. That agent may be the
+        successor of `host` after a loss of power, and what concerns one of them, its removal from
+        the group for example, does not concern the other.
+        """
         peers = self._by_host.get(host)
         if peers:
             peers[-1].send(message)
         elif address is not None:
-            self.send_to(address, message)
+            self._send_to(address, host, message)
 
     def send_to(self, address: Address, message: Message) -> None:
         """Send to the agent that listens on `address`, whichever that is."""
+        self._send_to(address, None, message)
+
+    def _send_to(self, address: Address, host: str | None, message: Message) -> None:
         dial = self._dials.setdefault(address, _Dial())
         if dial.peer is not None:
-            dial.peer.send(message)
+            if host in (None, dial.peer.host.id):
+                dial.peer.send(message)
             return
         if len(dial.waiting) < WAITING_MESSAGES:
-            dial.waiting.append(message)
+            dial.waiting.append((host, message))
         if dial.connection is None and self._loop.clock.now() >= dial.not_before:
             self._connect(address, dial)
 
@@ -218,8 +227,9 @@ class PeerConnections:
             return
         dial.peer, dial.retry_s, dial.failure = peer, FIRST_RETRY_S, ""
         waiting, dial.waiting = dial.waiting, []
-        for each in waiting:
-            peer.send(each)
+        for host, each in waiting:
+            if host in (None, peer.host.id):
+                peer.send(each)
 
     def _refusal(self, theirs: Hello) -> Refused | None:
         mine = self._hello
