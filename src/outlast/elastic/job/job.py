@@ -77,7 +77,7 @@ class Job:
             default all ranks are needed: the job ends with an error if a lost rank is not replaced.
             (A new job may have any number of ranks.)
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
-            `linger`, `timeout`, `events`.
+            `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
     """
 
     def __init__(

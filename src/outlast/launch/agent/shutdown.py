@@ -14,6 +14,7 @@ from outlast.launch.processes.descendants import (
     KILL_NOW,
     DescendantShutdown,
     at_end_of_job,
+    snapshot_holders,
 )
 
 
@@ -53,14 +54,19 @@ class Shutdown:
             return
         steps = at_end_of_job(self._resources.job.grace_s) if patient else BETWEEN_ATTEMPTS
         steps = KILL_NOW if self._kill_at_once else steps
-        resources, ended = self._resources, self._helpers_ended
-        self._helpers = DescendantShutdown(resources.loop, resources.own_children, steps, ended)
+        loop, ended = self._resources.loop, self._helpers_ended
+        keep = self._resources.own_children if patient else self._kept_between_attempts
+        self._helpers = DescendantShutdown(loop, keep, steps, ended)
         self._helpers.start()
 
     def children_reaped(self) -> None:
         """Call after children have been reaped."""
         if self._helpers is not None:
             self._helpers.check()
+
+    def _kept_between_attempts(self) -> list[int]:
+        own = self._resources.own_children()
+        return own if self._kill_at_once else [*own, *snapshot_holders()]
 
     def _cancel_grace(self) -> None:
         if self._grace is not None:

@@ -9,7 +9,9 @@ did not start, and must reap those too.
   it unlinks the shared memory of the dead worker.
 - *Helpers in separate sessions* (monitor processes, a user's daemons) become children of the
   launcher when their parent dies, because the launcher is a child subreaper. At the end of the
-  job, or of an attempt, they get a moment to end by themselves, then SIGTERM, then SIGKILL.
+  job, or of an attempt, they get a moment to end by themselves, then SIGTERM, then SIGKILL. Those
+  that hold snapshots of the training state are left alone between two attempts: the next one
+  restores from them. They are passive then, and end by themselves when it has taken them over.
 - *If the launcher is killed with SIGKILL*, the kernel kills the workers (`exec_shim`), and the
   orphan killer (`orphan_killer`) the rest. *If both are killed at once*, the workers still die.
 """
@@ -31,6 +33,12 @@ TERMINATE_S = 5.0
 """How long helpers may take after SIGTERM, unless the grace time is shorter."""
 KILL_S = 30.0
 """How long a killed process may take to disappear before the launcher gives up and reports it."""
+
+SNAPSHOT_HOLDERS = (
+    "outlast.async_checkpoint.writer.main",
+    "outlast.async_checkpoint.peer_copies.keeper",
+)
+"""The modules that processes with snapshots run: `python -m MODULE`."""
 
 Steps = Sequence[tuple[float, signal.Signals | None]]
 """Seconds to wait after each signal; `None` sends no signal."""
@@ -84,6 +92,17 @@ def kill_group(pid: int) -> None:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) == pid:
                 process.kill()
+
+
+def snapshot_holders() -> list[int]:
+    """The descendants that hold snapshots of workers that have ended."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()[1:3]
+            if len(words) == 2 and words[0] == "-m" and words[1] in SNAPSHOT_HOLDERS:
+                found.append(process.pid)
+    return found
 
 
 def kill_descendants(keep: Iterable[int]) -> None:

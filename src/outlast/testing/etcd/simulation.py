@@ -88,8 +88,9 @@ class _ModelWaits(Waits):
         if not self._begun:
             return False
         if self._seen + 1 <= model.compacted:
+            # As etcd's, without a revision in the header.
             said = {"canceled": True, "compact_revision": str(model.compacted)}
-            self._canceled({**said, "header": {"revision": "0"}})
+            self._canceled({**said, "header": {}})
             return True
         start, end = self._prefix, layout.end_of(self._prefix)
         new = [c for c in model.changes if c.revision > self._seen and start <= c.key < end]

@@ -154,7 +154,8 @@ class Waits:
                         return
                 if self._follow(number, stream):
                     failures = 0
-            except (NoAnswer, Refused, OSError):
+            except (NoAnswer, Refused, OSError, KeyError, ValueError):
+                # The last two: what answered is not etcd, a proxy for example.
                 failures += 1
                 if number >= 0:
                     self._client.leave(number)
@@ -197,7 +198,7 @@ class Waits:
         # The new stream begins at a revision that etcd still has. The events in between are lost:
         # waits that began before it read again, now and (by `_since`) when they register.
         with self._lock:
-            self._seen = self._since = max(compacted, int(result["header"]["revision"]))
+            self._seen = self._since = compacted
             self._events.clear()
             self._end(self._waits)
         return True

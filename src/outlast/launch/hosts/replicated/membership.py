@@ -144,7 +144,7 @@ class Membership:
     def receive(self, peer: Peer, message: Message) -> None:
         """Handle a message of another agent."""
         if isinstance(message, Replicated):
-            if message.group == self.group:
+            if (message.group, message.receiver) == (self.group, self._me.id):
                 self._addresses.setdefault(peer.host.id, (peer.host.address, peer.host.port))
                 self._receive(peer, message.data)
         elif isinstance(message, Find | AskGrant):
@@ -166,7 +166,7 @@ class Membership:
 
     # ------------------------------------------------------------------ parts
     def _send(self, host: str, message: consensus.Message) -> None:
-        payload = Replicated(self.group, consensus.encode(message))
+        payload = Replicated(self.group, host, consensus.encode(message))
         self._peers.send(host, self._addresses.get(host), payload)
 
     def _receive(self, peer: Peer, data: bytes) -> None:

@@ -106,9 +106,12 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A message of the consensus of `group`, encoded."""
+    """A message of the consensus of `group`, encoded, to the host `receiver`. Another host ignores
+    it: a restarted agent has the address of the one before, but is another host.
+    """
 
     group: str
+    receiver: str
     data: bytes
 
 
@@ -134,8 +137,8 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message) if kind is not Repli
 def encode(message: Message) -> bytes:
     """The payload of a frame."""
     if isinstance(message, Replicated):
-        group = message.group.encode()
-        return _REPLICATED + bytes([len(group)]) + group + message.data
+        head = f"{message.group}\n{message.receiver}\n".encode()
+        return _REPLICATED + head + message.data
     said = [type(message).__name__, asdict(message)]
     return _JSON + json.dumps(said, separators=(",", ":")).encode()
 
@@ -148,8 +151,8 @@ def decode(payload: bytes) -> Message:
     """
     try:
         if payload[:1] == _REPLICATED:
-            end = 2 + payload[1]
-            return Replicated(payload[2:end].decode(), payload[end:])
+            group, receiver, data = payload[1:].split(b"\n", 2)
+            return Replicated(group.decode(), receiver.decode(), data)
         if payload[:1] != _JSON:
             raise ValueError("unknown kind of message")
         name, said = json.loads(payload[1:])
