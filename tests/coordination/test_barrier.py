@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.coordination import Link, LostRecord, MemoryStore, drive, perform_on
-from outlast.coordination.barrier import LEDGER, arrivals, arrive, check, done_key
+from outlast.coordination.barrier import LEDGER, arrivals, arrive, check, done_key, summary
 from outlast.coordination.ops import Op
 from outlast.coordination.records import to_line
 
@@ -164,6 +164,33 @@ def test_who_is_missing_and_what_was_said() -> None:
         3: {"member": 3, "rank": 3},
         5: {"member": 5, "rank": 5},
     }
+
+
+def test_all_that_pass_read_the_same_and_not_the_log() -> None:
+    store = MemoryStore()
+    link, expected = Link(), frozenset({0, 1, 2})
+    run = perform_on(store)
+    for member in (0, 2):
+        drive(arrive(link, "b", member, expected, {"step": 5 + member}, rank=member), run)
+    drive(lose(link, 1, expected), run)
+    done = store.read(done_key("b"))
+    assert done is not None
+    drive(arrive(link, "b", 1, expected, {"step": 90}, rank=1), run)  # it was mistaken for lost
+    assert store.read(done_key("b")) == done
+    assert drive(arrivals(link, "b"), run) == summary(done)
+    assert summary(done) == {
+        0: {"member": 0, "rank": 0, "step": 7},
+        2: {"member": 2, "rank": 2, "step": 7},
+    }
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_what_all_members_read_does_not_grow_with_their_number(size: int) -> None:
+    store, expected = MemoryStore(), frozenset(range(size))
+    lines = [b'{"member":%d,"rank":%d,"world_size":%d}\n' % (m, m, size) for m in range(size)]
+    store.put("b/arrived", b"".join(lines))
+    assert drive(check(Link(), "b", expected), perform_on(store)) == frozenset()
+    assert len(store.read(done_key("b")) or b"") < 100
 
 
 def test_nobody_is_waited_for_in_an_empty_view() -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 from typing import Any
 
+from outlast.coordination import runs
 from outlast.coordination.records import StopRecord
 
 
@@ -61,7 +62,7 @@ class ViewRecord:
         return json.dumps(
             {
                 "iteration": self.iteration,
-                "base": self.base,
+                "base": runs.pack(self.base),
                 "lost": sorted(self.lost),
                 "joiners": [[j.member, j.preferred] for j in self.joiners],
                 **({} if self.stop is None else {"stop": dataclasses.asdict(self.stop)}),
@@ -75,7 +76,7 @@ class ViewRecord:
         values: dict[str, Any] = json.loads(data)
         return cls(
             iteration=values["iteration"],
-            base=tuple(values["base"]),
+            base=tuple(runs.unpack(values["base"])),
             lost=frozenset(values["lost"]),
             joiners=tuple(Joiner(m, p) for m, p in values["joiners"]),
             stop=StopRecord(**values["stop"]) if "stop" in values else None,

@@ -161,11 +161,12 @@ class Machine:
 
     async def _start(self) -> RecoveryState:
         k, name, expected = self.iteration, f"start/{self.iteration}", self.record.expected
-        said = {"rank": self.assigned.rank, "world_size": self.assigned.world_size}
-        await barrier.arrive(self.link, name, self.member, expected, **said)
+        rank, world_size = self.assigned.rank, self.assigned.world_size
+        await barrier.arrive(
+            self.link, name, self.member, expected, rank=rank, world_size=world_size
+        )
         with self.host.timing("start"):
-            await self._pass(name, expected)
-        arrived = await barrier.arrivals(self.link, name)
+            arrived = await self._pass(name, expected)
         if self._same_view(arrived) and await self.membership.over(k) is None:
             return RecoveryState.INITIALIZE
         await self.membership.end(k, RESTART)
@@ -215,8 +216,8 @@ class Machine:
         hang_report = self.host.testimony(k, await self.membership.faults(k))
         if hang_report is not None:
             await self.membership.report_fault(hang_report)
-        said = {"step": step, "pings": pings}
-        await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected, **said)
+        most = {"step": step, "pings": pings}
+        await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected, most)
         with self.host.timing("term"):
             await self._pass(f"term/{k}", self.record.expected)
         return RecoveryState.DECIDE
@@ -332,19 +333,20 @@ class Machine:
         stop = await self.membership.stop_request()
         return self.record.ends_job or (stop is not None and bool(stop.done))
 
-    async def _pass(self, name: str, expected: frozenset[int]) -> None:
-        """Waits at a barrier. The check after each pause is a backstop in case the member that
-        should have completed the barrier dies; a healthy recovery never needs it.
+    async def _pass(self, name: str, expected: frozenset[int]) -> dict[int, dict[str, Any]]:
+        """Waits at a barrier; returns the arrivals, the same on all members. The check after each
+        pause is a backstop in case the member that should have completed the barrier dies; a
+        healthy recovery never needs it.
         """
         limits, now = self.host.limits, self.host.clock.now
         deadline = now() + limits.barrier
         pause = limits.backstop
         while True:
             try:
-                await self.link.wait_for(
+                done = await self.link.wait_for(
                     barrier.done_key(name), max(0.0, min(pause, deadline - now()))
                 )
-                return
+                return barrier.summary(done)
             except KeyTimeout:
                 missing = await barrier.check(self.link, name, expected)
                 if missing and now() >= deadline:
