@@ -9,6 +9,7 @@ tried soon after it heals: TCP itself would wait longer and longer between its a
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 from collections.abc import Callable
@@ -25,6 +26,8 @@ WAITING_MESSAGES = 256
 """How many messages may wait for a connection to be established."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 0.5
 _SILENT = "it accepts connections but does not say what it is: no outlast agent?"
+
+_log = logging.getLogger(__name__)
 
 
 class Peer:
@@ -86,7 +89,7 @@ class PeerConnections:
         self._peers: dict[Connection, Peer] = {}
         self._by_host: dict[str, list[Peer]] = {}
         listener.setblocking(False)
-        loop.watch(listener.fileno(), selectors.EVENT_READ, self._accept)
+        self._listen()
 
     def send(self, host: str, address: Address | None, message: Message) -> None:
         """Send to a host over any connection to it; dial `address` if there is none.
@@ -137,11 +140,22 @@ class PeerConnections:
 
     # ------------------------------------------------------------------------- connections
 
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone away again, or this process has no descriptor left
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            # No descriptor is left. The listener stays readable: watched, it would keep the loop
+            # busy until others are closed.
+            _log.warning("no agent can connect for now: %s", e.strerror)
+            self._loop.unwatch(self._listener.fileno())
+            self._loop.call_later(LAST_RETRY_S, self._listen)
+            return
         self._prepare(sock)
         connection = Connection(self._loop, sock, self._from_stranger, self._ended)
         if len(self._strangers) >= MAX_STRANGERS:

@@ -1,0 +1,112 @@
+"""`Joining` of one endpoint, with a model of the connections and a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outlast.clock import FakeClock
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.replicated.endpoints import Endpoint
+from outlast.launch.hosts.replicated.founding import SILENCE_S
+from outlast.launch.hosts.replicated.joining import Joining
+from outlast.launch.hosts.replicated.messages import AskGrant, Grant, Member, Message, NotYet
+
+ENDPOINTS = [Endpoint(f"10.0.0.{i}", 29400, (f"10.0.0.{i}", 29400)) for i in range(3)]
+
+
+class Peer:
+    """The other end of a connection."""
+
+    def __init__(self, index: int) -> None:
+        self.host = HostInfo(
+            id=f"h{index}", name=f"h{index}", address=f"10.0.0.{index}", port=29400
+        )
+        self.connection = SimpleNamespace(ended_by_peer=False)
+        self.got: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.got.append(message)
+
+
+class Third:
+    """The third endpoint."""
+
+    def __init__(self, loop: EventLoop, clock: FakeClock) -> None:
+        self.results: list[Any] = []
+        self.sent: list[tuple[Any, Message]] = []
+        self._loop, self._clock = loop, clock
+        peers: Any = SimpleNamespace(
+            refusals={},
+            failure=lambda address: "",
+            send_to=lambda address, message: self.sent.append((address, message)),
+        )
+        self.joining = Joining(
+            loop,
+            peers,
+            ENDPOINTS,
+            2,
+            lambda: self.results.append("founded"),
+            lambda peer, admitted: self.results.append("admitted"),
+            self.results.append,
+        )
+
+    def receive(self, peer: Any, message: Message) -> None:
+        self.joining.receive(peer, message)
+
+    def ended(self, peer: Any) -> None:
+        self.joining.ended(peer)
+
+    def advance(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        self._loop.call_later(0.0, lambda: None)
+        self._loop.run_once()
+
+
+@pytest.fixture
+def third() -> Iterator[Third]:
+    clock = FakeClock(start=100.0)
+    with EventLoop(clock=clock) as loop:
+        third = Third(loop, clock)
+        yield third
+        third.joining.close()
+
+
+def test_a_grant_is_released_when_its_holder_has_ended(third: Third) -> None:
+    first, second = Peer(0), Peer(1)
+    third.receive(second, AskGrant(1, 1))
+    assert second.got == [Grant(2, 1)]
+    third.ended(second)  # the network fails: the holder may have founded the group
+    third.advance(10 * SILENCE_S)
+    third.receive(first, AskGrant(0, 1))
+    assert first.got == []
+    second.connection.ended_by_peer = True
+    third.ended(second)
+    third.receive(first, AskGrant(0, 1))
+    assert first.got == []  # it would have announced its group by now only if it lived
+    third.advance(SILENCE_S)
+    third.receive(first, AskGrant(0, 1))
+    assert first.got == [Grant(2, 1)]
+
+
+def test_news_of_a_group_ends_the_founding(third: Third) -> None:
+    leader = HostInfo(id="l", name="l", address="10.0.0.9", port=1)
+    third.receive(Peer(1), Member("g", leader, hosts=3))
+    third.advance(2 * SILENCE_S)
+    assert third.results == []
+    assert third.sent[-1][0] == ("10.0.0.9", 1)
+
+
+def test_a_host_that_may_not_join_yet_gives_up_after_the_limit(third: Third) -> None:
+    leader = Peer(9)
+    third.receive(leader, NotYet("an agent has this address", limit_s=5.0))
+    third.advance(4.0)
+    third.receive(leader, NotYet("an agent has this address", limit_s=5.0))
+    assert third.results == []
+    third.advance(2.0)
+    third.receive(leader, NotYet("an agent has this address", limit_s=5.0))
+    assert third.results == ["an agent has this address"]
