@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast.errors import OutlastError
+from outlast.launch.hosts import etcd_group
+from outlast.launch.hosts.etcd_group import EtcdGroup
 from outlast.launch.hosts.group import ReplicatedGroup, open_group
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
@@ -23,7 +25,7 @@ from outlast.system.waiting import readable
 class Commands:
     """What a test can ask of a host."""
 
-    def __init__(self, group: ReplicatedGroup) -> None:
+    def __init__(self, group: ReplicatedGroup | EtcdGroup) -> None:
         self.group = group
 
     def store(self, name: str, *arguments: Any) -> Any:
@@ -51,7 +53,9 @@ class Commands:
         }
 
     def voters(self) -> int:
-        """How many hosts vote, as far as this one knows; 0 during a change."""
+        """How many hosts vote, as far as this one knows; 0 during a change, and with etcd."""
+        if not isinstance(self.group, ReplicatedGroup):
+            return 0
         membership = self.group._service._membership
         log = membership._replica._voter.log
         settled = log.voters is not None and log.voters.old is None
@@ -86,7 +90,11 @@ def main() -> None:
     founding.SILENCE_S = given.pop("silence_s")
     given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])
     given["settings"] = tuple(tuple(pair) for pair in given.get("settings", ()))
-    group = open_group(GroupSpec(page=page, **given))
+    group: ReplicatedGroup | EtcdGroup
+    if given.pop("backend", "c10d") == "etcd":
+        group = etcd_group.open_group(GroupSpec(page=page, **given))
+    else:
+        group = open_group(GroupSpec(page=page, **given))
     began = time.monotonic()
     try:
         group.start()

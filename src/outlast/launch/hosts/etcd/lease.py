@@ -39,7 +39,7 @@ class Lease:
         self._client, self._lease_s, self._page, self._on_end = client, lease_s, page, on_end
         self.ttl_s = max(1, math.ceil(lease_s * (1 + MARGIN)))
         self.id = 0
-        self.error = ""
+        self._error = ""
         self.term = 1
         self._deadline = 0.0
         self._end = threading.Event()
@@ -59,12 +59,19 @@ class Lease:
     @property
     def ok(self) -> bool:
         """Whether this host may act. Once false, it never becomes true again."""
-        return not self.error and now() < self._deadline
+        return not self._error and now() < self._deadline
+
+    @property
+    def error(self) -> str:
+        """Why this host may not act any more; empty while it may."""
+        if self.ok:
+            return ""
+        return self._error or self._expired()
 
     def check(self) -> None:
         """Raises a `StoreError` if this host may not act any more."""
-        if not self.ok:
-            raise StoreError(self.error or self._expired())
+        if error := self.error:
+            raise StoreError(error)
 
     def close(self) -> None:
         """Stops the renewals; the lease ends by itself, or by `revoke`."""
@@ -118,5 +125,5 @@ class Lease:
     def _ended(self, why: str) -> None:
         if self._end.is_set():
             return  # closed: the end of the client is no fault
-        self.error = why
+        self._error = why
         self._on_end()

@@ -134,7 +134,7 @@ class Membership:
 
     def state(self) -> GroupState:
         """The hosts as this host last read them."""
-        hosts = self._hosts
+        hosts, error = self._hosts, self._lease.error
         live = hosts.live
         return GroupState(
             hosts=live,
@@ -143,7 +143,8 @@ class Membership:
             # when another host follows.
             leader=live[0].id if live else "",
             term=1 + len(hosts.lost),
-            lease_ok=self._lease.ok,
+            lease_ok=not error,
+            error=error,
         )
 
     def close(self) -> None:

@@ -1,0 +1,183 @@
+"""Groups of hosts over real etcd: each host a process with an address of its own."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from etcd_cluster import NET_S, Cluster, require_etcd
+from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.errors import LaunchError
+from outlast.launch.hosts.etcd_group import open_group
+from outlast.launch.hosts.host_group import GroupSpec
+from procs import free_port
+
+RunFactory = Callable[..., Any]
+
+
+@pytest.fixture
+def on(run: RunFactory) -> Callable[[Cluster], Any]:
+    """`on(cluster, lease_s=...)`: a run whose hosts meet in `cluster`."""
+
+    def make(cluster: Cluster, lease_s: float = 5.0) -> Any:
+        made = run(lease_s)
+        made.endpoints = [(each.host, each.port) for each in cluster.endpoints]
+        begin = made.host
+        made.host = lambda number, **options: begin(number, **{"backend": "etcd"} | options)
+        return made
+
+    return make
+
+
+def keys_of(etcd: Cluster, run: Any) -> list[str]:
+    """All keys of a run in etcd."""
+    top = f"/outlast/{run.run_id}/"
+    body = {"key": base64.b64encode(top.encode()).decode(), "keys_only": True}
+    body["range_end"] = base64.b64encode(top[:-1].encode() + b"0").decode()
+    with contextlib.closing(etcd.client()) as client:
+        found = client.repeat("/v3/kv/range", body, NET_S).get("kvs", ())
+    return [base64.b64decode(kv["key"]).decode() for kv in found]
+
+
+def test_hosts_meet_share_a_store_and_leave_nothing_behind(etcd: Cluster, on: RunFactory) -> None:
+    run = on(etcd)
+    first, second = run.host(2), run.host(3)
+    said = [host.joined() for host in (first, second)]
+    for host in (first, second):
+        assert host.ask("until", hosts=["127.0.0.2", "127.0.0.3"])["lease_ok"]
+    leaders = {host.ask("state")["leader"] for host in (first, second)}
+    assert len(leaders) == 1
+
+    first.ask("store", "put", "job/k", "v")
+    assert second.ask("store", "wait_for", "job/k", None) == "v"
+    for host in (first, second):
+        host.ask("new_attempt", 1)
+    one, two = (TcpClient(each["address"], each["store_port"], NET_S) for each in said)
+    with contextlib.closing(one), contextlib.closing(two):
+        one.append("log", b"a")
+        two.append("log", b"b")
+        assert (one.add("n", 2), two.add("n", 3)) == (2, 5)
+        assert two.read("log") == b"ab"
+        assert two.read("job/k") is None  # the agents' keys are out of reach
+    second.ask("new_attempt", 2)
+    two = TcpClient(said[1]["address"], said[1]["store_port"], NET_S)
+    with contextlib.closing(two):
+        assert two.read("log") is None
+
+    second.leave()
+    assert first.ask("until", hosts=["127.0.0.2"])["left"] == ["127.0.0.3"]
+    assert keys_of(etcd, run) != []
+    first.leave()
+    assert keys_of(etcd, run) == []
+
+
+def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(etcd: Cluster, on: RunFactory) -> None:
+    run = on(etcd, lease_s=1.0)
+    first, killed, stopped = run.start(2, 3, 4)
+    killed.close()
+    stopped.send(signal.SIGSTOP)
+    state = first.ask("until", hosts=["127.0.0.2"])
+    assert set(state["lost"]) == {"127.0.0.3", "127.0.0.4"}
+    assert state["left"] == []
+    assert "its lease has expired: etcd had no sign of life from it for" in str(state["lost"])
+    first.ask("store", "put", "k", "new")
+
+    stopped.begin("store", "put", "k", "stale")
+    stopped.send(signal.SIGCONT)
+    assert "lease of this host" in stopped.line()["error"]
+    assert "lease of this host is over" in stopped.ask("until", lease_ok=False)["error"]
+    assert first.ask("store", "read", "k") == "new"
+    # It may come back as a new host, and finds the store as the others have it.
+    again = run.host(4)
+    again.joined()
+    assert again.ask("store", "read", "k") == "new"
+    assert len(again.ask("state")["lost"]) == 2
+
+
+def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFactory) -> None:
+    run = on(etcd, lease_s=1.0)
+    [before] = run.start(2)
+    before.ask("store", "put", "completed", "yes")
+    before.close()
+    after = run.host(2)  # it waits until the lease of the one before is over
+    after.joined()
+    assert after.ask("store", "read", "completed") is None
+    assert after.ask("state")["lost"] == {}
+
+
+def test_hosts_that_differ_are_refused(etcd: Cluster, on: RunFactory) -> None:
+    run = on(etcd, lease_s=1.0)
+    run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]]).joined()
+    said = run.host(3, settings=[["script", "a.py"], ["--nproc-per-node", "4"]]).failed()
+    assert said.startswith("--nproc-per-node differs between hosts: '4' on ")
+    assert "and '2' on " in said
+
+
+@pytest.mark.slow
+def test_two_agents_at_one_address(etcd: Cluster, on: RunFactory) -> None:
+    run = on(etcd, lease_s=1.0)
+    run.host(2).joined()
+    said = run.host(2).failed()
+    assert "two agents at one address" in said
+    assert "--rdzv-id" in said
+
+
+def test_an_endpoint_that_is_no_etcd_is_named(on: RunFactory, etcd: Cluster) -> None:
+    run = on(etcd)
+    port = free_port()
+    said = run.host(2, endpoints=[("127.0.0.1", port)], join_limit_s=0.5).failed()
+    assert said.startswith(f"--rdzv-endpoint: nothing answers at 127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("conf", "expected"),
+    [
+        ({"user": "me"}, "user=me: no password; set the environment variable OUTLAST_ETCD_PASS"),
+        ({"user": "me", "password_file": "/no/file"}, "password_file=/no/file: No such file"),
+        ({"password": "x"}, "other users could read it"),
+        ({"cert": "c.pem"}, "cert and key are only of use together"),
+        ({"protocol": "gopher"}, "protocol=gopher: expected http or https"),
+        ({"protocol": "http", "cacert": "ca.pem"}, "protocol=http conflicts with cacert"),
+    ],
+)
+def test_wrong_settings_are_named(conf: dict[str, str], expected: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(expected)):
+        open_group(GroupSpec(run_id="r", endpoints=(("127.0.0.1", 2379),), conf=conf))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_no_host_is_lost_with_a_member_of_etcd(on: RunFactory, how: signal.Signals) -> None:
+    require_etcd()
+    with Cluster(3) as cluster, contextlib.closing(cluster.client()):
+        run = on(cluster, lease_s=3.0)
+        hosts = run.start(2, 3)
+        leader = cluster.leader()
+        for host in hosts:
+            host.begin("many", "n", 150)
+        leader.signal(how)
+        sums = [n for host in hosts for n in host.answer()]
+        assert sorted(sums) == list(range(1, 301))
+        for host in hosts:
+            state = host.ask("state")
+            assert state["lease_ok"]
+            assert state["lost"] == {}
+
+
+@pytest.mark.slow
+def test_without_etcd_every_host_stops(on: RunFactory) -> None:
+    require_etcd()
+    with Cluster() as cluster, contextlib.closing(cluster.client()):
+        run = on(cluster, lease_s=1.0)
+        hosts = run.start(2, 3)
+        hosts[0].begin("store", "wait_for", "never", None)
+        cluster.members[0].end()
+        assert "lease of this host is over" in hosts[0].line()["error"]
+        state = hosts[1].ask("until", lease_ok=False)
+        assert f"at etcd {cluster.rdzv_endpoint}" in state["error"]
