@@ -35,6 +35,17 @@ def on(run: RunFactory) -> Callable[[Cluster], Any]:
     return make
 
 
+def start(run: Any, *numbers: int) -> list[Any]:
+    """Starts hosts one after the other; returns when all know of all."""
+    hosts = []
+    for number in numbers:
+        hosts.append(run.host(number))
+        hosts[-1].joined()
+    for host in hosts:
+        host.ask("until", hosts=[each.address for each in hosts])
+    return hosts
+
+
 def keys_of(etcd: Cluster, run: Any) -> list[str]:
     """All keys of a run in etcd."""
     top = f"/outlast/{run.run_id}/"
@@ -79,7 +90,7 @@ def test_hosts_meet_share_a_store_and_leave_nothing_behind(etcd: Cluster, on: Ru
 
 def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
-    first, killed, stopped = run.start(2, 3, 4)
+    first, killed, stopped = start(run, 2, 3, 4)
     killed.close()
     stopped.send(signal.SIGSTOP)
     state = first.ask("until", hosts=["127.0.0.2"])
@@ -102,7 +113,7 @@ def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(etcd: Cluster, on: Ru
 
 def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
-    [before] = run.start(2)
+    [before] = start(run, 2)
     before.ask("store", "put", "completed", "yes")
     before.close()
     after = run.host(2)  # it waits until the lease of the one before is over
@@ -157,7 +168,7 @@ def test_no_host_is_lost_with_a_member_of_etcd(on: RunFactory, how: signal.Signa
     require_etcd()
     with Cluster(3) as cluster, contextlib.closing(cluster.client()):
         run = on(cluster, lease_s=3.0)
-        hosts = run.start(2, 3)
+        hosts = start(run, 2, 3)
         leader = cluster.leader()
         for host in hosts:
             host.begin("many", "n", 150)
@@ -175,7 +186,7 @@ def test_without_etcd_every_host_stops(on: RunFactory) -> None:
     require_etcd()
     with Cluster() as cluster, contextlib.closing(cluster.client()):
         run = on(cluster, lease_s=1.0)
-        hosts = run.start(2, 3)
+        hosts = start(run, 2, 3)
         hosts[0].begin("store", "wait_for", "never", None)
         cluster.members[0].end()
         assert "lease of this host is over" in hosts[0].line()["error"]
