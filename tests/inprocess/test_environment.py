@@ -111,7 +111,7 @@ def test_a_place_is_published_and_taken_back(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "8")
     before = place()
     with pytest.raises(KeyError), exported():
-        publish_rank(1, 2, 7, ("node1", 4000))
+        publish_rank(1, 2, (0, 2, 7), ("node1", 4000))
         assert store_endpoint() == ("node1", 4000)
         assert read_launch() == Launch(1, 2, "node1", 4000, True, 7, 0, "")
         raise KeyError

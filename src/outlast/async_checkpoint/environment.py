@@ -7,6 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from outlast.async_checkpoint.storage.position import Position
 from outlast.system.sockets import address_towards
 
 
@@ -46,6 +47,19 @@ def own_address() -> str:
         return given
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return address_towards((master, int(port) if port.isdigit() else 1) if master else None)
+
+
+def position() -> Position | None:
+    """This process's position in a job on many hosts; `None` in any other job."""
+    lease, run = os.environ.get("OUTLAST_FENCE", ""), os.environ.get("OUTLAST_RUN", "")
+    if not lease or not run:
+        return None
+    text = os.environ.get("OUTLAST_ITERATION", "")
+    if text:  # in a wrapped function: attempt, call, iteration
+        order = tuple(int(part) for part in text.split("."))
+    else:
+        order = (int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),)
+    return Position(run, order, lease)
 
 
 def runtime_folder() -> Path:

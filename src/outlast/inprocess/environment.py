@@ -14,6 +14,7 @@ _RANK_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RESTART_COUNT",
+    "OUTLAST_ITERATION",
 )
 
 
@@ -118,8 +119,11 @@ def exported() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def publish_rank(rank: int, world_size: int, iteration: int, endpoint: tuple[str, int]) -> None:
-    """Sets the rank for the function, and the iteration's store for `init_process_group`.
+def publish_rank(
+    rank: int, world_size: int, position: tuple[int, int, int], endpoint: tuple[str, int]
+) -> None:
+    """Sets the rank for the function, its position in the job (attempt, call, iteration), and the
+    iteration's store for `init_process_group`.
 
     torch is told that the store is already hosted, as under torchrun, so it starts no server.
     """
@@ -129,7 +133,8 @@ def publish_rank(rank: int, world_size: int, iteration: int, endpoint: tuple[str
         MASTER_ADDR=endpoint[0],
         MASTER_PORT=str(endpoint[1]),
         TORCHELASTIC_USE_AGENT_STORE=str(True),
-        TORCHELASTIC_RESTART_COUNT=str(iteration),
+        TORCHELASTIC_RESTART_COUNT=str(position[2]),
+        OUTLAST_ITERATION=".".join(map(str, position)),
     )
 
 

@@ -28,6 +28,7 @@ PER_WORKER = frozenset(
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "OUTLAST_REPLACEMENT"),
         *("OUTLAST_STORE", "OUTLAST_HOST", "OUTLAST_HOST_ADDR", "OUTLAST_FENCE", _GLOO_INTERFACE),
+        "OUTLAST_ITERATION",
     )
 )
 """The variables that are known only when a worker gets its place in the job."""
@@ -133,6 +134,7 @@ def standby_environment(job: JobSpec) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OUTLAST_AGENT": "1",
+        "OUTLAST_RUN": job.token or job.mark,
         _MARK: job.mark,
     }
     if job.nproc > 1:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Callable
 
 from outlast.system.processes import is_dying
 
@@ -30,7 +31,12 @@ def fsync_folder(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def lock_file(path: str | os.PathLike[str], owner: str) -> int:
+def lock_file(
+    path: str | os.PathLike[str],
+    owner: str,
+    *,
+    replaces: Callable[[str], bool] = lambda holder: False,
+) -> int:
     """Locks a file, which is created if missing, for this process, and writes `owner` into it for
     the `FileLocked` of other processes.
 
@@ -43,6 +49,10 @@ def lock_file(path: str | os.PathLike[str], owner: str) -> int:
     60 seconds at most, because a write to a disk that hangs may delay its end. Of a process on
     another host or in another container it cannot be known whether it is dying: 5 seconds at most.
 
+    If `replaces` says of what the holder has written that this process takes its place, the file is
+    replaced by a new one, which this process has locked: a holder that cannot release its lock, on
+    a host that is lost or as a stopped process, keeps that of a file without a name.
+
     Raises:
         FileLocked: if another process has locked it.
     """
@@ -50,7 +60,14 @@ def lock_file(path: str | os.PathLike[str], owner: str) -> int:
     descriptor = os.open(path, flags, 0o644)
     began = time.monotonic()
     try:
-        while not _lock_now(descriptor):
+        while not (_lock_now(descriptor) and _is_at(descriptor, path)):
+            if not _is_at(descriptor, path):  # replaced since it was opened
+                os.close(descriptor)
+                descriptor = os.open(path, flags, 0o644)
+                continue
+            if replaces(os.pread(descriptor, 1000, 0).decode(errors="replace").strip()):
+                os.close(descriptor)
+                return _replace_locked(path, owner)
             if time.monotonic() - began > _patience(descriptor):
                 holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
                 raise FileLocked(holder)
@@ -61,6 +78,28 @@ def lock_file(path: str | os.PathLike[str], owner: str) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _replace_locked(path: str | os.PathLike[str], owner: str) -> int:
+    """Puts a new, locked file in the place of another."""
+    name = f"{os.fspath(path)}.{os.getpid()}"
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(descriptor, owner.encode(), 0)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(name, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock_now(descriptor: int) -> bool:

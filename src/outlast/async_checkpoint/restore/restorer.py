@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.restore.agreement import BROKEN, MISFIT, Agreement
 from outlast.async_checkpoint.restore.fit import (
     Fit,
@@ -28,6 +29,7 @@ from outlast.async_checkpoint.restore.mixture import check_mixture
 from outlast.async_checkpoint.restore.verified_read import StorageSource
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
+from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
@@ -106,16 +108,24 @@ class Restorer:
             # All ranks are here: a process that was rank 0 before has released the lock.
             storage = self._session.storage
             ours = self._session.locked
+            mine = position()
             if not ours:
                 storage.prepare()
-                storage.lock(owner)
+                storage.lock(owner, position=mine)
                 self._session.locked = True
+            for folder, cause in stale(storage).items():
+                log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
+            if mine is not None:
+                self._session.credentials = raise_fence(storage, mine)
             # This process can still use its recycled files.
             left = [name for name in leftovers(storage) if not ours or name != RECYCLED]
             for name in left:
                 try:
-                    self._session.writer.request(RemoveFolders(folders=[name]))
-                except CheckpointError as e:
+                    # Hidden by a rename first: a process that the job has left behind, and that
+                    # wakes up now, must not commit what is being removed.
+                    hidden = name if mine is None else storage.hide(name)
+                    self._session.writer.request(RemoveFolders(folders=[hidden or name]))
+                except (CheckpointError, OSError) as e:
                     # Harmless: its name is not that of a checkpoint.
                     log.warning(
                         "%s, the rest of an unfinished save, cannot be removed: %s", name, e

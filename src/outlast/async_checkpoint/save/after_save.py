@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 
@@ -11,6 +12,7 @@ from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
 from outlast.async_checkpoint.writer.write_files import Dropped
@@ -105,15 +107,23 @@ class SaveOutcomes:
 
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
-        if self._keep.keeps_all or self._abandoned.is_set():
+        if self._abandoned.is_set() or (
+            self._keep.keeps_all and not self._session.credentials.writer
+        ):
             return
+        removable: list[folders.CheckpointInfo] = []
         try:
-            present = folders.list_checkpoints(self._session.storage)
-            removable = self._keep.removable(present, manifest.step)
-            if removable:
-                names = [info.folder for info in removable]
+            if not self._keep.keeps_all:
+                present = folders.list_checkpoints(self._session.storage)
+                removable = self._keep.removable(present, manifest.step)
+            names = [info.folder for info in removable]
+            for folder, cause in stale(self._session.storage).items():
+                log.warning("removed %s/%s, %s", self._session.storage.where, folder, cause)
+                names.append(folder)
+            if names:
                 self._session.recycles = True
-                self._warn(self._session.writer.request(HideFolders(folders=names)))
+                allowed = dataclasses.asdict(self._session.credentials)
+                self._warn(self._session.writer.request(HideFolders(folders=names, **allowed)))
         except (CheckpointError, OSError, Dropped):
             # The save is committed, and superfluous checkpoints only take up space.
             level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING

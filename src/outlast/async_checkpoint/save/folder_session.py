@@ -18,6 +18,7 @@ from outlast.async_checkpoint.peer_copies.arrangement import new_keeper
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.save.structure_exchange import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
+from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
@@ -47,6 +48,7 @@ class FolderSession:
         self.locked = False
         self.recycles = False
         self.identity = ""
+        self.credentials = Credentials()  # on rank 0
         self.owner: Checkpointer | None = None
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}

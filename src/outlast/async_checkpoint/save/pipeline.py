@@ -328,7 +328,9 @@ class SavePipeline:
         (`error`, `dropped`).
         """
         try:
-            manifest, commit = commit_of(save, self._ledger.parts(save.index))
+            manifest, commit = commit_of(
+                save, self._ledger.parts(save.index), self._session.credentials
+            )
             self._session.writer.request(commit)
         except (OutlastError, OSError, Dropped) as e:
             if not isinstance(e, CheckpointTimeout):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.save.take_snapshot import Snapshot
+from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import (
     CHUNK_BYTES,
     MANIFEST,
@@ -119,7 +120,9 @@ def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
     return kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
 
 
-def commit_of(save: Save, parts: Sequence[bytes]) -> tuple[Manifest, Commit]:
+def commit_of(
+    save: Save, parts: Sequence[bytes], credentials: Credentials
+) -> tuple[Manifest, Commit]:
     """The manifest of a save, and the request that commits it, on rank 0; `parts` are the ranks'
     reports on their files.
 
@@ -150,10 +153,12 @@ def commit_of(save: Save, parts: Sequence[bytes]) -> tuple[Manifest, Commit]:
         tensors=catalog.tensors,
         values=values,
     )
-    content = encode(manifest)
+    content = encode(manifest, credentials.writer)
     return manifest, Commit(
         working=save.snapshot.description["working"],
         final=save.snapshot.description["final"],
         files=[(_METADATA, len(metadata)), (MANIFEST, len(content))],  # the manifest is the last
         blob=metadata + content,
+        writer=credentials.writer,
+        lease=credentials.lease,
     )

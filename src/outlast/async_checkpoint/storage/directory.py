@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
     FileEntry,
@@ -83,7 +84,10 @@ class Found:
 def candidates(storage: Storage) -> list[tuple[int, str]]:
     """Step and directory of all possible checkpoints, the newest step first."""
     found = []
+    wrong = stale(storage)
     for folder in reversed(storage.folders()):
+        if folder in wrong:
+            continue
         step = step_of(folder, storage.prefix)
         # Where saves are written in place, a directory without a manifest is a save in progress.
         # Beside checkpoints of states, it belongs to another program.
@@ -144,10 +148,12 @@ def leftovers(storage: Storage) -> list[str]:
     later one of the same step has replaced. Call with the lock held.
     """
     wanted = dict(reversed(candidates(storage)))
+    wrong = stale(storage)
     return [
         folder
         for folder in storage.folders()
-        if is_temporary(folder, storage.prefix)
+        if folder in wrong
+        or is_temporary(folder, storage.prefix)
         or (
             (step := step_of(folder, storage.prefix)) is not None
             and _in_place(storage)
@@ -163,15 +169,18 @@ def survey(storage: Storage) -> list[Found]:
     # Of several checkpoints of a step the newest counts.
     wanted = dict(reversed(candidates(storage)))
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
+    left_behind = stale(storage)
     for folder in storage.folders():
-        wrong = ""
+        wrong = left_behind.get(folder, "")
         if is_temporary(folder, storage.prefix):
             recycled = "recycled files, which the next save writes over"
             wrong = recycled if folder == RECYCLED else "not committed"
             if folder.startswith(REMOVED):
                 wrong = "removed, but its files are not deleted yet"
         elif step_of(folder, storage.prefix) is not None and folder not in wanted.values():
-            if is_committed(storage, folder):
+            if wrong:
+                pass
+            elif is_committed(storage, folder):
                 wrong = "replaced"
             elif storage.prefix == STEP:
                 wrong = "not committed"

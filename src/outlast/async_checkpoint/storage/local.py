@@ -24,6 +24,7 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
+from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import IDENTITY, REMOVED, STATES, STEP, step_of
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.errors import CheckpointError, FolderInUse
@@ -148,15 +149,21 @@ class LocalStorage:
             path.write_text(uuid.uuid4().hex)
             return path.read_text()
 
-    def lock(self, owner: str, *, careful: bool = False) -> None:
+    def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
         """Takes a process lock, which the kernel releases when the process ends. So a lock holder
         is always alive, and `careful` makes no difference.
         """
         path = self.root / _LOCKS[self.prefix]
         try:
-            self._lock = lock_file(path, owner)
+            if position is None:
+                self._lock = lock_file(path, owner)
+            else:
+                text = f"{owner}\n{position.signature}"
+                self._lock = lock_file(
+                    path, text, replaces=lambda s: position.replaces(s.partition("\n")[2])
+                )
         except FileLocked as e:
-            holder = str(e) or "which left no name"
+            holder = str(e).partition("\n")[0] or "which left no name"
             raise FolderInUse(
                 f"{self.where} is in use by another job ({holder}); two jobs that save into one "
                 "folder would overwrite each other's checkpoints"

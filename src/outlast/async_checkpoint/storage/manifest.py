@@ -18,12 +18,13 @@ from typing import Any
 
 import xxhash
 
-from outlast.async_checkpoint.storage.protocol import FileReader
+from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
 FORMAT_VERSION = 1
+_HEAD_BYTES = 4096
 
 # The unit that is written, read and checksummed: large enough that a disk runs at full speed with
 # a few in flight, small enough to stay in a core's cache between copy and hash, and to locate a
@@ -121,8 +122,18 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Returns the content of the manifest file."""
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What fencing needs of a manifest: the checksum of its body, and the writer id of its commit,
+    empty for a job on one host.
+    """
+
+    checksum: str
+    writer: str
+
+
+def encode(manifest: Manifest, writer: str = "") -> bytes:
+    """Returns the content of the manifest file; `writer` is a writer id, see `fence.py`."""
     body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
     head = {
         "format": FORMAT,
@@ -130,6 +141,7 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "bytes": len(body),
         "xxh3_128": checksum(body),
+        **({"writer": writer} if writer else {}),
     }
     return json.dumps(head).encode() + b"\n" + body
 
@@ -172,6 +184,21 @@ def format_version(content: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return version if isinstance(version, int) else None
+
+
+def read_head(storage: Storage, folder: str) -> Head | None:
+    """Reads the first line of a manifest, which is short; `None` if that is not possible."""
+    buffer = bytearray(_HEAD_BYTES)
+    try:
+        reader = storage.open(folder, MANIFEST)
+        try:
+            size_bytes = reader.read_into(0, memoryview(buffer))
+        finally:
+            reader.close()
+        head = json.loads(bytes(buffer[:size_bytes]).partition(b"\n")[0])
+        return Head(str(head["xxh3_128"]), str(head.get("writer", "")))
+    except (OSError, CheckpointError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _build(values: dict[str, Any]) -> Manifest:

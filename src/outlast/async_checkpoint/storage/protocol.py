@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from outlast.async_checkpoint.storage.position import Position
+
 IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
 
@@ -142,9 +144,10 @@ class Storage(Protocol):
         under the same name. Created if missing; call with the lock held.
         """
 
-    def lock(self, owner: str, *, careful: bool = False) -> None:
+    def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
         """Locks the storage against other jobs, whose errors name `owner`, until `unlock`.
-        `careful` also refuses if it cannot be known whether the lock holder is alive.
+        `careful` also refuses if it cannot be known whether the lock holder is alive. With a
+        `position`, the lock of a process that was at an earlier position of the job is taken over.
 
         Raises:
             CheckpointError: if another job holds the lock; names it.

@@ -28,7 +28,9 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
+from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import MANIFEST
+from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import IDENTITY, STEP, FileWriter, step_of
 from outlast.async_checkpoint.storage.remote_files import (
     OrderedUpload,
@@ -186,8 +188,8 @@ class RemoteStorage:
                 self._fs.pipe_file(path, found)
         return found.decode(errors="replace")
 
-    def lock(self, owner: str, *, careful: bool = False) -> None:
-        self._lock.acquire(owner, careful)
+    def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
+        self._lock.acquire(owner, careful, position)
 
     def unlock(self) -> None:
         self._lock.release()
@@ -229,7 +231,9 @@ class RemoteStorage:
     def _replaced(self, but: int | None) -> list[str]:
         """The checkpoints of a step that has a later one, except those of step `but`."""
         found: list[str] = []
-        for step, several in _by_step(self.folders(), self.prefix).items():
+        wrong = stale(self)  # such a checkpoint replaces none
+        there = [folder for folder in self.folders() if folder not in wrong]
+        for step, several in _by_step(there, self.prefix).items():
             if step != but and len(several) > 1:
                 found += [folder for folder in several if self._committed_at(folder)][:-1]
         return found

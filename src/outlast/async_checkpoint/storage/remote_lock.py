@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.remote_files import as_os_errors
 from outlast.errors import CheckpointError, FolderInUse
 
@@ -35,10 +36,11 @@ class RemoteLock:
         self._where = where
         self._token = ""
 
-    def acquire(self, owner: str, careful: bool) -> None:
+    def acquire(self, owner: str, careful: bool, position: Position | None = None) -> None:
         """See `Storage.lock`."""
         other = self._holder()
-        if other is not None:
+        earlier = position is not None and position.replaces(str((other or {}).get("position")))
+        if other is not None and not earlier:
             alive = _alive(other)
             if alive or (alive is None and careful):
                 doubt = "" if alive else ", as far as one can know from here"
@@ -55,6 +57,8 @@ class RemoteLock:
                 )
         self._token = uuid.uuid4().hex
         said = {"owner": owner, "token": self._token, **_this_process()}
+        if position is not None:
+            said["position"] = position.signature
         with as_os_errors(f"{self._where}/{OWNER}"):
             self._fs.pipe_file(self._path, json.dumps(said).encode())
         other = self._holder() or {}

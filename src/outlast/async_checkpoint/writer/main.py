@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import is_temporary
 from outlast.async_checkpoint.writer import messages
@@ -188,12 +189,20 @@ class Writer:
             if number == len(request.files) and request.working == request.final:
                 # In place, the manifest makes the checkpoint visible: all else is durable first.
                 self.storage.sync(request.working)
+                self._check_fence(request)
             self.storage.put(request.working, name, request.blob[at : at + size_bytes])
             at += size_bytes
+        self._check_fence(request)
         self.storage.sync(request.working)
         self.storage.publish(request.working, request.final)
         self._uncommitted.discard(request.working)
         return messages.Done()
+
+    def _check_fence(self, request: messages.Commit | messages.HideFolders) -> None:
+        """Refuses a change of what is visible, if the job has gone on without this host. A process
+        that is stopped after the check commits a checkpoint that does not count: see `fence.py`.
+        """
+        check(self.storage, Credentials(request.writer, request.lease))
 
     def _remove_folders(self, request: messages.RemoveFolders) -> messages.Done:
         for folder in request.folders:
@@ -202,6 +211,7 @@ class Writer:
         return messages.Done()
 
     def _hide_folders(self, request: messages.HideFolders) -> messages.RemovalErrors:
+        self._check_fence(request)
         for folder in request.folders:
             if hidden := self.storage.hide(folder):
                 self._removals.put(hidden)

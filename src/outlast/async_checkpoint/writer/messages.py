@@ -217,12 +217,15 @@ class WriteSnapshot(Request[FilesWritten]):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Commit(Request[Done]):
     """Makes a checkpoint visible. `files` (name, size), whose contents are in `blob`, are written
-    first, in order: the last is the manifest.
+    first, in order: the last is the manifest. In a job on many hosts it is refused unless the
+    newest fence is that of `writer` and the host holds its lease (`lease` is the path of the page).
     """
 
     working: str
     final: str
     files: list[tuple[str, int]]
+    writer: str = ""
+    lease: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,9 +237,13 @@ class RemoveFolders(Request[Done]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HideFolders(Request[RemovalErrors]):
-    """Makes checkpoints invisible, durably; their files are removed in the background."""
+    """Makes checkpoints invisible, durably; their files are removed in the background. Refused
+    like a `Commit`.
+    """
 
     folders: list[str]
+    writer: str = ""
+    lease: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

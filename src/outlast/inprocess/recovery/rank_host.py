@@ -203,8 +203,12 @@ class RankHost(RankFaults):
         self.page.pings = self.page.step = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
         self.watch = self.monitor_thread.watch_iteration(f"{self.prefix}over/{iteration}")
+        _, attempt, call, _ = self.prefix.split("/")  # as made by the session
         publish_rank(
-            self.state.rank, self.state.active_world_size, iteration, self.iteration_store.endpoint
+            self.state.rank,
+            self.state.active_world_size,
+            (int(attempt), int(call), iteration),
+            self.iteration_store.endpoint,
         )
         where = "initialize: "
         try:
