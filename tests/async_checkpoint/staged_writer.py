@@ -136,13 +136,14 @@ class _Storage:
             return operation
 
         def staged(folder: str, *rest: Any) -> Any:
-            if name == "publish":
+            renames = name == "publish" and hasattr(self._real, "root")
+            if renames:
                 self._stage.note(
                     op="durable before", folder=folder, missing=_missing(self._real.root / folder)
                 )
             file = rest[0] if name == "put" else ""
             done = self._stage.do(name, folder, file, operation, folder, *rest)
-            if name == "publish":
+            if renames:
                 self._stage.note(
                     op="durable after", folder=folder, missing=_missing(self._real.root, deep=False)
                 )

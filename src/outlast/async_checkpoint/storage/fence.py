@@ -170,7 +170,7 @@ def stale(storage: Storage) -> dict[str, str]:
     if fence is None:
         return {}
     return {
-        folder: f"stale: committed by a process that the job had left behind, before fence "
+        folder: f"stale, committed by a process that the job had left behind before fence "
         f"{fence.number} of {fence.host}"
         for folder, head in _heads(storage)
         if head.writer in fence.superseded and fence.committed.get(folder) != head.checksum
