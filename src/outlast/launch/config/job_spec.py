@@ -77,15 +77,10 @@ class JobSpec:
         max_restarts: `None` if not given; the default depends on the script, see `decisions`.
         chaos_state: the folder in which the workers keep which faults have fired.
         standby: number of standby processes on each host.
-<<<<<<< HEAD
-        mark: identifies the processes of this job.
-        mark: identifies the processes of this job on this host.
-        hosts: `None` for a job on one host.
-        settings: name and value of each setting that must be equal on all hosts.
-=======
         mark: identifies the processes of this job on this host.
         token: identifies this run of the job, on all hosts; empty until they have agreed.
->>>>>>> 6c6ef55 (Fencing of checkpoint commits: a host that the job has left behind commits nothing that counts)
+        hosts: `None` for a job on one host.
+        settings: name and value of each setting that must be equal on all hosts.
     """
 
     program: Program
