@@ -48,6 +48,12 @@ def test_as_torchrun_has_it(tmp_path: Path, nproc: int, zygote: Zygote) -> None:
         assert run.wait() == 0
 
 
+def test_an_interface_that_the_user_chose_is_kept(tmp_path: Path) -> None:
+    with Run(tmp_path, PRINTS, env={"GLOO_SOCKET_IFNAME": "lo"}) as run:
+        assert run.ready(0).env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert run.wait() == 0
+
+
 def test_what_outlast_adds(tmp_path: Path) -> None:
     with Run(tmp_path, PRINTS, "--events-dir=e", args=["--x_y", "-m", "--", "a b"]) as run:
         ready = run.ready(0)

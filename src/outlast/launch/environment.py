@@ -125,7 +125,9 @@ def worker_environment(
 
 def standby_environment(job: JobSpec) -> dict[str, str]:
     """The environment of a standby process: a worker's, without the variables of `PER_WORKER`."""
-    given = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
+    # The user's choice of an interface is kept.
+    dropped = PER_WORKER - {_GLOO_INTERFACE}
+    given = {name: value for name, value in os.environ.items() if name not in dropped}
     values = {
         "LOCAL_WORLD_SIZE": str(job.nproc),
         "ROLE_NAME": job.role,
@@ -134,9 +136,10 @@ def standby_environment(job: JobSpec) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OUTLAST_AGENT": "1",
-        "OUTLAST_RUN": job.token or job.mark,
         _MARK: job.mark,
     }
+    if job.token:
+        values["OUTLAST_RUN"] = job.token
     if job.nproc > 1:
         values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", "1")
     if job.events_dir is not None:

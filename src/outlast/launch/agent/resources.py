@@ -97,7 +97,8 @@ class JobResources:
         job = self.job
         self.coordinator = self._open_coordinator()
         stack.callback(self.coordinator.close)
-        job = dataclasses.replace(job, token=self.coordinator.agree("run", job.mark))
+        if job.hosts is not None:
+            job = dataclasses.replace(job, token=self.coordinator.agree("run", job.mark))
         sink: Sink = NullSink()
         if job.events_dir is not None:
             # A folder for this run: the logs of two runs in one folder would be read as one run.

@@ -78,7 +78,7 @@ class JobSpec:
         chaos_state: the folder in which the workers keep which faults have fired.
         standby: number of standby processes on each host.
         mark: identifies the processes of this job on this host.
-        token: identifies this run of the job, on all hosts; empty until they have agreed.
+        token: identifies the run of a job on many hosts, once they have agreed; else empty.
         hosts: `None` for a job on one host.
         settings: name and value of each setting that must be equal on all hosts.
     """
@@ -134,7 +134,7 @@ def job_from_options(options: RunOptions) -> JobSpec:
         chaos=_chaos(options),
         grace_s=options.grace,
         backoff=BackOff(first_s=options.backoff),
-        standby=_standby(options, nproc),
+        standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
     )
@@ -167,13 +167,13 @@ def _program(options: RunOptions) -> Program:
     return Program(options.script, args, options.module, python=not options.no_python)
 
 
-def _standby(options: RunOptions, nproc: int) -> int:
+def _standby(options: RunOptions, *, alone: bool) -> int:
     if options.standby and options.no_python:
         raise ValueError("--standby and --no-python cannot be combined: it imports Python modules")
     if options.standby is not None:
         return options.standby
     # The last worker of a job is not replaced.
-    return 0 if options.no_python or nproc == 1 else default_standbys()
+    return 0 if options.no_python or alone else default_standbys()
 
 
 def _chaos(options: RunOptions) -> Path | None:
