@@ -13,6 +13,7 @@ __all__ = ["MODULES", "load", "write_docs"]
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
 MODULES = {
     "restart": ("inprocess.restart", "Restart latency"),
+    "replacement": ("inprocess.replacement", "Replacement of a killed rank"),
     "hang": ("inprocess.hang", "Hangs"),
     "overhead": ("inprocess.overhead", "Cost without faults"),
     "scale": ("inprocess.scale", "Scale"),

@@ -26,6 +26,16 @@ def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_replacement_measures_standbys_and_new_processes(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "replacement", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=170, capture_output=True)
+    data = json.loads(out.read_text())["replacement"]["data"]
+    assert [len(data[kind]) for kind in ("standby", "new")] == [2, 2]
+    assert all(taken > 0 for taken in data["standby"] + data["new"])
+
+
+@pytest.mark.slow
 def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]
