@@ -18,7 +18,9 @@ _TIMES = {"join_timeout": 600.0, "last_call_timeout": 30.0}
 _CONF = {
     "c10d": frozenset({*_TIMES, "timeout"}),
     "static": frozenset({*_TIMES, "timeout"}),
-    "etcd": frozenset({*_TIMES, "timeout", "cacert", "cert", "key", "user", "password_file"}),
+    "etcd": frozenset(
+        {*_TIMES, "timeout", "protocol", "cacert", "cert", "key", "user", "password_file"}
+    ),
 }
 NO_RUN_ID = "none"
 """The run ID that torchrun uses if none is given."""

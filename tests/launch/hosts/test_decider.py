@@ -1,0 +1,169 @@
+"""The decisions for a job on many hosts, without hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.hosts.decider import Decider, Facts, Limits
+from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.hosts.job_plan import (
+    End,
+    Entry,
+    Finish,
+    GiveUp,
+    JobPlan,
+    Restart,
+    Stage,
+    Start,
+    Stop,
+    Take,
+    decode,
+)
+
+WRAPPED = Facts(job=JobRecord(JobState.RUNNING))
+LIMITS = Limits(minimum=2, maximum=3, max_restarts=1)
+
+
+def info(name: str) -> HostInfo:
+    return HostInfo(id=name, name=name, address=f"10.0.0.{ord(name) - 96}", store_port=1)
+
+
+def group(there: str, lost: str = "") -> GroupState:
+    losses = tuple(LostHost(host=info(name), reason="its lease is over") for name in lost)
+    return GroupState(hosts=tuple(map(info, there)), lost=losses)
+
+
+def running(places: str, *more: Entry) -> JobPlan:
+    plan = JobPlan()
+    for entry in (Start(0, tuple(places)), *more):
+        plan = plan.apply(entry)
+    return plan
+
+
+def first(
+    plan: JobPlan, there: GroupState, facts: Facts = WRAPPED, limits: Limits = LIMITS
+) -> Entry | None:
+    return Decider(limits).next_entry(plan, there, facts, 0.0)
+
+
+def test_the_first_attempt_starts_when_all_came_or_the_last_call_is_over() -> None:
+    assert first(JobPlan(), group("abc")) == Start(0, ("a", "b", "c"))
+    assert first(JobPlan(), group("abcd")) == Start(0, ("a", "b", "c"))
+    decider = Decider(LIMITS)
+    assert decider.next_entry(JobPlan(), group("ab"), Facts(), 100.0) is None
+    assert decider.next_entry(JobPlan(), group("ab"), Facts(), 129.9) is None
+    assert decider.next_entry(JobPlan(), group("a"), Facts(), 129.9) is None  # b is gone again
+    assert decider.next_entry(JobPlan(), group("ac"), Facts(), 130.0) is None
+    assert decider.next_entry(JobPlan(), group("ac"), Facts(), 160.0) == Start(0, ("a", "c"))
+
+
+def test_too_few_hosts_end_the_job_in_the_end_and_say_who_came() -> None:
+    decider = Decider(LIMITS)
+    assert decider.next_entry(JobPlan(), group("a"), Facts(), 5.0) is None
+    ended = decider.next_entry(JobPlan(), group("a"), Facts(), 605.0)
+    assert ended == End("waited 10 min 0 s for 2 hosts (--nnodes): only 1 joined: a (10.0.0.1)")
+    plan = JobPlan().apply(ended)
+    assert first(plan, group("a"), Facts()) == Finish()  # no host had a worker
+
+
+def test_a_spare_takes_the_place_of_a_lost_host_in_a_wrapped_job() -> None:
+    plan = running("abc")
+    assert first(plan, group("abc")) is None
+    assert first(plan, group("abcd")) is None
+    assert first(plan, group("acd", lost="b")) == Take(1, "d")
+    after = plan.apply(Take(1, "d"))
+    assert (after.places, after.taken_over) == (("a", "d", "c"), (0, 1, 0))
+    assert first(after, group("acd", lost="b")) is None
+
+
+def test_a_late_host_gets_a_place_of_its_own() -> None:
+    plan = running("ab")
+    assert first(plan, group("abc")) == Take(2, "c")
+    assert plan.apply(Take(2, "c")).taken_over == (0, 0, 1)
+    plain = first(plan, group("abc"), Facts())
+    assert plain == Restart(0, "host c (10.0.0.3) has joined", counts=False)
+
+
+def test_places_are_given_up_when_no_host_comes() -> None:
+    decider, plan = Decider(LIMITS), running("abc")
+    assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 0.0) is None
+    assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 599.0) is None
+    assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 600.0) == GiveUp((1,))
+    after = plan.apply(GiveUp((1,)))
+    assert decider.next_entry(after, group("ac", lost="b"), WRAPPED, 900.0) is None
+    assert decider.next_entry(after, group("acd", lost="b"), WRAPPED, 900.0) == Take(1, "d")
+    ended = decider.next_entry(plan, group("a", lost="bc"), WRAPPED, 1300.0)
+    assert ended is None  # the loss of c is new
+    ended = decider.next_entry(running("ab"), group("a", lost="b"), WRAPPED, 2000.0)
+    assert isinstance(ended, End)
+    assert "host b (10.0.0.2) was lost: its lease is over; no other host" in ended.cause
+
+
+def test_a_plain_job_restarts_if_it_may() -> None:
+    plan = running("abc")
+    restart = first(plan, group("ac", lost="b"), Facts())
+    assert isinstance(restart, Restart)
+    assert restart.cause == "host b (10.0.0.2) was lost: its lease is over: restart 1 of 1"
+    plan = plan.apply(restart)
+    assert plan.stage is Stage.CLEARING
+    assert first(plan, group("ac", lost="b"), Facts(cleared=frozenset("a"))) is None
+    cleared = Facts(cleared=frozenset("ac"))
+    decider = Decider(LIMITS)
+    assert decider.next_entry(plan, group("ac", lost="b"), cleared, 0.0) is None  # the last call
+    started = decider.next_entry(plan, group("ac", lost="b"), cleared, 30.0)
+    assert started == Start(1, ("a", "c"), used=1)
+    plan = plan.apply(started)
+    ended = first(plan, group("a", lost="bc"), Facts())
+    assert isinstance(ended, End)
+    assert ended.cause.endswith("and no restart is left (--max-restarts 1)")
+
+
+def test_a_job_that_is_over_is_not_repaired() -> None:
+    for job in (
+        JobRecord(JobState.COMPLETED),
+        JobRecord(JobState.ABORTED),
+        JobRecord(JobState.RUNNING, stopping=True),
+    ):
+        assert first(running("abc"), group("acd", lost="b"), Facts(job=job)) is None
+
+
+def test_the_end_waits_for_all_hosts_that_are_there() -> None:
+    plan = running("abc")
+    ab = dataclasses.replace(WRAPPED, done=frozenset("ab"))
+    assert first(plan, group("abcd"), ab) is None
+    assert first(plan, group("abd", lost="c"), ab) == Finish()  # nothing runs any more
+    stopped = plan.apply(Stop(15, "a"))
+    assert first(stopped, group("abcd"), ab) is None
+    assert first(stopped, group("abd", lost="c"), ab) == Finish()
+
+
+ENTRIES = st.one_of(
+    st.builds(
+        Start,
+        st.integers(0, 2),
+        st.lists(st.sampled_from("abcd"), min_size=1, unique=True).map(tuple),
+    ),
+    st.builds(Take, st.integers(0, 3), st.sampled_from("abcd")),
+    st.builds(GiveUp, st.lists(st.integers(0, 3)).map(tuple)),
+    st.builds(Restart, st.integers(0, 2), st.just("why")),
+    st.just(Stop(15, "a")),
+    st.just(End("why")),
+    st.just(Finish()),
+)
+
+
+@given(st.lists(ENTRIES))
+def test_any_chain_leads_to_a_plan_that_makes_sense(entries: list[Entry]) -> None:
+    plan = JobPlan()
+    for number, entry in enumerate(entries, start=1):
+        assert decode(entry.encode()) == entry
+        before, plan = plan, plan.apply(entry)
+        assert plan.number == number
+        assert len(set(plan.places)) == len(plan.places) == len(plan.taken_over)
+        if before.stage in (Stage.ENDING, Stage.FINISHED):  # nothing is started any more
+            assert plan.places == before.places
+            assert plan.stage in (Stage.ENDING, Stage.FINISHED)
