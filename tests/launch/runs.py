@@ -196,13 +196,17 @@ class Run:
         store = self.store()
         store.put(COMPLETED_BY, b"".join(f"{worker.pid}\n".encode() for worker in by))
         store.put(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}).encode())
+        store.read(JOB_KEY)  # torch's client does not wait for the answer to a put
 
     def store(self) -> TorchStore:
         """A connection to the launcher's store."""
         env = self._said_any()["env"]
+        # On many hosts MASTER_ADDR is that of the host of rank 0, which may be lost.
+        own = env.get("OUTLAST_STORE") or f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        host, _, port = own.rpartition(":")
         store = dist.TCPStore(
-            env["MASTER_ADDR"],
-            int(env["MASTER_PORT"]),
+            host,
+            int(port),
             is_master=False,
             timeout=datetime.timedelta(seconds=NET_S),
         )

@@ -96,11 +96,11 @@ def test_places_are_given_up_when_no_host_comes() -> None:
     after = plan.apply(GiveUp((1,)))
     assert decider.next_entry(after, group("ac", lost="b"), WRAPPED, 900.0) is None
     assert decider.next_entry(after, group("acd", lost="b"), WRAPPED, 900.0) == Take(1, "d")
-    ended = decider.next_entry(plan, group("a", lost="bc"), WRAPPED, 1300.0)
-    assert ended is None  # the loss of c is new
-    ended = decider.next_entry(running("ab"), group("a", lost="b"), WRAPPED, 2000.0)
+    assert decider.next_entry(after, group("a", lost="bc"), WRAPPED, 1300.0) is None  # c is new
+    ended = decider.next_entry(after, group("a", lost="bc"), WRAPPED, 1900.0)
     assert isinstance(ended, End)
-    assert "host b (10.0.0.2) was lost: its lease is over; no other host" in ended.cause
+    assert "host c (10.0.0.3) was lost: its lease is over; no other host" in ended.cause
+    assert ended.cause.endswith("--nnodes needs 2: 1 left")
 
 
 def test_a_plain_job_restarts_if_it_may() -> None:

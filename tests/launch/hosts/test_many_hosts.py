@@ -1,0 +1,160 @@
+"""`outlast run` on several hosts: real agents, real workers."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.hosts.agents import Hosts, address
+from launch.runs import WORKER, Run, ends
+
+
+def codes(*runs: Run) -> list[int]:
+    return [run.wait() for run in runs]
+
+
+def test_each_host_has_its_ranks(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2", "--nproc-per-node=2") as hosts:
+        runs = hosts.start_all(2)
+        workers = [runs[rank // 2].ready(rank) for rank in range(4)]
+        for worker in workers:
+            own = address(2 + worker.rank // 2)
+            assert worker.env["OUTLAST_HOST_ADDR"] == own
+            assert worker.env["OUTLAST_STORE"].startswith(f"{own}:")
+            assert worker.env["MASTER_ADDR"] == address(2)
+            assert worker.env["MASTER_PORT"] == workers[0].env["OUTLAST_STORE"].split(":")[1]
+            worker.succeed()
+        assert codes(*runs) == [0, 0]
+        for run in runs:
+            assert run.verdict == "job completed"
+
+
+def test_a_failure_restarts_all_workers_and_then_ends_the_job(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2", "--max-restarts=1") as hosts:
+        one, two = hosts.start_all(2)
+        one.ready(0)
+        two.ready(1).fail()
+        one.until_said("exited with code 3: restart 1 of 1, of all workers")
+        one.ready(0)
+        again = two.ready(1)
+        assert again.env["TORCHELASTIC_RESTART_COUNT"] == "1"
+        again.fail()
+        assert codes(one, two) == [3, 3]
+        for run in (one, two):
+            assert f"first cause: rank 1 (pid {again.pid}, host " in run.err
+
+
+def test_a_signal_to_one_agent_stops_the_job(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+        one, two = hosts.start_all(2)
+        one.ready(0)
+        two.ready(1)
+        two.process.send_signal(signal.SIGTERM)
+        assert codes(one, two) == [143, 143]
+        assert one.verdict == two.verdict == "job ended by SIGTERM, exit code 143,"
+        assert "SIGTERM to host " in one.err
+
+
+def test_the_hosts_share_one_budget_of_replacements(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1") as hosts:
+        one, two = hosts.start_all(2)
+        workers = [one.ready(0), one.ready(1), two.ready(2), two.ready(3)]
+        one.set_job("running")
+        workers[1].kill()
+        replacement = one.ready(1)
+        assert "replacement 1 of 1" in one.err
+        assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
+        workers[2].kill()
+        two.until_said("not replaced, no replacement is left; the other ranks go on")
+        one.set_job("completed")
+        for worker in (workers[0], replacement, workers[3]):
+            worker.succeed()
+        assert codes(one, two) == [0, 0]
+
+
+def test_the_host_of_the_store_dies_and_a_spare_takes_its_place(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2", endpoints=3) as hosts:
+        runs = [hosts.start(number) for number in (2, 3, 4)]
+        leader, other, spare = sorted(runs, key=place)
+        leader.ready(0)
+        survivor = other.ready(1)
+        other.set_job("running")
+        leader.process.kill()
+        spare.until_said("takes place 0: rank 0")
+        replacement = spare.ready(0)
+        assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
+        assert "leads the hosts (term 2)" in spare.err
+        other.set_job("completed")
+        survivor.succeed()
+        replacement.succeed()
+        assert codes(other, spare) == [0, 0]
+
+
+def test_a_plain_job_restarts_with_the_hosts_that_are_left(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=1:2", "--max-restarts=1") as hosts:
+        one = hosts.start(2)
+        one.ready(0)  # alone, as the last call is over at once
+        two = hosts.start(3)
+        one.until_said(f"({address(3)}) has joined")
+        assert one.ready(0).env["RANK"] == "0"
+        two.ready(1)
+        two.process.kill()
+        one.until_said("was lost")
+        last = one.ready(0)
+        assert last.env["TORCHELASTIC_RESTART_COUNT"] == "2"
+        last.succeed()
+        assert one.wait() == 0
+        assert "restart 1 of 1" in one.err
+
+
+def test_too_few_hosts(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=3", "--rdzv-conf=join_timeout=2") as hosts:
+        one, two = hosts.start_all(2)
+        assert codes(one, two) == [1, 1]
+        for run in (one, two):
+            assert "job failed, exit code 1," in run.err
+            assert "first cause: waited 2.00 s for 3 hosts (--nnodes): only 2 joined:" in run.err
+            assert f"({address(2)})" in run.err
+            assert f"({address(3)})" in run.err
+
+
+def test_a_host_with_other_arguments_is_refused(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+        (one,) = hosts.start_all(1)
+        other = hosts.start(3, args=["--lr=2"])
+        assert other.wait() == 1
+        assert "arguments of the script" in other.err
+        assert "--lr=2" in other.err
+        one.until_said("arguments of the script")
+        one.process.send_signal(signal.SIGINT)
+        assert one.wait() == 130
+
+
+@pytest.mark.slow
+def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+        one, two = hosts.start_all(2)
+        survivor = one.ready(0)
+        frozen = two.ready(1)
+        one.set_job("running")
+        spare = hosts.start(4)
+        spare.until_said("is a spare")
+        two.process.send_signal(signal.SIGSTOP)
+        replacement = spare.ready(1)
+        assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
+        assert ends(frozen.pid)  # although its agent is stopped
+        two.process.send_signal(signal.SIGCONT)
+        two.until_said("takes no part in the job any longer")
+        two.until_said("is a spare")
+        one.set_job("completed")
+        survivor.succeed()
+        replacement.succeed()
+        assert codes(one, spare, two) == [0, 0, 0]
+
+
+def place(run: Run) -> int:
+    """The place of a host, once it has one; spares come last."""
+    run.until(lambda: "started 1 rank" in run.err or "is a spare" in run.err, "a place")
+    return 0 if "rank 0 is pid" in run.err else 1 if "rank 1 is pid" in run.err else 2
