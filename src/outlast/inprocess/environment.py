@@ -63,13 +63,15 @@ def read_launch() -> Launch:
 
 
 def environment_rank() -> tuple[int, int]:
-    """`RANK` and `WORLD_SIZE`; 0 and 1 without a launcher.
+    """`RANK` and `WORLD_SIZE`; 0 and 1 without a launcher. `WORLD_SIZE` is the size at the start of
+    the job: a host that joined later has ranks beyond it.
 
     Raises:
         ValueError: naming the variable that is not a number, or out of range.
     """
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:
+    joins = _number("OUTLAST_REPLACEMENT", 0) > 0
+    if not 0 <= rank < world_size and not (joins and rank >= world_size):
         raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     return rank, world_size
 

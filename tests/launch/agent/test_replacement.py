@@ -187,7 +187,7 @@ def test_members_learn_which_ranks_are_given_up(tmp_path: Path) -> None:
         assert store.read("outlast/gone") is None
         second.kill()
         store.wait_for("call/joined/1", NET_S)  # what wakes the members
-        assert store.read("outlast/gone") == b"[1]"
+        assert store.read("outlast/gone") == b"[1]\n"
         assert run.complete(first[0]) == 0
 
 

@@ -1,9 +1,9 @@
 """Several `outlast run` on this machine, each with a loopback address of its own: its "host".
 
-    with Hosts(tmp_path, WORKER, "--nnodes=2", "--max-restarts=1") as hosts:
-        one, two = hosts.start_all(2)      # 127.0.0.2, 127.0.0.3
-        one.ready(rank=0).kill()
-        ...
+with Hosts(tmp_path, WORKER, "--nnodes=2", "--max-restarts=1") as hosts:
+    one, two = hosts.start_all(2)      # 127.0.0.2, 127.0.0.3
+    one.ready(rank=0).kill()
+    ...
 """
 
 from __future__ import annotations

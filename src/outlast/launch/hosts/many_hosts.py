@@ -21,15 +21,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.coordination.records import FaultRecord, process_name
+from outlast.coordination.records import process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.hosts.decider import Decider, Facts, Limits, loss_text
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
 from outlast.launch.hosts.job_log import JobLog, plan_key
 from outlast.launch.hosts.job_plan import (
@@ -44,6 +43,7 @@ from outlast.launch.hosts.job_plan import (
     Take,
     decode,
 )
+from outlast.launch.hosts.leading import Leading
 from outlast.launch.hosts.notices import GroupNotices
 from outlast.launch.hosts.placements import placement, ranks_text
 from outlast.launch.hosts.plan_watcher import PlanWatcher
@@ -99,24 +99,13 @@ class ManyHosts:
         self.host_id = self._me.id
         self._store = self._group.store
         self._log = JobLog(self._store, self._me.id, self._me.name)
-        self._decider = Decider(
-            Limits(
-                minimum=job.hosts.minimum,
-                maximum=job.hosts.maximum,
-                max_restarts=job.max_restarts or 0,
-                last_call_s=job.hosts.last_call_s,
-                join_s=job.hosts.join_s,
-                replacement_s=job.hosts.replacement_s,
-                asked=job.hosts.place >= 0,
-            )
-        )
-        self._workers = WorkersStore(self._me.address, self._me.store_port)
+        self._workers = WorkersStore(self._me.address, self._me.store_port, self._why_lost)
+        self._leading = Leading(job, job.hosts, self._log, self.keys, resources.loop.clock)
         self._plan = JobPlan()
         self._state = GroupState()
         self._watcher: PlanWatcher | None = None
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
-        self._reported_lost: set[str] = set()
         self._leaves_alone = False
         self._no_worker_left = False
         self._outcome: Outcome | None = None
@@ -194,16 +183,33 @@ class ManyHosts:
     def _begin(self) -> None:
         loop, resources = self._resources.loop, self._resources
         self._notices = GroupNotices(resources.console.say, resources.emitter)
-        self._watcher = PlanWatcher(self._store)
-        for fd in (self._group.wakeup_fd(), self._watcher.fd):
-            loop.watch(fd, selectors.EVENT_READ, self._look)
         least, most = self._hosts.minimum, self._hosts.maximum
         number = str(least) if least == most else f"{least} to {most}"
         self._say(
             f"this host is {self._me.name} ({self._me.address}); run {self._job.run_id!r} needs "
             f"{number} hosts"
         )
+        self._state = self._group.poll()
+        self._notices.changed(self._state)
+        self._catch_up()
+        self._watcher = PlanWatcher(self._store, self._plan.number + 1)
+        for fd in (self._group.wakeup_fd(), self._watcher.fd):
+            loop.watch(fd, selectors.EVENT_READ, self._look)
         self._look()
+
+    def _catch_up(self) -> None:
+        """Apply the decisions that were made before, and do what the last of them requires."""
+        while (data := self._store.read(plan_key(self._plan.number + 1))) is not None:
+            self._plan = self._plan.apply(decode(data))
+        plan = self._plan
+        if plan.stage is Stage.RUNNING:
+            self._start_attempt()
+        elif plan.stage is Stage.CLEARING and plan.place_of(self.host_id) is not None:
+            self._log.clear(plan.attempt)  # the attempt was over before this host has started it
+        elif plan.stop is not None:
+            self._actions.stop(signal.Signals(plan.stop.signal), "")
+        elif plan.end is not None:
+            self._actions.end(plan.end.cause)
 
     def _look(self) -> None:
         """Learn what is new, and decide what follows if this is the leader's agent."""
@@ -220,12 +226,7 @@ class ManyHosts:
         for number, data in self._watcher.take():
             self._apply(number, data)
         leads = self._state.leader == self.host_id
-        while leads:
-            self._report_lost_hosts()
-            now = self._resources.loop.clock.now()
-            entry = self._decider.next_entry(self._plan, self._state, self._facts(), now)
-            if entry is None:
-                break
+        while leads and (entry := self._leading.next_entry(self._plan, self._state)) is not None:
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
             self._finish()
@@ -240,46 +241,6 @@ class ManyHosts:
         seldom_s = min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
         pause_s = _OFTEN_S if waits else seldom_s
         self._timer = self._resources.loop.call_later(pause_s, self._look)
-
-    def _facts(self) -> Facts:
-        """What the next decision depends on; nothing is read that it does not depend on."""
-        plan, log = self._plan, self._log
-        if plan.stage is Stage.FORMING:
-            return Facts()
-        spares = any(host.id not in plan.places for host in self._state.hosts)
-        repair = plan.stage is Stage.RUNNING and (
-            spares or self._decider.missing(plan, self._state)
-        )
-        clears = plan.stage is Stage.CLEARING
-        return Facts(
-            cleared=log.cleared(plan.attempt) if clears else frozenset(),
-            done=log.done(plan.attempt),
-            used=log.replaced(plan.attempt) if clears or repair else 0,
-            **({"job": self.keys.job()} if repair else {}),
-        )
-
-    def _report_lost_hosts(self) -> None:
-        """Tell the members of the wrapped call which hosts are lost, with all their ranks. Another
-        leader may have died before it did, or in the middle.
-        """
-        plan, nproc = self._plan, self._job.nproc
-        if plan.stage is not Stage.RUNNING:
-            return
-        for place, loss in self._decider.missing(plan, self._state):
-            if loss.host.id in self._reported_lost or self.keys.job().state is JobState.PLAIN:
-                continue
-            ranks = range(place * nproc, (place + 1) * nproc)
-            fault = FaultRecord(
-                iteration=0,
-                member=-1,
-                rank=ranks[0],
-                host=loss.host.name,
-                pid=-1,
-                interruption="TERMINATED",
-                cause=loss_text(loss),
-            )
-            self.keys.host_lost(loss.host.id, ranks, plan.size * nproc, fault)
-            self._reported_lost.add(loss.host.id)
 
     def _propose(self, wanted: Callable[[JobPlan], Entry | None]) -> None:
         """Claim an entry for as long as it is wanted and other entries come first."""
@@ -319,7 +280,6 @@ class ManyHosts:
     def _start_attempt(self) -> None:
         plan = self._plan
         self._no_worker_left = False
-        self._reported_lost.clear()
         self._group.new_attempt(plan.attempt)
         self._workers.close()
         place = plan.place_of(self.host_id)
@@ -361,7 +321,8 @@ class ManyHosts:
         """The job is over on all hosts: report it when this host is ready, and leave last if this
         is the leader, because the others read the store until they have said goodbye.
         """
-        parked = self._plan.place_of(self.host_id) is None and not _ends(self._plan)
+        plan = self._plan
+        parked = plan.place_of(self.host_id) is None and plan.stop is None and plan.end is None
         if not (self._no_worker_left or parked):
             return
         if self._outcome is None:
@@ -398,6 +359,9 @@ class ManyHosts:
         for fd in (self._group.wakeup_fd(), self._watcher.fd):
             loop.unwatch(fd)
         self._actions.finish(outcome)
+
+    def _why_lost(self) -> str:
+        return self._group.poll().error
 
     def _say(self, line: str) -> None:
         self._resources.console.say(line)

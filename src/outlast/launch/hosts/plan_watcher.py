@@ -13,10 +13,10 @@ from outlast.launch.hosts.job_log import plan_key
 
 
 class PlanWatcher:
-    """The entries of the chain, in their order. `fd` is readable when there may be a new one."""
+    """The entries of the chain from number `first` on. `fd` is readable when there may be one."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, first: int) -> None:
+        self._store, self._first = store, first
         self._entries: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self.fd, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # A daemon: if the store never answers, the wait must not keep the process alive.
@@ -41,7 +41,7 @@ class PlanWatcher:
         os.close(self._wake)
 
     def _watch(self) -> None:
-        number = 1
+        number = self._first
         # The agent meets the same error in its own operations, and handles it there.
         with contextlib.suppress(StoreError):
             while True:

@@ -20,10 +20,15 @@ class WorkersStore:
     """A `Store`. A new attempt closes the connections of the one before, so an operation whose
     connection is closed is repeated once. The agent's operations allow that: it appends only what
     may be there twice.
+
+    Args:
+        why: why this host may no longer act; empty if it may. The server ends with the lease, and
+            this is the reason to name.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, why: Callable[[], str]) -> None:
         self._client = TcpClient(host, port, _LIMIT_S)
+        self._why = why
 
     def put(self, key: str, value: bytes) -> None:
         self._try(lambda: self._client.put(key, value))
@@ -54,4 +59,8 @@ class WorkersStore:
         try:
             return operation()
         except StoreError:
+            pass
+        try:
             return operation()
+        except StoreError as e:
+            raise StoreError(self._why() or str(e)) from e

@@ -1,0 +1,83 @@
+"""What the agent of the leading host does for all: it looks at the reports, and decides."""
+
+from __future__ import annotations
+
+from outlast.clock import Clock
+from outlast.coordination.records import FaultRecord
+from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.agent.job_keys import JobKeys
+from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.hosts.decider import Decider, Facts, Limits, loss_text
+from outlast.launch.hosts.host_group import GroupState
+from outlast.launch.hosts.job_log import JobLog
+from outlast.launch.hosts.job_plan import Entry, JobPlan, Stage
+
+
+class Leading:
+    """The duties of the leader's agent. Every agent has one, since any of them may become the
+    leader; only the leader's is asked.
+    """
+
+    def __init__(
+        self, job: JobSpec, hosts: HostsSpec, log: JobLog, keys: JobKeys, clock: Clock
+    ) -> None:
+        self._nproc, self._log, self._keys, self._clock = job.nproc, log, keys, clock
+        self._decider = Decider(
+            Limits(
+                minimum=hosts.minimum,
+                maximum=hosts.maximum,
+                max_restarts=job.max_restarts or 0,
+                last_call_s=hosts.last_call_s,
+                join_s=hosts.join_s,
+                replacement_s=hosts.replacement_s,
+                asked=hosts.place >= 0,
+            )
+        )
+        self._reported: set[tuple[int, str]] = set()
+
+    def next_entry(self, plan: JobPlan, group: GroupState) -> Entry | None:
+        """The next decision, after the members of the wrapped call have been told which hosts are
+        lost.
+        """
+        facts = self._facts(plan, group)
+        self._report_lost_hosts(plan, group, facts.job)
+        return self._decider.next_entry(plan, group, facts, self._clock.now())
+
+    def _facts(self, plan: JobPlan, group: GroupState) -> Facts:
+        """What the next decision depends on. Nothing is read that it does not depend on."""
+        if plan.stage is Stage.FORMING:
+            return Facts()
+        spares = any(host.id not in plan.places for host in group.hosts)
+        missing = bool(self._decider.missing(plan, group))
+        repairs = plan.stage is Stage.RUNNING and (spares or missing)
+        clears = plan.stage is Stage.CLEARING
+        return Facts(
+            job=self._keys.job() if repairs else JobRecord(),
+            cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
+            done=self._log.done(plan.attempt),
+            used=self._log.replaced(plan.attempt) if clears or repairs else 0,
+        )
+
+    def _report_lost_hosts(self, plan: JobPlan, group: GroupState, job: JobRecord) -> None:
+        """Tell the members of the wrapped call which hosts are lost, with all their ranks. It may
+        be told twice, because another leader may have died before it did, or in the middle.
+        """
+        if plan.stage is not Stage.RUNNING or job.state is JobState.PLAIN:
+            return
+        for place, loss in self._decider.missing(plan, group):
+            known = (plan.attempt, loss.host.id)
+            if known in self._reported:
+                continue
+            ranks = range(place * self._nproc, (place + 1) * self._nproc)
+            fault = FaultRecord(
+                iteration=0,
+                member=-1,
+                rank=ranks[0],
+                host=loss.host.name,
+                pid=-1,
+                interruption="TERMINATED",
+                cause=loss_text(loss),
+            )
+            self._keys.host_lost(loss.host.id, ranks, plan.size * self._nproc, fault)
+            self._reported.add(known)
