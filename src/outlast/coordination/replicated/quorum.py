@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -37,24 +38,28 @@ class Configuration:
         """The configuration of `voters`, with the leader as the tiebreaker if one is needed."""
         return cls(frozenset(voters), leader if len(voters) % 2 == 0 else None)
 
-    def weight(self, voter: str) -> int:
-        """How much the voice of `voter` counts; 0 if it is not a voter."""
-        return 0 if voter not in self.voters else 2 if voter == self.tiebreaker else 1
+    @cached_property
+    def _weights(self) -> dict[str, int]:
+        return {voter: 2 if voter == self.tiebreaker else 1 for voter in sorted(self.voters)}
+
+    @cached_property
+    def _total(self) -> int:
+        return sum(self._weights.values())
 
     def is_quorum(self, voters: Collection[str]) -> bool:
-        """Whether `voters` can decide."""
-        total = sum(self.weight(voter) for voter in self.voters)
-        return 2 * sum(self.weight(voter) for voter in set(voters)) > total
+        """Whether `voters` can decide. Others among them do not count."""
+        return 2 * sum(self._weights.get(voter, 0) for voter in set(voters)) > self._total
 
     def reached_by_quorum(self, value: Callable[[str], float]) -> float:
         """The largest number that the values of a quorum all reach."""
-        total = sum(self.weight(voter) for voter in self.voters)
-        weight = 0
-        for reached, voter in sorted(((value(v), v) for v in self.voters), reverse=True):
-            weight += self.weight(voter)
-            if 2 * weight > total:
-                return reached
-        raise AssertionError("all voters together are a quorum")
+        values = [(value(voter), weight) for voter, weight in self._weights.items()]
+        values.sort(reverse=True)
+        reached, weights = values[0][0], 0
+        for reached, weight in values:
+            weights += weight
+            if 2 * weights > self._total:
+                break
+        return reached
 
     def pack(self) -> Any:
         """As a JSON value."""

@@ -289,8 +289,9 @@ class Replica:
         return self.timing.election_spread * self._rng.random()
 
     def _campaign_at(self) -> float:
-        heard = self._voter.heard + self.timing.sticky + self._patience
-        return max(heard, self._next_campaign)
+        heard = self._voter.heard + self.timing.sticky
+        voted = self._voter.voted_at + self.timing.election_spread
+        return max(max(heard, voted) + self._patience, self._next_campaign)
 
     def _campaign(self, *, trial: bool, handover: bool = False) -> None:
         self._patience = self._draw()

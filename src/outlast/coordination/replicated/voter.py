@@ -78,7 +78,9 @@ class Voter:
         # How long this voter has been out of reach of all leaders, its own vote included.
         silent = now - max(self.heard, self.voted_at)
         if asked.trial:
-            return VoteAnswer(asked.term, current, True, silent)
+            # Not while another may be winning: a second election would only unseat it.
+            busy = now < self.voted_at + self.timing.election_spread
+            return VoteAnswer(asked.term, current and not busy, True, silent)
         if asked.term > self.term:
             self.enter(asked.term)
         granted = current and self.leader is None and self.voted_for in (None, sender)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from outlast.coordination.replicated.entries import Change, Joined, Removed, Written
@@ -25,6 +25,11 @@ class Call:
     result: Result = None
     failed: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a result, or has failed."""
+        return self.failed or self.end < FOREVER
+
 
 class Model:
     """What the store must be: performs the agreed changes one by one.
@@ -41,6 +46,7 @@ class Model:
         self.hosts: set[str] = set()
         self.gone: set[str] = set()
         self._events = 0
+        self._floors: Counter[str] = Counter()
 
     def perform(self, change: Change) -> None:
         if isinstance(change, Joined):
@@ -55,9 +61,11 @@ class Model:
                 said = {"id": change.host, "reason": change.reason, "orderly": change.orderly}
                 self._event("hosts/lost", json.dumps(said))
         elif isinstance(change, Written):
-            for host, _, numbered in change.by_host:
+            for host, floor, numbered in change.by_host:
+                self._floors[host] = max(self._floors[host], floor)
                 for number, operation in numbered:
-                    if host in self.hosts and (host, number) not in self.written:
+                    over = number <= self._floors[host]  # answered, or given up by the host
+                    if host in self.hosts and not over and (host, number) not in self.written:
                         self.position += 1
                         result = self._write(operation)
                         self.written[host, number] = (self.position, result)

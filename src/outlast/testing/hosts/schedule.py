@@ -42,7 +42,7 @@ class HostSchedule:
         return cls(
             hosts=r.choice([2, 3, 3, 3, 4, 4, 5, 6]),
             crashes=r.choice([0, 1, 1, 2, 3]),
-            pauses=r.choice([0, 0, 1, 2]),
+            pauses=r.choice([0, 1, 2, 4]),
             cuts=r.choice([0, 1, 1, 2, 3]),
             leaves=r.choice([0, 0, 0, 1, 2]),
             joins=r.choice([0, 1, 1, 2, 3]),
@@ -52,5 +52,5 @@ class HostSchedule:
             delays=r.choice([0, 0, 0.05, 0.2]),
             latency_s=r.choice([0.001, 0.02, 0.1]),
             kept=r.choice([2, 4, 100]),
-            faults_s=r.choice([4.0, 8.0, 12.0]),
+            faults_s=r.choice([2.0, 5.0, 10.0]),
         )

@@ -85,6 +85,8 @@ class SimulatedHost:
             return
         self.paused = False
         waiting, self._waiting = self._waiting, []
+        if self.sim.random.random() < 0.5:  # a worker was waiting
+            self.ask(Operation("read", self.sim.random.choice(["sum", "list"])))
         if self.sim.random.random() < 0.5:
             self._tick(self._tick_at)
         for sender, message in waiting:
