@@ -54,12 +54,12 @@ class Configuration:
         """The largest number that the values of a quorum all reach."""
         values = [(value(voter), weight) for voter, weight in self._weights.items()]
         values.sort(reverse=True)
-        reached, weights = values[0][0], 0
+        weights = 0
         for reached, weight in values:
             weights += weight
             if 2 * weights > self._total:
-                break
-        return reached
+                return reached
+        raise AssertionError("all voters together are a quorum")
 
     def pack(self) -> Any:
         """As a JSON value."""

@@ -113,6 +113,16 @@ class Replica:
         return self._host.leader
 
     @property
+    def voters(self) -> frozenset[str]:
+        """The voters, as far as this host knows: none while they change, and on a host that is no
+        voter itself and never was.
+        """
+        log = self._voter.log
+        if log.voters is None or log.voters.old or log.voters_index > self._voter.commit:
+            return frozenset()
+        return log.voters.new.voters
+
+    @property
     def joined(self) -> bool:
         """Whether this host was admitted, and has had a lease."""
         return self._host.joined
@@ -262,9 +272,12 @@ class Replica:
         if self._leaving is None or not leader.ready:
             return
         reason, since = self._leaving
-        hosts = self._voter.table.sessions
-        if list(hosts) == [self.me]:
-            leader.propose(Removed(self.me, reason, orderly=True))
+        log = self._voter.log
+        if list(self._voter.table.sessions) == [self.me]:
+            # Not before all others have been told, which may depend on the voters.
+            alone = leader.voters.all == {self.me} and log.voters_index <= self._voter.commit
+            if alone and not leader.leases.departing:
+                leader.propose(Removed(self.me, reason, orderly=True))
         elif self._now >= max(since, leader.elected) + 2 * self.timing.heartbeat:
             # Not at once: all may leave at the same time, and those that have said so do not lead.
             successor = leader.successor(self._now)
@@ -400,13 +413,16 @@ class Replica:
 
     def _follow_up(self, leader: Leader, change: Change) -> None:
         gone = self._voter.table.gone
-        if isinstance(change, Joined) and change.info.id not in (self.me, *gone):
+        if isinstance(change, Joined) and change.info.id == self.me:
+            self._host.requests.send_again(self._now)
+        elif isinstance(change, Joined) and change.info.id not in gone:
             leader.leases.admitted(change.info.id, self._now)
             self._outbox.append((change.info.id, Announce(leader.term)))
         elif isinstance(change, Removed) and change.host != self.me:
             leader.leases.removed(change.host)
             leader.serving.removed(change.host)
-            leader.leases.departing.add(change.host)
+            if change.host in leader.voters.all:
+                leader.leases.departing.add(change.host)
             self._refuse(change.host)
         elif isinstance(change, Changed) and change.voters.old is None:
             for host in leader.leases.departing:

@@ -222,10 +222,6 @@ class HostSimulation:
                 f"{lost.name} is lost, and has a lease until {lost.lease_end():.3f} s",
             )
 
-    def was_admitted(self, name: str) -> bool:
-        """Whether a host was in the job at some time."""
-        return name in self.model.hosts or name in self.model.gone
-
     def quorum_lives(self) -> bool:
         """Whether the hosts that are left can go on, by every configuration that they know."""
         left = {h.name for h in self.hosts.values() if h.alive and h.name not in self.model.gone}
@@ -322,7 +318,7 @@ def _open_ends(sim: HostSimulation) -> list[str]:
     for host in sim.hosts.values():
         if not host.alive and host.name in sim.model.hosts:
             found.append(f"{host.name} is not declared lost")
-        elif host.leaving and sim.was_admitted(host.name) and not host.replica.refused:
+        elif host.leaving and host.name in sim.model.hosts:
             found.append(f"{host.name} has not left")
     for host in members:
         found += [
