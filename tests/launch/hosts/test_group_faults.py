@@ -87,6 +87,7 @@ def test_the_stopped_leader_is_replaced_and_reads_nothing_stale(run: MakeRun) ->
     assert "StoreError" in first.line()["error"]
 
 
+@pytest.mark.slow
 def test_a_restarted_endpoint_joins_the_group_that_lives(run: MakeRun) -> None:
     here = run(LEASE_S)
     first, second, _ = here.start(2, 3, 4)

@@ -237,7 +237,9 @@ class HostService:
             self._calls.popleft()()
 
     def _leave(self) -> None:
-        if self._membership is not None:
+        if self._membership is None:
+            self._end(_CLOSED)
+        else:
             self._membership.leave("it has left the group")
 
     def _on_message(self, peer: Peer, message: Message) -> None:
