@@ -32,6 +32,8 @@ TRAIN = EXAMPLE / "train.py"
 HOLD_AT = 60
 """The step at which training waits for `Cluster.go`, so that it cannot end before the fault."""
 LINGER_S = 20.0
+LEASE_S = 2.0
+LEADS = re.compile(r"(\w+) leads the hosts \(term (\d+)\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,35 @@ class Cluster:
         }
         return self.start(host, [str(script), *self.training_options()], env)
 
+    def agent(self, host: str, *options: str, script: Path = TRAIN) -> Started:
+        """Starts `outlast run` on a host; all hosts that exist at first are endpoints."""
+        first = list(self.network.names)[:3]
+        endpoints = ",".join(f"{name}:29400" for name in first)
+        common = ["--rdzv-id", "test", "--standby", "0", "--max-restarts", "10"]
+        limits = ["--host-timeout", str(LEASE_S), "--rdzv-conf", "last_call_timeout=5"]
+        meet = [] if "--rdzv-endpoint" in options else ["--rdzv-endpoint", endpoints]
+        events = ["--events-dir", str(self.events)]
+        run = ["-m", "outlast.launch", "run", *common, *limits, *meet, *events, *options]
+        return self.start(host, [*run, str(script), *self.training_options()])
+
+    def leader(self, *, term: int = 0) -> str:
+        """The host that leads the others in the newest term, of at least this number."""
+
+        def found() -> str | None:
+            lines = [line for p in self.started for line in LEADS.findall(p.output)]
+            terms = {int(number): name for name, number in lines}
+            return terms[max(terms)] if terms and max(terms) >= term else None
+
+        return str(self.until(found, f"a leader of term {term}"))
+
+    def term(self) -> int:
+        """The newest term of which an agent has told."""
+        return max(int(term) for p in self.started for _, term in LEADS.findall(p.output))
+
+    def host_of(self, rank: int) -> str:
+        """The host on which this rank has made its last step."""
+        return next(step.host for step in reversed(self.steps()) if step.rank == rank)
+
     def training_options(self) -> list[str]:
         state, hold = self._folder / "state", str(HOLD_AT)
         options: list[object] = ["--state", state, "--trace", self.trace, "--hold-at", hold]
@@ -183,18 +214,22 @@ class Cluster:
                     found.append(dataclasses.replace(step, time=at))
         return sorted(found, key=lambda step: step.time)
 
-    def check(self, weights: str) -> None:
-        """After the end of the job: the weights, one view at a time, and nothing left over."""
+    def check(self, weights: str, first: int = 0) -> None:
+        """After the end of the job: the weights, one view at a time, and nothing left over.
+
+        Args:
+            first: the first step to look at, of those that were recorded.
+        """
         said = [m[1] for p in self.started if (m := re.search(r"weights (\w+)", p.output))]
         assert said == [weights], f"{said}, not {weights}\n{self.output()}"
-        self.check_views()
+        self.check_views(first)
         self.check_nothing_left()
 
-    def check_views(self) -> None:
+    def check_views(self, first: int = 0) -> None:
         """Every member of an iteration has its own rank below the same world size (R1); no step
         of an iteration is made after the first step of the next one (R2), on whatever host.
         """
-        steps = self.steps()
+        steps = self.steps()[first:]
         for iteration in sorted({step.iteration for step in steps}):
             members = {(s.host, s.pid, s.rank, s.size) for s in steps if s.iteration == iteration}
             ranks = [rank for _, _, rank, _ in members]

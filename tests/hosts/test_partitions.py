@@ -1,0 +1,72 @@
+"""Hosts that cannot reach each other: a minority stops, and joins again when the network heals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from network import Network
+
+from hosts.cluster import Cluster
+
+pytestmark = pytest.mark.slow
+
+SMALLER = ("--nnodes=2:3", "--replacement-timeout=1")
+Cut = Callable[[Network, str], None]
+
+
+def _all(network: Network, name: str) -> None:
+    network.isolate(name)
+
+
+def _its_voice(network: Network, name: str) -> None:
+    for other in network.names:
+        if other != name:
+            network.cut(name, other)
+
+
+def _its_ear(network: Network, name: str) -> None:
+    for other in network.names:
+        if other != name:
+            network.cut(other, name)
+
+
+@pytest.mark.parametrize("leads", [False, True], ids=["follower", "leader"])
+@pytest.mark.parametrize("cut", [_all, _its_voice, _its_ear])
+def test_a_host_that_is_cut_off_stops_and_comes_back_as_a_new_host(
+    network: Network, tmp_path: Path, weights: str, cut: Cut, leads: bool
+) -> None:
+    cluster = Cluster(network, tmp_path)
+    agents = {name: cluster.agent(name, *SMALLER) for name in network.names}
+    cluster.until_step(20, size=3)
+    leader = cluster.leader()
+    lost = leader if leads else next(name for name in network.names if name != leader)
+    cut(network, lost)
+    cluster.until_step(25, 1, size=2)
+    assert not any(step.host == lost for step in cluster.steps() if step.iteration > 0)
+    cluster.until_said("takes no part in the job any longer", agents[lost])
+    network.heal()
+    cluster.until_step(30, 2, size=3)
+    cluster.go()
+    assert cluster.wait() == [0, 0, 0], cluster.output()
+    cluster.check(weights)
+
+
+def test_when_no_host_reaches_another_all_stop_and_meet_again_when_the_network_heals(
+    network: Network, tmp_path: Path, weights: str
+) -> None:
+    cluster = Cluster(network, tmp_path)
+    agents = [cluster.agent(name, *SMALLER) for name in network.names]
+    cluster.until_step(20, size=3)
+    network.isolate(*network.names[:1])
+    network.isolate(*network.names[1:2])
+    for agent in agents:
+        cluster.until_said("takes no part in the job any longer", agent)
+    cluster.check_views()
+    before = len(cluster.steps())
+    network.heal()
+    cluster.until(lambda: len(cluster.steps()) > before + 10, "training after the network healed")
+    cluster.go()
+    assert cluster.wait() == [0, 0, 0], cluster.output()
+    cluster.check(weights, first=before)
