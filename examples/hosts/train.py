@@ -29,8 +29,8 @@ PARTS = 12  # of every batch: the sum of their gradients has the same order at a
 
 
 @inprocess.Wrapper()
-def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> str:
-    """Trains from the last checkpoint to the end. Returns a hash of the weights."""
+def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> None:
+    """Trains from the last checkpoint to the end, and prints a hash of the weights."""
     assert call is not None
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -64,8 +64,9 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
                     call.ping()
                     time.sleep(0.02)
     weights = torch.cat([tensor.flatten() for tensor in module.state_dict().values()])
+    if rank == 0:
+        print(f"weights {hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]}", flush=True)
     dist.destroy_process_group()
-    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
 
 
 def record(options: argparse.Namespace, call: inprocess.CallWrapper, step: int) -> None:
@@ -85,7 +86,7 @@ def record(options: argparse.Namespace, call: inprocess.CallWrapper, step: int) 
 
 
 def main() -> None:
-    """Parses the options, trains, and prints the hash of the weights."""
+    """Parses the options, and trains."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
@@ -95,10 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     options.started = time.monotonic_ns()
     torch.set_num_threads(1)
-    weights = train(options)
-    # A process that joined after the others had finished has no result.
-    if weights is not None and os.environ.get("RANK", "0") == "0":
-        print(f"weights {weights}", flush=True)
+    train(options)
 
 
 if __name__ == "__main__":

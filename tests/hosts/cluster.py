@@ -201,6 +201,20 @@ class Cluster:
     def output(self) -> str:
         return "\n".join(f"---- {p.host}\n{p.output[-6000:]}" for p in self.started)
 
+    def training(self, host: str) -> list[int]:
+        """The processes on a host that have made steps, and have not ended."""
+        made = {step.pid for step in self.steps() if step.host == host}
+        alive = []
+        for pid in self.network[host].pids():
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:
+                continue  # it has ended
+            inside = re.search(r"NSpid:.*\t(\d+)\n", status)
+            if inside and int(inside[1]) in made and "State:\tZ" not in status:
+                alive.append(pid)
+        return alive
+
     # ------------------------------------------------------------------------ checking
 
     def steps(self) -> list[Step]:
@@ -221,7 +235,7 @@ class Cluster:
             first: the first step to look at, of those that were recorded.
         """
         said = [m[1] for p in self.started if (m := re.search(r"weights (\w+)", p.output))]
-        assert said == [weights], f"{said}, not {weights}\n{self.output()}"
+        assert set(said) == {weights}, f"{said}, not {weights}\n{self.output()}"
         self.check_views(first)
         self.check_nothing_left()
 
