@@ -72,6 +72,7 @@ def test_hosts_meet_share_a_store_and_leave_nothing_behind(etcd: Cluster, on: Ru
     one, two = (TcpClient(each["address"], each["store_port"], NET_S) for each in said)
     with contextlib.closing(one), contextlib.closing(two):
         one.append("log", b"a")
+        assert one.read("log") == b"a"  # an append has no answer: it is done before this one
         two.append("log", b"b")
         assert (one.add("n", 2), two.add("n", 3)) == (2, 5)
         assert two.read("log") == b"ab"

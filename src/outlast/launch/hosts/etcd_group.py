@@ -45,7 +45,7 @@ class EtcdGroup:
     """A `HostGroup` over etcd."""
 
     def __init__(self, spec: GroupSpec) -> None:
-        self._spec, self._security = spec, security_of(spec)
+        self._spec, self._security = spec, security_of(spec.conf)
         self._endpoints = [Endpoint(*endpoint) for endpoint in spec.endpoints]
         self._cleanup = contextlib.ExitStack()
         self._changed = -1

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.coordination.stores.etcd.connection import Security
 from outlast.errors import LaunchError
 from outlast.launch.environment import etcd_password
-from outlast.launch.hosts.host_group import GroupSpec
 
 
-def security_of(spec: GroupSpec) -> Security:
-    """How to connect, from `--rdzv-conf` and the environment.
+def security_of(conf: Mapping[str, str]) -> Security:
+    """How to connect, from the settings of `--rdzv-conf` and the environment.
 
     Raises:
         LaunchError: naming the setting that is wrong.
     """
-    conf = spec.conf
     if "password" in conf:
         raise LaunchError(
             "--rdzv-conf password: other users could read it from the command line; use the "
