@@ -11,6 +11,7 @@ rank assignment then closes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -38,7 +39,7 @@ class ViewRecord:
     stop: StopRecord | None = None  # the request to stop, if it was known at the decision
     ends_job: bool = False  # no iteration follows: every member leaves, because of `stop`
 
-    @property
+    @functools.cached_property
     def expected(self) -> frozenset[int]:
         """The members for which a barrier of this iteration waits."""
         present = {m for m in self.base if m is not None and m not in self.lost}

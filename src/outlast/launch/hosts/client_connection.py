@@ -11,7 +11,7 @@ from functools import partial
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts import wire_protocol as wire
-from outlast.launch.hosts.combining import Combiner
+from outlast.launch.hosts.combining import Combiner, SharedWait
 from outlast.launch.hosts.wire_protocol import MalformedRequest, Query, Request
 
 _RECEIVED_BYTES = 256 << 10  # at a time
@@ -53,7 +53,7 @@ class ClientConnection:
         self._unperformed = 0  # requests without an answer that are in flight
         self._answering = False  # a request with an answer is in flight
         self._waiting = False  # and it is a wait
-        self._waits: list[tuple[str, int]] = []  # the handles of that wait
+        self._waits: list[tuple[SharedWait, int]] = []  # the handles of that wait
         self._watched = selectors.EVENT_READ
         self.open = True
         loop.watch(connection.fileno(), self._watched, self._on_ready)

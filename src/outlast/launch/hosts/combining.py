@@ -30,9 +30,10 @@ if they had been performed one after the other, with nothing in between:
   after the first, the second changes nothing, whether it succeeds or not.
 - `read`, `check`, `keys`: they change nothing, so all get the same.
 
-Waits are shared too: one wait for each key is in flight. When a client begins to wait for the same
-key, the answer may already be on its way, and the key may have been deleted since. So that answer
-does not count for the newcomer: a new wait replaces the one in flight, for all clients.
+Waits are shared too: one wait for each key is in flight. Here the promise is weaker, as it is with
+torch's own server: a client that waits for a key while the answer to the shared wait is on its way
+is woken by it, even if the key was deleted just before. All clients look for the key when a wait
+ends. Only a deletion that came from this host is never missed: it ends the sharing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.launch.hosts.upstream import Done, Upstream
@@ -62,92 +64,87 @@ class Combiner:
         self._upstream, self._defer = upstream, defer
         self._batches: deque[_Batch] = deque()  # they gather
         self._in_flight = self._deferred = False
-        self._waits: dict[str, _SharedWait] = {}
-        self._begun: set[str] = set()  # keys with waits that are not part of the one in flight
+        self._waits: dict[str, SharedWait] = {}  # those that a new client may join
+        self._unsent: list[SharedWait] = []
         self._numbers = itertools.count()
 
     def submit(self, client: Hashable, operation: Operation, done: Done) -> None:
         """Performs `operation` after all that `client` has submitted before; `done` gets its
         result, which is a `Failed` if the operation or the store fails.
         """
+        if operation.name == "delete":
+            self._waits.pop(operation.key, None)
         if not self._batches or self._batches[-1].size >= MAX_BATCH_BYTES:
             self._batches.append(_Batch())
         self._batches[-1].add(client, operation, done)
         self._send_soon()
 
-    def wait(self, key: str, done: Done) -> tuple[str, int]:
+    def wait(self, key: str, done: Done) -> tuple[SharedWait, int]:
         """Calls `done` with the value of `key`, once it exists. Returns a handle for `cancel`.
 
         All that this client has submitted before must have been answered: the order of a wait and
         an operation that are in flight together is not known.
         """
-        number = next(self._numbers)
-        self._waits.setdefault(key, _SharedWait()).begun[number] = done
-        self._begun.add(key)
-        self._send_soon()
-        return key, number
-
-    def cancel(self, handle: tuple[str, int]) -> None:
-        """Ends a wait: its `done` is not called any more. No effect if the wait has ended."""
-        key, number = handle
         shared = self._waits.get(key)
         if shared is None:
-            return
-        shared.begun.pop(number, None)
-        shared.sent.pop(number, None)
-        if not shared.begun and not shared.sent:
-            self._forget(key, shared)
+            shared = self._waits[key] = SharedWait(key)
+            self._unsent.append(shared)
+            self._send_soon()
+        number = next(self._numbers)
+        shared.waiting[number] = done
+        return shared, number
 
-    def _forget(self, key: str, shared: _SharedWait) -> None:
-        del self._waits[key]
-        self._begun.discard(key)
+    def cancel(self, handle: tuple[SharedWait, int]) -> None:
+        """Ends a wait: its `done` is not called any more. No effect if the wait has ended."""
+        shared, number = handle
+        if shared.waiting.pop(number, None) is None or shared.waiting:
+            return
+        self._end_sharing(shared)
         if shared.handle is not None:
             self._upstream.cancel(shared.handle)
 
+    def _end_sharing(self, shared: SharedWait) -> None:
+        if self._waits.get(shared.key) is shared:
+            del self._waits[shared.key]
+
     def _send_soon(self) -> None:
-        if not self._deferred and not self._in_flight:
+        if not self._deferred and (self._unsent or not self._in_flight):
             self._deferred = True
             self._defer(self._send)
 
     def _send(self) -> None:
         self._deferred = False
-        if self._batches:
+        if self._batches and not self._in_flight:
             self._in_flight = True
             batch = self._batches.popleft()
-            self._upstream.submit(batch.combined(), lambda result: self._answered(batch, result))
-        begun, self._begun = self._begun, set()
-        for key in begun:
-            self._send_wait(key, self._waits[key])
+            self._upstream.submit(batch.combined(), partial(self._answered, batch))
+        unsent, self._unsent = self._unsent, []
+        for shared in unsent:
+            if shared.waiting:
+                wait = Operation("wait_for", shared.key)
+                shared.handle = self._upstream.submit(wait, partial(self._woken, shared))
 
     def _answered(self, batch: _Batch, result: Result) -> None:
         self._in_flight = False
-        if self._batches or self._begun:
+        if self._batches:
             self._send_soon()
         batch.answer(result)
 
-    def _send_wait(self, key: str, shared: _SharedWait) -> None:
-        if shared.handle is not None:
-            self._upstream.cancel(shared.handle)
-        shared.sent.update(shared.begun)
-        shared.begun.clear()
-        shared.handle = self._upstream.submit(
-            Operation("wait_for", key), lambda result: self._woken(key, shared, result)
-        )
-
-    def _woken(self, key: str, shared: _SharedWait, result: Result) -> None:
+    def _woken(self, shared: SharedWait, result: Result) -> None:
         shared.handle = None
-        answered, shared.sent = shared.sent, {}
-        if not shared.begun:
-            self._forget(key, shared)
-        for done in answered.values():
+        self._end_sharing(shared)
+        woken, shared.waiting = shared.waiting, {}
+        for done in woken.values():
             done(result)
 
 
 @dataclass
-class _SharedWait:
-    sent: dict[int, Done] = field(default_factory=dict)  # waits that the one in flight answers
-    begun: dict[int, Done] = field(default_factory=dict)  # waits that began after it was sent
-    handle: Hashable | None = None  # of the one in flight
+class SharedWait:
+    """The waits of all clients for one key."""
+
+    key: str
+    waiting: dict[int, Done] = field(default_factory=dict)
+    handle: Hashable | None = None
 
 
 class _Group:

@@ -1,0 +1,1 @@
+"""Benchmarks of jobs on many hosts."""

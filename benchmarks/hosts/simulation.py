@@ -1,0 +1,354 @@
+"""A restart of a job on many hosts, simulated: real protocol and combiner, modelled time.
+
+Each member is the real state machine (`benchmarks.lib.members`); the members of a host share a real
+`Combiner`. What is modelled is time: the way between a worker and the server of its host, the way
+between hosts, the work of the server of each host, and that of the leader, which performs one
+message after the other. The work of the members themselves takes no time here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from typing import Any
+from unittest import mock
+
+from benchmarks.lib.members import Member
+from outlast.coordination import Link, MembershipProtocol, barrier, membership, view
+from outlast.coordination.ops import Op, request
+from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.table import Table
+from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
+from outlast.inprocess.recovery.state_machine import Machine
+from outlast.launch.hosts.combining import Combiner
+from outlast.launch.hosts.upstream import Done
+
+__all__ = ["Model", "Outcome", "restart"]
+
+_NEVER = b"outlast: not a value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Times in seconds."""
+
+    local: float = 50e-6  # one way between a worker and the server of its host
+    network: float = 100e-6  # one way between hosts
+    commit: float = 250e-6  # from a write at the leader until a majority has it
+    request: float = 30e-6  # work of a host's server for a request
+    message: float = 40e-6  # work of the leader for a message, and for its answer
+    operation: float = 4e-6  # and for each operation in it
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one restart has cost.
+
+    Attributes:
+        seconds: from the fault until the last member is back in the function.
+        messages, operations: that the leader got.
+        received_bytes, sent_bytes: of keys and values, at the leader.
+        requests: of all workers.
+        busy: the leader's seconds of work.
+    """
+
+    seconds: float = 0.0
+    messages: int = 0
+    operations: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    requests: int = 0
+    busy: float = 0.0
+    by_key: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class _Time:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), call))
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        self.at(self.now + seconds, call)
+
+    def run(self) -> None:
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+class _Worker:
+    """One thing that is busy with one piece of work at a time."""
+
+    def __init__(self, time: _Time) -> None:
+        self._time, self._free_at, self.busy = time, 0.0, 0.0
+
+    def work(self, seconds: float, then: Callable[[], None]) -> None:
+        self._free_at = max(self._free_at, self._time.now) + seconds
+        self.busy += seconds
+        self._time.at(self._free_at, then)
+
+
+class _Leader:
+    """The store of all hosts: the real table, and a queue before it."""
+
+    def __init__(self, time: _Time, model: Model) -> None:
+        self.time, self.model, self.worker = time, model, _Worker(time)
+        self.table = Table()
+        self.outcome = Outcome()
+        self.waits: dict[str, dict[Hashable, Done]] = {}
+
+    def receive(self, number: Hashable, operation: Operation, answer: Done) -> None:
+        parts = operation.operations or (operation,)
+        out = self.outcome
+        out.messages += 1
+        out.operations += len(parts)
+        out.received_bytes += sum(len(p.key) + len(p.value) + len(p.expected) for p in parts)
+        out.by_key.update(f"{p.name} {_kind(p.key)}" for p in parts)
+        work = self.model.message + self.model.operation * len(parts)
+        self.worker.work(work, lambda: self._perform(number, operation, answer))
+
+    def cancel(self, number: Hashable, key: str) -> None:
+        self.outcome.messages += 1
+        self.waits.get(key, {}).pop(number, None)
+        self.worker.work(self.model.message, lambda: None)
+
+    def _perform(self, number: Hashable, operation: Operation, answer: Done) -> None:
+        if operation.name == "wait_for":
+            value = self.table.keys.get(operation.key)
+            if value is None:
+                self.waits.setdefault(operation.key, {})[number] = answer
+            else:
+                self._send(value, answer)
+            return
+        result = self.table.perform(operation)
+        appeared, self.table.appeared = self.table.appeared, []
+        delay = self.model.commit if operation.writes else 0.0
+        self.time.later(delay, lambda: self._committed(result, answer, appeared))
+
+    def _committed(self, result: Result, answer: Done, appeared: list[tuple[str, bytes]]) -> None:
+        self._send(result, answer)
+        for key, value in appeared:
+            for waiting in self.waits.pop(key, {}).values():
+                self.worker.work(self.model.message, functools.partial(self._send, value, waiting))
+
+    def _send(self, result: Result, answer: Done) -> None:
+        for part in result if isinstance(result, list) else [result]:
+            self.outcome.sent_bytes += len(part) if isinstance(part, bytes) else 8
+        self.time.later(self.model.network, lambda: answer(result))
+
+
+class _Upstream:
+    def __init__(self, host: int, leader: _Leader) -> None:
+        self._host, self._leader, self._count = host, leader, 0
+        self._open: dict[Hashable, str] = {}
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        self._count += 1
+        number = self._host, self._count
+        self._open[number] = operation.key
+
+        def answered(result: Result) -> None:
+            if self._open.pop(number, None) is not None:
+                done(result)
+
+        leader = self._leader
+        leader.time.later(leader.model.network, lambda: leader.receive(number, operation, answered))
+        return number
+
+    def cancel(self, handle: Hashable) -> None:
+        key = self._open.pop(handle, None)
+        if key is not None:
+            leader = self._leader
+            leader.time.later(leader.model.network, lambda: leader.cancel(handle, key))
+
+
+class _SimulatedMember(Member):
+    """A member whose function waits for the fault of the last member, after all have started."""
+
+    def assign(self, record: view.ViewRecord, member: int) -> AssignedRank:
+        return AssignedRank(member, len(record.slots()))  # no member is lost here
+
+    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+        return await request(Op("function", str(iteration)))  # type: ignore[no-any-return]
+
+
+class _Task:
+    """A member: its operations, as torch's client sends them, through the server of its host."""
+
+    def __init__(self, job: _Job, rank: int, server: _Worker, combiner: Combiner) -> None:
+        self.job, self.rank, self._server, self._combiner = job, rank, server, combiner
+        member = _SimulatedMember(rank, job.size, 0, lambda iteration: None)
+        self.member = member
+        machine: Coroutine[Any, Any, Any] = Machine(member, Link("c/"), job.size).run()
+        self._machine = machine
+
+    def resume(self, value: Any) -> None:
+        op = self._machine.send(value)
+        self._begin(op)
+
+    def interrupt_at(self, key: str) -> None:
+        """Leaves the function when `key` exists, for which the monitor thread waits."""
+        self._request(None, key, lambda _: self._read(key, lambda _: self.resume(Interrupted())))
+
+    def _begin(self, op: Op) -> None:
+        match op.name:
+            case "function":
+                self.job.entered(self)
+            case "wait_for":
+                self._request(None, op.key, lambda _: self._read(op.key, self.resume))
+            case "read":
+                self._read(op.key, self.resume)
+            case "claim":
+                self._request(Operation("compare_set", op.key, op.value), "", self.resume)
+            case "put" | "append":  # without an answer
+                self._request(Operation(op.name, op.key, op.value), "", lambda _: None)
+                self.job.time.later(0.0, lambda: self.resume(None))
+            case _:
+                self._request(
+                    Operation(op.name, op.key, amount=op.amount),
+                    "",
+                    lambda result: self.resume(result if op.name == "add" else None),
+                )
+
+    def _read(self, key: str, then: Callable[[Any], None]) -> None:
+        operation = Operation("compare_set", key, _NEVER, expected=_NEVER)
+        self._request(operation, "", then)
+
+    def _request(self, operation: Operation | None, key: str, then: Callable[[Any], None]) -> None:
+        """A request to the server of the host: a wait for `key` if there is no operation."""
+        job, time = self.job, self.job.time
+        job.leader.outcome.requests += 1
+
+        def done(result: Result) -> None:
+            self._server.work(0.0, lambda: time.later(job.model.local, lambda: then(result)))
+
+        def submit() -> None:
+            if operation is None:
+                self._combiner.wait(key, done)
+            else:
+                self._combiner.submit(self, operation, done)
+
+        time.later(job.model.local, lambda: self._server.work(job.model.request, submit))
+
+
+class _Job:
+    def __init__(self, hosts: int, ranks: int, model: Model, *, combined: bool) -> None:
+        self.size, self.model, self.time = hosts * ranks, model, _Time()
+        self.leader = _Leader(self.time, model)
+        self.inside: list[_Task] = []
+        self.rounds: list[list[_Task]] = []
+        self.tasks: list[_Task] = []
+        for host in range(hosts):
+            server = _Worker(self.time)
+            combiner = self._combiner(host, server)
+            for local in range(ranks):
+                if not combined and local:
+                    combiner = self._combiner(host * ranks + local + self.size, server)
+                self.tasks.append(_Task(self, host * ranks + local, server, combiner))
+
+    def _combiner(self, number: int, server: _Worker) -> Combiner:
+        # The end of an iteration of the server's loop: after the requests that have arrived.
+        return Combiner(_Upstream(number, self.leader), lambda call: server.work(0.0, call))
+
+    def entered(self, task: _Task) -> None:
+        self.inside.append(task)
+
+    def start(self) -> None:
+        for task in self.tasks:
+            self.time.later(0.0, functools.partial(task.resume, None))
+        self.time.run()
+        assert len(self.inside) == self.size
+
+    def restart(self) -> Outcome:
+        """One fault: the last rank raises; the others, which wait for the end of the iteration as
+        their monitor threads do, are interrupted.
+        """
+        self.leader.outcome = Outcome()
+        self.leader.worker.busy = 0.0
+        begun, inside, self.inside = self.time.now, self.inside, []
+        failed = max(inside, key=lambda task: task.rank)
+        fault = failed.member.fault(0, Interruption.EXCEPTION, "planned")
+        for task in inside:
+            if task is not failed:
+                task.interrupt_at("c/over/0")
+        self.time.run()  # all wait: this is part of training
+        assert not self.inside
+        waiting = self.leader.outcome.messages
+        self.leader.outcome = Outcome()
+        self.leader.worker.busy = 0.0
+        begun = self.time.now
+        failed.resume(Raised(fault))
+        self.time.run()
+        assert waiting
+        assert len(self.inside) == self.size, (len(self.inside), self.size)
+        outcome = self.leader.outcome
+        outcome.seconds = self.time.now - begun
+        outcome.busy = self.leader.worker.busy
+        return outcome
+
+
+def _kind(key: str) -> str:
+    return "/".join(part for part in key.split("/") if not part.isdigit()).removeprefix("c/")
+
+
+def restart(hosts: int, ranks: int, model: Model, *, combined: bool = True) -> Outcome:
+    """One restart of a job that runs on `hosts` with `ranks` each. Without `combined`, each worker
+    is a client of the leader by itself.
+    """
+    with _shared_results():
+        job = _Job(hosts, ranks, model, combined=combined)
+        job.start()
+        return job.restart()
+
+
+@contextlib.contextmanager
+def _shared_results() -> Iterator[None]:
+    """Pure functions of equal arguments are computed once, and not once for each member: the
+    simulation of 16,384 members has one processor, and the members have one each.
+    """
+    rosters: dict[bytes, tuple[dict[int, int], int]] = {}
+    decided: dict[int, view.ViewRecord] = {}
+    dense: dict[int, bool] = {}
+    decide, same_view = view.decide, Machine._same_view
+
+    async def roster(self: MembershipProtocol, iteration: int) -> tuple[dict[int, int], int]:
+        done = await self.link.read(barrier.done_key(f"start/{iteration}"))
+        assert done is not None
+        if done not in rosters:
+            said = barrier.summary(done).values()
+            places = {each["rank"]: each["member"] for each in said}
+            rosters[done] = places, max(each["world_size"] for each in said)
+        return rosters[done]
+
+    def decide_once(iteration: int, *others: Any) -> view.ViewRecord:
+        if iteration not in decided:
+            decided[iteration] = decide(iteration, *others)
+        return decided[iteration]
+
+    def same_view_once(self: Machine, arrived: dict[int, dict[str, Any]]) -> bool:
+        if id(arrived) not in dense:
+            dense[id(arrived)] = same_view(self, arrived)
+        return dense[id(arrived)]
+
+    def patch(where: Any, name: str, new: Any) -> None:
+        stack.enter_context(mock.patch.object(where, name, new))
+
+    with contextlib.ExitStack() as stack:
+        patch(view.ViewRecord, "decode", staticmethod(functools.lru_cache(view.ViewRecord.decode)))
+        patch(view.ViewRecord, "encode", functools.lru_cache(view.ViewRecord.encode))
+        patch(view.ViewRecord, "slots", functools.lru_cache(view.ViewRecord.slots))
+        patch(barrier, "summary", functools.lru_cache(barrier.summary))
+        patch(membership, "decide", decide_once)
+        patch(MembershipProtocol, "roster", roster)
+        patch(Machine, "_same_view", same_view_once)
+        yield
