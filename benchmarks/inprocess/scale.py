@@ -45,7 +45,7 @@ def _measure(size: int, rounds: int) -> dict[str, Any]:
             stores = [CountedStore(one) for one in made]
         return {
             "barrier": _barriers(stores, rounds),
-            "view change": _view_changes(stores, rounds),
+            "view change": view_changes(stores, rounds),
         }
 
 
@@ -75,7 +75,7 @@ def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, **_per_member(counts, rounds)}
 
 
-def _view_changes(stores: list[CountedStore], restarts: int) -> dict[str, Any]:
+def view_changes(stores: list[CountedStore], restarts: int) -> dict[str, Any]:
     """Seconds from a fault on one member until the last member is back in the function."""
     members: list[Member] = []
 

@@ -17,6 +17,7 @@ MODULES = {
     "hang": ("inprocess.hang", "Hangs"),
     "overhead": ("inprocess.overhead", "Cost without faults"),
     "scale": ("inprocess.scale", "Scale"),
+    "hosts": ("hosts.scale", "Many hosts"),
     "soak": ("inprocess.soak", "A thousand restarts in a row"),
     "checkpoint": ("checkpoint.run", "Checkpoints"),
     "ablation": ("checkpoint.ablation", "Recycled files"),

@@ -36,6 +36,22 @@ def test_replacement_measures_standbys_and_new_processes(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "hosts", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    data = json.loads(out.read_text())["hosts"]["data"]
+    found = {(one["hosts"], one["combined"]): one for one in data["simulated"]}
+    alone, few, many = found[16, False], found[4, True], found[16, True]
+    assert many["messages"] < alone["messages"] / 4
+    assert many["messages"] / 16 < 1.3 * few["messages"] / 4
+    # Nothing that all ranks read grows with their number: 16 bytes for each are far less.
+    assert many["sent_bytes"] / 16 < few["sent_bytes"] / 4 + 16 * 12 * 8
+    one, several = data["real"]
+    assert several["operations"] < 8 * one["operations"]
+
+
+@pytest.mark.slow
 def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]

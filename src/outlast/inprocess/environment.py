@@ -107,6 +107,11 @@ def _agent_store() -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
+def is_host_server(endpoint: tuple[str, int] | None) -> bool:
+    """Whether a launcher on one of several hosts serves the store there, for this host."""
+    return endpoint is not None and endpoint == _agent_store()
+
+
 @contextmanager
 def exported() -> Iterator[None]:
     """Restores the variables that `publish_rank` writes."""

@@ -142,6 +142,19 @@ def test_the_connection_of_a_rank_is_broken_off_during_a_wait(server: ServerProc
             waiting.result(NET_S)
 
 
+def test_a_rank_reads_with_one_request(near: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTLAST_STORE", f"127.0.0.1:{near.port}")
+    connection = connect(TCPStore, {}, ("127.0.0.1", near.port), NET_S)
+    connection.put("k", b"1")
+    assert connection.add("n", 1) == 1
+    sent = near.call(lambda: len(upstream_of(near).sent))
+    assert connection.read("k") == b"1"
+    assert connection.read("absent") is None
+    assert near.call(lambda: len(upstream_of(near).sent)) == sent + 2
+    assert connection.wait_for("k", NET_S) == b"1"
+    connection.close()
+
+
 def test_gloo_over_env(server: ServerProcess, tmp_path: Path, zygote: Zygote) -> None:
     env = {"MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     script = HERE / "scripts" / "gloo_env.py"

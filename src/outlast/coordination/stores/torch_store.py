@@ -8,7 +8,8 @@ A read is two operations, `check`, and `compare_set` with an expected value that
 which returns the value. `get` would wait for a key that was deleted in between, and hold up the
 connection meanwhile. `compare_set` alone would be enough; but torch's server wakes all waiters of a
 key at every `compare_set` on it, even if that leaves the key absent (seen on torch 2.13). For the
-same reason a wait checks for the key when it returns.
+same reason a wait checks for the key when it returns. The store server of a host does not wake
+them, so there a read is `compare_set` alone (`one_request_reads`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class TorchStore:
     each waiting thread needs its own connection. `where` is its name in errors, e.g. `node1:29500`.
     """
 
+    one_request_reads = False
+
     def __init__(self, store: Any, where: str) -> None:
         self.torch_store = store
         self.where = where
@@ -51,7 +54,9 @@ class TorchStore:
         return self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
 
     def read(self, key: str) -> bytes | None:
-        if not self._try(lambda: bool(self.torch_store.check([key]))):
+        if not self.one_request_reads and not self._try(
+            lambda: bool(self.torch_store.check([key]))
+        ):
             return None
         value = self._try(lambda: bytes(self.torch_store.compare_set(key, _NEVER, _NEVER)))
         return None if value == _NEVER.encode() else value

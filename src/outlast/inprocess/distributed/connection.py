@@ -15,6 +15,7 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import StoreError, TimeoutError
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
+from outlast.inprocess.environment import is_host_server
 from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
 from outlast.system.error_text import first_line
 from outlast.system.sockets import shut_down, socket_inodes
@@ -145,7 +146,9 @@ def _connect_once(
         limit.join()
     if limited:
         store.set_timeout(DEFAULT_TIMEOUT)
-    return Connection(store, where, _new_connections(before, endpoint))
+    connection = Connection(store, where, _new_connections(before, endpoint))
+    connection.one_request_reads = is_host_server(endpoint)
+    return connection
 
 
 def _shut_down_overdue(

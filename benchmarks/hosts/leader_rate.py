@@ -1,0 +1,111 @@
+"""The rate of the leader: real replicas, real encoding, no sockets; only its own work is timed."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.messages import decode, encode
+from outlast.coordination.replicated.operations import Operation
+from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.timing import Timing
+
+__all__ = ["measure"]
+
+_LEADER = "h0"
+
+
+class _Group:
+    """Replicas whose messages all arrive at once; `work` sums the CPU seconds of the leader."""
+
+    def __init__(self, hosts: int) -> None:
+        self.now, self.work, self.received = 0.0, 0.0, 0
+        self.names = [f"h{n}" for n in range(hosts)]
+        founding = Configuration(frozenset({_LEADER}))
+        self.replicas = {
+            name: Replica(
+                name,
+                Timing(),
+                random.Random(0),
+                founding=founding if name == _LEADER else None,
+            )
+            for name in self.names
+        }
+        self.results: dict[str, int] = dict.fromkeys(self.names, 0)
+        for name in self.names:
+            self.replicas[_LEADER].add_host(HostInfo(name), self.now)
+        for _ in range(40):
+            self.pass_time(0.25)
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass, as far as messages are answered."""
+        self.now += seconds
+        for replica in self.replicas.values():
+            replica.tick(self.now)
+        self.settle()
+
+    def settle(self) -> None:
+        """Passes messages until there are none."""
+        while self._exchange():
+            pass
+
+    def _exchange(self) -> bool:
+        lines: list[tuple[str, str, bytes]] = []
+        for name, replica in self.replicas.items():
+            begun = time.thread_time()
+            said = [(name, to, encode(message)) for to, message in replica.outbox()]
+            if name == _LEADER:
+                self.work += time.thread_time() - begun
+            lines += said
+            self.results[name] += len(replica.results())
+        for sender, to, line in lines:
+            replica = self.replicas[to]
+            begun = time.thread_time()
+            replica.receive(sender, decode(line), self.now)
+            if to == _LEADER:
+                self.work += time.thread_time() - begun
+                self.received += 1
+        return bool(lines)
+
+
+def measure(hosts: int = 64, rounds: int = 20) -> dict[str, float]:
+    """Seconds of the leader's work for a message with one operation, and for its answer, by kind;
+    and for receiving and sending a message through the kernel.
+    """
+    group = _Group(hosts)
+    kinds: dict[str, Callable[[str, int], Operation]] = {
+        "a read": lambda host, n: Operation("read", "k"),
+        "a write": lambda host, n: Operation("append", f"log/{n}", host.encode() * 40),
+        "a batch of 8 reads": lambda host, n: Operation(
+            "batch", operations=tuple(Operation("read", f"k{i}") for i in range(8))
+        ),
+    }
+    measured = {}
+    for kind, make in kinds.items():
+        group.work = 0.0
+        for number in range(rounds):
+            for name in group.names[1:]:
+                group.replicas[name].submit(make(name, number), group.now)
+            group.settle()
+        measured[kind] = group.work / (rounds * (hosts - 1))
+    measured["the kernel"] = _kernel()
+    return measured
+
+
+def _kernel(messages: int = 2000) -> float:
+    one, other = socket.socketpair()
+    with one, other:
+        line = b"x" * 200
+        seconds = 0.0
+        for _ in range(messages):
+            other.send(line)
+            begun = time.thread_time()
+            one.recv(65536)
+            one.send(line)
+            seconds += time.thread_time() - begun
+            other.recv(65536)
+    return seconds / messages

@@ -1,0 +1,151 @@
+"""A restart on many hosts: simulated up to 2,048 hosts, measured with real clients and servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.hosts.leader_rate import measure
+from benchmarks.hosts.simulation import Model, restart
+from benchmarks.inprocess.scale import view_changes
+from benchmarks.lib.members import CountedStore
+from benchmarks.lib.sheets import Sheet, median, ms
+
+__all__ = ["run", "sheets"]
+
+RANKS = 8
+"""On each host."""
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measures the leader, simulates restarts, and runs real clients over several servers."""
+    rate = measure(16 if quick else 64, 5 if quick else 40)
+    kernel = rate.pop("the kernel")
+    # Writes cost more than reads, and are a third of the messages.
+    message = (2 * rate["a read"] + rate["a write"]) / 3 + kernel
+    operation = (rate["a batch of 8 reads"] - rate["a read"]) / 7
+    model = Model(message=message, operation=operation)
+    simulated = []
+    for hosts in (4, 16) if quick else (16, 64, 256, 2048):
+        for combined in (True, False) if hosts <= 256 else (True,):
+            print(f"hosts: {hosts} simulated, combined: {combined}", flush=True)
+            begun = time.monotonic()
+            outcome = restart(hosts, RANKS, model, combined=combined)
+            found = vars(outcome) | {"hosts": hosts, "combined": combined}
+            simulated.append(found | {"took": time.monotonic() - begun})
+    real = [_real(hosts, 8 if quick else 16, 2 if quick else 5) for hosts in (1, 4)]
+    return {
+        "rate": rate | {"the kernel": kernel},
+        "model": dataclasses.asdict(model),
+        "simulated": simulated,
+        "real": real,
+    }
+
+
+def _real(hosts: int, ranks: int, restarts: int) -> dict[str, Any]:
+    print(f"hosts: {hosts} servers with {ranks} clients each", flush=True)
+    command = [sys.executable, "-m", "benchmarks.hosts.servers", str(hosts)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as servers:
+        assert servers.stdin is not None
+        assert servers.stdout is not None
+        ports = json.loads(servers.stdout.readline())
+        with ThreadPoolExecutor(16) as pool:
+            stores = [CountedStore(store) for store in pool.map(_connect, ports * ranks)]
+        found = view_changes(stores, restarts)
+        servers.stdin.write("\n")
+        servers.stdin.flush()
+        messages, operations = json.loads(servers.stdout.readline())
+        del stores
+        servers.stdin.close()
+    return {
+        "hosts": hosts,
+        "ranks": ranks,
+        "seconds": found["seconds"],
+        "requests": found["operations"],
+        "messages": messages / (restarts + 1),
+        "operations": operations / (restarts + 1),
+    }
+
+
+def _connect(port: int) -> Any:
+    limit = datetime.timedelta(seconds=300)
+    torch_distributed: Any = dist  # its stubs do not name the stores
+    return torch_distributed.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=limit)
+
+
+def sheets(data: dict[str, Any]) -> list[Sheet]:
+    """The tables of the results."""
+    model, rate = data["model"], data["rate"]
+    rows = []
+    for one in data["simulated"]:
+        hosts = one["hosts"]
+        rows.append(
+            (
+                "combined" if one["combined"] else "each rank by itself",
+                f"{hosts:,}",
+                f"{hosts * RANKS:,}",
+                f"{one['messages']:,}",
+                f"{one['messages'] / hosts:.1f}",
+                f"{one['operations']:,}",
+                f"{(one['received_bytes'] + one['sent_bytes']) / hosts / 1024:.1f}",
+                ms(one["seconds"]),
+            )
+        )
+    real = [
+        (
+            f"{one['hosts']} x {one['ranks']}",
+            ms(median(one["seconds"])),
+            f"{one['requests']:.1f}",
+            f"{one['messages']:.0f}",
+            f"{one['operations']:.0f}",
+        )
+        for one in data["real"]
+    ]
+    micro = {name: f"{1e6 * seconds:.0f}" for name, seconds in rate.items()}
+    return [
+        Sheet(
+            "A restart on many hosts, simulated",
+            (
+                "operations",
+                "hosts",
+                "ranks",
+                "messages to the leader",
+                "per host",
+                "operations",
+                "KiB/host",
+                "modelled ms",
+            ),
+            rows,
+            "One fault, from the report to the last rank's entry into the function: the real "
+            "recovery protocol and the real combining, with modelled time. One way between hosts "
+            f"takes {1e6 * model['network']:.0f} us, between a worker and its host's server "
+            f"{1e6 * model['local']:.0f} us, a commit {1e6 * model['commit']:.0f} us; the leader "
+            f"works {1e6 * model['message']:.0f} us for a message and its answer, and "
+            f"{1e6 * model['operation']:.1f} us for each operation (both measured, below). The "
+            "work of the ranks takes no time.",
+        ),
+        Sheet(
+            "The leader's work, measured",
+            ("for", "us"),
+            list(micro.items()),
+            "For a message with one operation (or as said) and its answer: real replicas, seven "
+            "of them voters, and real encoding. The kernel's part is a receive and a send.",
+        ),
+        Sheet(
+            "Real clients over the store servers of several hosts",
+            ("hosts x clients", "ms", "requests/client", "messages upstream", "operations"),
+            real,
+            "Restarts of the same protocol, by threads with torch's client, on one machine: the "
+            "servers share one process, the clients another. Per restart.",
+        ),
+    ]
