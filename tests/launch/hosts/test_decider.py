@@ -85,7 +85,7 @@ def test_a_late_host_gets_a_place_of_its_own() -> None:
     assert first(plan, group("abc")) == Take(2, "c")
     assert plan.apply(Take(2, "c")).taken_over == (0, 0, 1)
     plain = first(plan, group("abc"), Facts())
-    assert plain == Restart(0, "host c (10.0.0.3) has joined", counts=False)
+    assert plain == Restart(0, "host c (10.0.0.3) has joined: all workers restart", counts=False)
 
 
 def test_places_are_given_up_when_no_host_comes() -> None:

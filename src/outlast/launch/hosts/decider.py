@@ -166,7 +166,7 @@ class Decider:
                 return Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
             return End(f"{cause}, and no restart is left (--max-restarts {limit})")
         if spares and len(plan.places) < self.limits.maximum and not facts.done:
-            text = f"host {spares[0].name} ({spares[0].address}) has joined"
+            text = f"host {spares[0].name} ({spares[0].address}) has joined: all workers restart"
             return Restart(plan.attempt, text, counts=False)
         return None
 
