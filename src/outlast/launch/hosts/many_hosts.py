@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import selectors
 import shutil
 import signal
@@ -56,6 +57,9 @@ read by one host costs less than waking a host at every report.
 """
 
 
+_SHM = "/dev/shm"
+
+
 class LeaseLost(StoreError):
     """This host may no longer act: others may have replaced it."""
 
@@ -73,7 +77,9 @@ class ManyHosts:
         job = resources.job
         assert job.hosts is not None
         self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
-        folder = Path(tempfile.mkdtemp(prefix="outlast-"))
+        # In memory: a write to a mapped file may wait for a busy disk, and the lease is over by then.
+        memory = _SHM if os.access(_SHM, os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
         page = LeasePage.create(folder)
         self.lease_page: Path | None = page.path
         self._group = open_group(
