@@ -77,7 +77,7 @@ class ManyHosts:
         job = resources.job
         assert job.hosts is not None
         self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
-        # In memory: a write to a mapped file may wait for a busy disk, and the lease is over by then.
+        # In memory: a write to a mapped file may wait for a busy disk, and the lease would end.
         memory = _SHM if os.access(_SHM, os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
         page = LeasePage.create(folder)
