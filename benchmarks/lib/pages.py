@@ -20,6 +20,7 @@ MODULES = {
     "hosts": ("hosts.scale", "Many hosts"),
     "soak": ("inprocess.soak", "A thousand restarts in a row"),
     "checkpoint": ("checkpoint.run", "Checkpoints"),
+    "copies": ("copies.run", "Copies in another host's memory"),
     "ablation": ("checkpoint.ablation", "Recycled files"),
     "elastic": ("elastic.run", "Elastic state"),
 }

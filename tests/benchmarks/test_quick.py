@@ -71,6 +71,19 @@ def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_copies_measure_each_way_back_from_the_loss_of_a_host(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "copies", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())["copies"]["data"]
+    assert set(data["rate"]["rates"]) == {"without saves", "saves", "saves with copies"}
+    assert set(data["loss"]) == {"copies", "storage", "torchrun"}
+    assert all(len(found["seconds"]) == 1 for found in data["loss"].values())
+    assert "torchrun, from storage" in done.stdout
+
+
+@pytest.mark.slow
 def test_elastic_finds_bit_identical_weights_at_any_size(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "elastic", "--quick", "--out", str(out)]
