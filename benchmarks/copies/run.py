@@ -43,9 +43,9 @@ def _rate(rate: dict[str, Any]) -> Sheet:
         f"A training on two hosts that saves {rate['size_bytes'] / 2**20:,.0f} MiB per rank",
         ("way", "steps/s", "lost to no saves", "lost to saves without copies"),
         rows,
-        f"Each segment begins with a save. Its copy was complete after {copies:.2f} s (median of the "
-        f"{len(rate['copies'])} that were complete within {len(rates['saves'])} segments). Both "
-        "hosts are on one machine and share its processors.",
+        f"Each segment begins with a save. Its copy was complete after {copies:.2f} s (median of "
+        f"the {len(rate['copies'])} that were complete within {len(rates['saves'])} segments). "
+        "Both hosts are on one machine and share its processors.",
     )
 
 

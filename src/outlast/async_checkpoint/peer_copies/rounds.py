@@ -78,6 +78,7 @@ class CopyRounds:
         self._emitter = emitter
         self._busy = ""  # what this rank is doing, for those that come meanwhile
         self._closed = False
+        self._skipped_before = False
         self._current = -1  # the index of the round in progress
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outlast-copies", daemon=True)
@@ -102,9 +103,10 @@ class CopyRounds:
 
     def close(self) -> None:
         """Ends the thread; a copy in progress is dropped, on all ranks."""
-        self._closed = True
-        self._claim_end()
-        self._queue.put(None)
+        if not self._closed:
+            self._closed = True
+            self._claim_end()
+            self._queue.put(None)
 
     def join(self) -> None:
         """Waits for the thread, after `close` and the end of the keeper."""
@@ -134,6 +136,7 @@ class CopyRounds:
                 try:
                     self._take_part(this)
                 finally:
+                    self._current = -1
                     if this.snapshot is not None:
                         self._pool.unreserve(this.snapshot.buffer, this.snapshot)
                         self._busy = ""
@@ -157,6 +160,7 @@ class CopyRounds:
                     self._keeper.kept = self._pool.precious
                 self._keeper.keep_only(self._keeper.kept)
         self._ledger.forget(2 * this.index)
+        before, self._skipped_before = self._skipped_before, skipped is not None
         if skipped is None:
             assert this.snapshot is not None
             self._emitter.emit(
@@ -169,8 +173,10 @@ class CopyRounds:
             )
         elif skipped.cause != _CLOSED:
             cause = f"rank {skipped.rank} on {self._arranged.hosts[skipped.rank]}: {skipped.cause}"
+            # The first of several in a row, on the rank that is the cause: each is an event.
+            loud = self._ledger.rank == skipped.rank and not before
             log.log(
-                logging.WARNING if self._ledger.rank == skipped.rank else logging.DEBUG,
+                logging.WARNING if loud else logging.DEBUG,
                 "step %d was not copied to another host's memory: %s",
                 this.step,
                 cause,

@@ -179,7 +179,10 @@ class Restorer:
                 if self._ranks.rank == 0:
                     # A warning, so that users see it by default: the job goes back to this step.
                     log.warning(
-                        "restored step %d from %s in %s", step, source, duration_text(seconds)
+                        "restored step %d from %s in %s",
+                        step,
+                        "memory and copies on other hosts" if source == "copies" else source,
+                        duration_text(seconds),
                     )
                 return step
             text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
