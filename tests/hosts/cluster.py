@@ -72,7 +72,6 @@ class Cluster:
         self.events = folder / "events"
         self._folder = folder
         self._go = folder / "go"
-        self._offsets: dict[str, float] = {}
         self.trace.mkdir()
 
     # ------------------------------------------------------------------------ starting
@@ -96,7 +95,10 @@ class Cluster:
             process = self.network[host].start(
                 [sys.executable, *command], environment, self._folder, stdout=out, stderr=out
             )
-        self._offsets[host] = self.network[host].clock_offset_s
+        return self.adopt(host, process, log)
+
+    def adopt(self, host: str, process: HostProcess, log: Path) -> Started:
+        """Counts a process that was started on a host in another way as one of the job."""
         self.started.append(Started(host, process, log))
         return self.started[-1]
 
@@ -224,7 +226,7 @@ class Cluster:
             for line in file.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):
                     step = Step(**json.loads(line))
-                    at = step.time - self._offsets[step.host]
+                    at = step.time - self.network[step.host].clock_offset_s
                     found.append(dataclasses.replace(step, time=at))
         return sorted(found, key=lambda step: step.time)
 

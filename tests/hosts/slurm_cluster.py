@@ -57,9 +57,11 @@ class SlurmCluster:
     """
 
     def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
         self.controller, *self.nodes = network
         self._folder = folder
         self._stack = contextlib.ExitStack()
+        folder.mkdir()
         for part in ("state", *(f"spool/{node.name}" for node in self.nodes)):
             (folder / part).mkdir(parents=True)
         names = ",".join(node.name for node in self.nodes)

@@ -87,6 +87,11 @@ def gloo_interface(address: str) -> dict[str, str]:
     return {}
 
 
+def launcher_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a launcher that this process starts."""
+    return {**os.environ, **added}
+
+
 def orphan_killer_environment() -> dict[str, str]:
     """The launcher's environment, without the mark of a job that the launcher itself may be in."""
     return {name: value for name, value in os.environ.items() if name != _MARK}

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outlast.errors import LaunchError
+from outlast.launch.environment import launcher_environment
 from outlast.launch.workers import exec_shim
 
 _ENDPOINTS = 3
@@ -65,7 +66,7 @@ class HostProcess:
         # Through the shim, the kernel ends the launcher if this actor is killed.
         shim = [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid())]
         command = [*shim, sys.executable, "-m", "outlast.launch", "run", *options]
-        self._process = subprocess.Popen(command, env={**os.environ, **environment})
+        self._process = subprocess.Popen(command, env=launcher_environment(environment))
         if self._stopped:
             self._process.terminate()
         return self._process.wait()

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Sequence
 
 from outlast.system.channel import Channel
+from outlast.system.fork import outlive_signals_of_job, signals_of_job_blocked
 from outlast.system.processes import (
     UNKNOWN_EXIT,
     end_with_parent,
@@ -104,9 +105,10 @@ def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundPr
     descriptor = theirs.fileno()
     command = [sys.executable, "-m", module, str(descriptor), str(os.getpid()), *arguments]
     try:
-        popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
-        )
+        with signals_of_job_blocked():
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
+            )
     except BaseException:
         ours.close()
         raise
@@ -122,8 +124,9 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
     """Prepares this background process, and returns the channel to the process that started it; the
     first call of its program.
 
-    Lowers its priorities for CPU and disk, ignores Ctrl-C, and removes its two arguments from
-    `sys.argv`. Call it before any thread is started: a priority belongs to a thread.
+    Lowers its priorities for CPU and disk, ignores Ctrl-C, outlives the signals of a scheduler
+    (`outlive_signals_of_job`), and removes its two arguments from `sys.argv`. Call it before any
+    thread is started: a priority belongs to a thread.
 
     Args:
         nice: its niceness, 0 to 19; a higher one that it already has stays.
@@ -136,9 +139,9 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     del sys.argv[1:3]
     os.set_inheritable(descriptor, False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    outlive_signals_of_job(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     lower_priority(nice, idle_io=idle_io, own_session=True)
     if ends_with_parent:
         end_with_parent(parent)

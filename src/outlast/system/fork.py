@@ -10,10 +10,12 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 log = logging.getLogger("outlast")
+
+_SIGNALS_OF_JOB = (signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
@@ -22,23 +24,25 @@ def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
 
     The child has a copy-on-write copy of the parent's memory, and none of its threads. Its signal
     handlers and signal mask are those of a new process, except that it ignores Ctrl-C, which is
-    meant for the parent. It keeps the parent's descriptors: `body` closes or replaces those that it
-    must not hold open. It exits by `os._exit`: the parent's stack is not unwound, and the parent's
-    exit handlers do not run. In a `new_session`, signals for the parent's process group do not
-    reach it.
+    meant for the parent, and outlives the signals of a scheduler (`outlive_signals_of_job`). It
+    keeps the parent's descriptors: `body` closes or replaces those that it must not hold open. It
+    exits by `os._exit`: the parent's stack is not unwound, and the parent's exit handlers do not
+    run. In a `new_session`, signals for the parent's process group do not reach it.
     """
+    parent = os.getpid()
     flush_streams()  # otherwise the child would write the buffered text again
     with warnings.catch_warnings():
         # Python 3.12 warns of forks with threads. The child takes only the locks that Python
         # reinitializes after a fork, and those that `body` takes.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        _run_child(body, new_session)
+        with signals_of_job_blocked():
+            pid = os.fork()
+            if pid == 0:
+                _run_child(body, new_session, parent)
     return pid
 
 
-def _run_child(body: Callable[[], None], new_session: bool) -> NoReturn:
+def _run_child(body: Callable[[], None], new_session: bool, parent: int) -> NoReturn:
     code = 1
     try:
         gc.freeze()  # a collection would write to, and so copy, the pages shared with the parent
@@ -49,6 +53,7 @@ def _run_child(body: Callable[[], None], new_session: bool) -> NoReturn:
             if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        outlive_signals_of_job(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         body()
         code = 0
@@ -58,6 +63,34 @@ def _run_child(body: Callable[[], None], new_session: bool) -> NoReturn:
             flush_streams()
     finally:
         os._exit(code)
+
+
+def outlive_signals_of_job(parent: int) -> None:
+    """Ignores SIGTERM and SIGHUP as long as `parent` lives; afterwards they end this process.
+
+    For helpers, in their main thread. A scheduler that stops a job (Slurm's `scancel`, for one)
+    signals all of its processes, and the ranks still need their helpers for the last save.
+    """
+
+    def on_signal(number: int, frame: object) -> None:
+        if os.getppid() != parent:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in _SIGNALS_OF_JOB:
+        signal.signal(number, on_signal)
+
+
+@contextlib.contextmanager
+def signals_of_job_blocked() -> Iterator[None]:
+    """Blocks them in this thread, and so in a process that it starts, which has no handler yet: it
+    unblocks them after `outlive_signals_of_job`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_JOB)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def flush_streams() -> None:

@@ -118,17 +118,14 @@ def facts(path: Path) -> None:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "nice": os.nice(0),
-        "handlers": [
-            n.name
-            for n in (signal.SIGUSR1, signal.SIGTERM)
-            if signal.getsignal(n) != signal.SIG_DFL
-        ],
+        "inherited": signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL,
         "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         "threads": None,
     }
     torch = sys.modules.get("torch")
     if torch is not None:
         found["threads"] = torch.get_num_threads()
+    os.kill(os.getpid(), signal.SIGTERM)  # a scheduler sends it to all processes of a job
     path.write_text(json.dumps(found))
 
 

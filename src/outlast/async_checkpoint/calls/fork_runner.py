@@ -105,7 +105,6 @@ def _fork(body: Callable[[], Outcome], nice: int) -> _Child:
 
 
 def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     replace_tcp_sockets()
     torch = sys.modules.get("torch")
     if torch is not None:
