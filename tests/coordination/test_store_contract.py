@@ -24,6 +24,7 @@ from procs import free_port
 
 Connect = Callable[[], Store]
 NET_S = 60.0
+THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,10 @@ def connect(
     if request.param == "memory":
         store = MemoryStore()
         yield lambda: store
+        return
+    if request.param == "etcd of three":
+        with Cluster(3) as cluster, etcd_stores(cluster) as make_etcd:
+            yield make_etcd
         return
     if request.param == "etcd":
         require_etcd()

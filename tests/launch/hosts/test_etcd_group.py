@@ -125,10 +125,15 @@ def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFact
 
 def test_hosts_that_differ_are_refused(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
-    run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]]).joined()
+    first = run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]])
+    first.joined()
     said = run.host(3, settings=[["script", "a.py"], ["--nproc-per-node", "4"]]).failed()
     assert said.startswith("--nproc-per-node differs between hosts: '4' on ")
     assert "and '2' on " in said
+    while not (refused := first.ask("state")["refused"]):
+        pass
+    assert refused[0].startswith("refused ")
+    assert said in refused[0]
 
 
 @pytest.mark.slow

@@ -79,7 +79,15 @@ class Admission:
             same = layout.modified(self._current, found[0].modified if found else 0)
             if hosts is None or not hosts.present:
                 self._found([same], root, self._top + new_name().encode() + b"/")
-            elif self._may_join(root, hosts, time.monotonic() - began < self._patience_s):
+                continue
+            try:
+                joins = self._may_join(root, hosts, time.monotonic() - began < self._patience_s)
+            except LaunchError as e:
+                line = f"refused {self._me.name} ({self._me.address}): {e}".encode()
+                key = membership.refusal_key(root, self._me.id)
+                self._perform([same], [layout.put(key, line, self._lease)])
+                raise
+            if joins:
                 self._join([same], root)
             else:
                 time.sleep(_PAUSE_S)

@@ -7,6 +7,9 @@ in what order hosts came and went:
     hosts/lost     one line for each host whose key is gone, written once: by the host itself when
                    it leaves, otherwise by any other host, on the condition that the key is absent
 
+A host that another refuses leaves a line about it beside the keys of the hosts, for the others to
+print; it vanishes with the lease of the refused host.
+
 A key never comes back, because a restarted agent is a new host. So all hosts read the same logs,
 and a host that is in `hosts/lost` cannot write any more (`coordination/stores/etcd/operations.py`).
 """
@@ -29,6 +32,7 @@ from outlast.launch.hosts.etcd.lease import Lease
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
 
 JOINED, LOST = "hosts/joined", "hosts/lost"
+_REFUSED = b"hr/"  # begins with the prefix that is watched
 _RETRY_S = 0.2
 LIMIT_S = 10.0
 
@@ -40,6 +44,7 @@ class Hosts:
     present: frozenset[str]
     joined: tuple[HostInfo, ...]
     lost: tuple[LostHost, ...]
+    refused: tuple[str, ...]
     revision: int
 
     @property
@@ -52,6 +57,11 @@ class Hosts:
 def host_key(root: bytes, host: str) -> bytes:
     """The key that exists while a host is in the group."""
     return layout.host_keys(root) + host.encode()
+
+
+def refusal_key(root: bytes, host: str) -> bytes:
+    """The key of the line about a host that was refused."""
+    return root + _REFUSED + host.encode()
 
 
 def log_entry(root: bytes, log: str, host: str) -> bytes:
@@ -76,12 +86,13 @@ def steps(root: bytes) -> list[Json]:
     return [
         layout.get(prefix, layout.end_of(prefix), keys_only=True),
         *(layout.get(log, layout.end_of(log)) for log in logs),
+        layout.get(root + _REFUSED, layout.end_of(root + _REFUSED)),
     ]
 
 
 def hosts_in(root: bytes, responses: list[Json], revision: int) -> Hosts:
     """The hosts in the answers to `steps`."""
-    present, joined, lost = (layout.entries(response) for response in responses)
+    present, joined, lost, refused = (layout.entries(response) for response in responses)
     cut = len(layout.host_keys(root))
     hosts = {info.id: info for info in map(_info, _ordered(joined))}
     gone = []
@@ -92,6 +103,7 @@ def hosts_in(root: bytes, responses: list[Json], revision: int) -> Hosts:
         frozenset(entry.key[cut:].decode() for entry in present),
         tuple(hosts.values()),
         tuple(gone),
+        tuple(entry.value.decode() for entry in _ordered(refused)),
         revision,
     )
 
@@ -122,8 +134,10 @@ class Membership:
     ) -> None:
         self._client, self._root, self._me = client, root, me
         self._lease, self._on_change = lease, on_change
-        self._waits = Waits(client, layout.host_keys(root), deletes=True)
-        self._hosts = Hosts(frozenset(), (), (), 0)
+        self._watched = layout.host_keys(root)[:-1]
+        self._waits = Waits(client, self._watched, deletes=True)
+        self._hosts = Hosts(frozenset(), (), (), (), 0)
+        self._refused: dict[str, None] = {}  # all that were ever seen, in order
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast etcd hosts", daemon=True)
 
@@ -145,6 +159,7 @@ class Membership:
             term=1 + len(hosts.lost),
             lease_ok=not error,
             error=error,
+            refused=tuple(self._refused),
         )
 
     def close(self) -> None:
@@ -155,10 +170,10 @@ class Membership:
             self._thread.join()
 
     def _run(self) -> None:
-        prefix = layout.host_keys(self._root)
+        start, end = self._watched, layout.end_of(self._watched)
         while not self._end.is_set() and self._lease.ok:
             try:
-                self._waits.wait(prefix, layout.end_of(prefix), self._hosts.revision, None)
+                self._waits.wait(start, end, self._hosts.revision, None)
                 if not self._end.is_set():
                     self._refresh()
             except (StoreError, Refused):
@@ -174,6 +189,7 @@ class Membership:
         if missing:
             hosts = self._read()
         self._hosts = hosts
+        self._refused |= dict.fromkeys(hosts.refused)
         self._lease.term = 1 + len(hosts.lost)
         self._on_change()
 
