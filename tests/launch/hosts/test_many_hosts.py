@@ -139,11 +139,13 @@ def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(tmp_p
         survivor = one.ready(0)
         frozen = two.ready(1)
         one.set_job("running")
-        spare = hosts.start(4)
+        spare = hosts.start(4, "--standby=1")
         spare.until_said("is a spare")
+        spare.until_said("is ready")
         two.process.send_signal(signal.SIGSTOP)
         replacement = spare.ready(1)
         assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
+        assert f"standby pid {replacement.pid} is ready" in spare.err
         assert ends(frozen.pid)  # although its agent is stopped
         two.process.send_signal(signal.SIGCONT)
         two.until_said("takes no part in the job any longer")

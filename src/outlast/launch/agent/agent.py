@@ -121,7 +121,15 @@ class Agent:
         self._ranks = placement.ranks(self._resources.job.nproc)
         self._given_up = frozenset()
         self._resources.workers.start_all(placement)
+        self._resources.workers.standbys.size = self._resources.job.standby
         self._standby_start.begin()
+
+    def park(self) -> None:
+        job, standbys = self._resources.job, self._resources.workers.standbys
+        if job.standby:
+            standbys.size = job.nproc
+            standbys.open()
+            standbys.fill()
 
     def restart(self, cause: str) -> None:
         self._say(*[cause] if cause else [])

@@ -47,6 +47,9 @@ class Actions(Protocol):
     def start(self, placement: Placement) -> None:
         """Start the workers of this host; none is running."""
 
+    def park(self) -> None:
+        """Wait without workers, ready to start them soon: this host is a spare."""
+
     def restart(self, cause: str) -> None:
         """End all workers, and call `Coordinator.ready` when no process is left."""
 

@@ -112,7 +112,7 @@ class ManyHosts:
         self._watcher: PlanWatcher | None = None
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
-        self._leaves_alone = False
+        self._leaves = self._leaves_alone = False
         self._no_worker_left = False
         self._outcome: Outcome | None = None
         self._over = False
@@ -293,6 +293,7 @@ class ManyHosts:
             self._log.open_attempt(plan.attempt)
         if place is None:
             self._say(f"{len(plan.places)} hosts run the job; this one is a spare, and waits")
+            self._actions.park()
             return
         self._start_workers(place)
 
@@ -327,9 +328,11 @@ class ManyHosts:
         """The job is over on all hosts: report it when this host is ready, and leave last if this
         is the leader, because the others read the store until they have said goodbye.
         """
-        plan = self._plan
-        parked = plan.place_of(self.host_id) is None and plan.stop is None and plan.end is None
-        if not (self._no_worker_left or parked):
+        if not self._no_worker_left:
+            # A spare has no worker, but processes that wait to become workers.
+            if self._plan.place_of(self.host_id) is None and not self._leaves:
+                self._leaves = True
+                self._actions.end("")
             return
         if self._outcome is None:
             # Read before the goodbye: after it, the others may leave.
