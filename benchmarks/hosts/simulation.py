@@ -189,8 +189,9 @@ class _Task:
         self.job, self.rank, self._server, self._combiner = job, rank, server, combiner
         member = _SimulatedMember(rank, job.size, 0, lambda iteration: None)
         self.member = member
-        machine: Coroutine[Any, Any, Any] = Machine(member, Link("c/"), job.size).run()
-        self._machine = machine
+        machine = Machine(member, Link("c/"), job.size)
+        machine.record = job.first  # shared: it keeps the set of its members
+        self._machine: Coroutine[Any, Any, Any] = machine.run()
 
     def resume(self, value: Any) -> None:
         op = self._machine.send(value)
@@ -245,8 +246,8 @@ class _Job:
     def __init__(self, hosts: int, ranks: int, model: Model, *, combined: bool) -> None:
         self.size, self.model, self.time = hosts * ranks, model, _Time()
         self.leader = _Leader(self.time, model)
+        self.first = view.ViewRecord(0, tuple(range(self.size)))
         self.inside: list[_Task] = []
-        self.rounds: list[list[_Task]] = []
         self.tasks: list[_Task] = []
         for host in range(hosts):
             server = _Worker(self.time)

@@ -31,6 +31,7 @@ class Launch:
     replacement: int  # how many times this rank was replaced
     events_dir: str  # where to write events, or an empty string
     agent: bool = False  # whether the launcher is `outlast run`
+    local_world_size: int = 1  # ranks on this host, as the launcher started them
     host_id: str = ""  # of this host among those of the job; empty for a job on one host
     host_address: str = ""  # at which other hosts reach this one; empty: found from the store's
 
@@ -57,6 +58,7 @@ def read_launch() -> Launch:
         replacement=_number("OUTLAST_REPLACEMENT", 0),
         events_dir=os.environ.get("OUTLAST_EVENTS_DIR", ""),
         agent=os.environ.get("OUTLAST_AGENT", "") == "1",
+        local_world_size=_number("LOCAL_WORLD_SIZE", 1),
         host_id=os.environ.get("OUTLAST_HOST", ""),
         host_address=os.environ.get("OUTLAST_HOST_ADDR", ""),
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, full, views
 from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, ServerProcess, served
+from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError, StoreError
 from outlast.inprocess.distributed.connection import connect
@@ -177,6 +178,26 @@ def test_a_restart_in_place(server: ServerProcess, tmp_path: Path, zygote: Zygot
         assert_never_together(job)
 
 
+def test_the_keys_of_a_host_stay_there(near: ServedStore) -> None:
+    client, waiter = (TcpClient("127.0.0.1", near.port, NET_S) for _ in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waiter.wait_for, HOST_KEYS + "late", None)
+        assert client.add(HOST_KEYS + "beat/0", 2) == 2
+        client.append(HOST_KEYS + "members", b"0\n")
+        assert client.read(HOST_KEYS + "members") == b"0\n"
+        client.put(HOST_KEYS + "late", b"1")
+        assert waiting.result(NET_S) == b"1"
+    assert client.add("n", 1) == 1
+    assert [op.key for op in near.call(lambda: upstream_of(near).sent)] == ["w/0//n"]
+    with pytest.raises(KeyTimeout):
+        client.wait_for(HOST_KEYS + "never", 0.01)
+    near.call(lambda: near.server.new_attempt(1))
+    for each in (client, waiter):
+        each.close()
+        assert each.read(HOST_KEYS + "members") is None
+        each.close()
+
+
 # -------------------------------------------------------------------- attempts and failures
 def test_a_new_attempt_ends_connections_and_has_no_keys(near: ServedStore) -> None:
     client = TcpClient("127.0.0.1", near.port, NET_S)
@@ -193,7 +214,7 @@ def test_a_new_attempt_ends_connections_and_has_no_keys(near: ServedStore) -> No
 
 
 def upstream_of(near: ServedStore) -> MemoryUpstream:
-    upstream = near.server._combiner._upstream
+    upstream = near.server._stores._all_hosts._upstream
     assert isinstance(upstream, MemoryUpstream)
     return upstream
 

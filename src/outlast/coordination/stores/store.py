@@ -13,6 +13,11 @@ from typing import Protocol
 
 from outlast.errors import OutlastError
 
+HOST_KEYS = "outlast/this-host/"
+"""Keys with this prefix are the host's own, where each host has a server of the store: it keeps
+them, and they are lost with it.
+"""
+
 
 class KeyTimeout(OutlastError):
     """A key did not appear within the time given."""

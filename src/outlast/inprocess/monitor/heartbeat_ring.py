@@ -1,15 +1,23 @@
-"""Heartbeats: each monitor process increments its own, and watches the next member's."""
+"""Heartbeats: each monitor process increments its own, and watches the next member's.
+
+In a job on many hosts, the ring is that of the members on one host, and its keys are the host's
+own: the launchers' leases tell of the loss of a host, so the load of the store does not grow with
+the number of ranks.
+"""
 
 from __future__ import annotations
 
 from outlast.clock import Clock
+from outlast.coordination.ops import Link
+from outlast.coordination.stores.store import HOST_KEYS
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.store_access import StoreAccess
 
 
 class HeartbeatRing:
-    """The members of a view form a ring in the order of their IDs, without the lost ones.
+    """The members of a view (on this host, if `plan.host_ring`) form a ring in the order of their
+    IDs, without the lost ones.
 
     A member is judged by this process's clock alone: by the last observed change of its count.
     """
@@ -19,6 +27,9 @@ class HeartbeatRing:
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
         self._store, self._reports = store, reports
+        self._link = Link(HOST_KEYS + plan.prefix if plan.host_ring else plan.prefix)
+        self._announced = -1  # the member that this host knows of
+        self._here: frozenset[int] = frozenset()  # the members on this host
         self.next_beat = 0.0  # when the next heartbeat is due
         self.watched: int | None = None  # the next in the ring; `None` if there is no other member
         self._chosen_in = -2  # the iteration in which `watched` was chosen
@@ -32,16 +43,30 @@ class HeartbeatRing:
         self.next_beat = now + self._plan.interval
         if self._page.member < 0 or not self._store.available:
             return
-        if self._store.count(f"beat/{self._page.member}", 1) is not None:
+        if self._count_up(self._page.member, 1) is not None:
             self._watch_next()
+
+    def _count_up(self, member: int, amount: int) -> int | None:
+        return self._store.perform(self._link.add(f"beat/{member}", amount))
+
+    def _look_around(self) -> bool:
+        """Whether members on this host have been added since the last look."""
+        if not self._plan.host_ring:
+            return False
+        if self._announced != self._page.member:
+            self._announced = self._page.member
+            self._store.perform(self._link.append("members", b"%d\n" % self._announced))
+        here = self._store.perform(self._link.read("members")) or b""
+        before, self._here = self._here, frozenset(map(int, here.split()))
+        return self._here != before
 
     def _watch_next(self) -> None:
         iteration = self._page.iteration
-        if iteration != self._chosen_in:
+        if self._look_around() or iteration != self._chosen_in:
             self._choose_next(iteration, frozenset())
         if self.watched is None:
             return
-        count = self._store.count(f"beat/{self.watched}", 0)
+        count = self._count_up(self.watched, 0)
         if count is None:
             return
         now = self._clock.now()
@@ -60,6 +85,7 @@ class HeartbeatRing:
         if view is None:
             return
         own = self._page.member
-        others = sorted(m for m in view.expected if m != own and m not in lost)
+        members = view.expected & self._here if self._plan.host_ring else view.expected
+        others = sorted(m for m in members if m != own and m not in lost)
         if others:
             self.watched = next((m for m in others if m > own), others[0])

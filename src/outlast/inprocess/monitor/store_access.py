@@ -64,7 +64,3 @@ class StoreAccess:
 
     def lost_members(self) -> frozenset[int] | None:
         return self.perform(lost_members(self.link))
-
-    def count(self, key: str, amount: int) -> int | None:
-        """Adds to a counter; returns the sum."""
-        return self.perform(self.link.add(key, amount))

@@ -29,7 +29,7 @@ from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.distributed.connection import Connection, connect
-from outlast.inprocess.environment import exported, read_launch
+from outlast.inprocess.environment import exported, is_host_server, read_launch
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import MonitorThread
@@ -272,6 +272,8 @@ class _Session:
             logfile=s.monitor_process_logfile,
             events_dir=self.launch.events_dir,
             address=self.host.iteration_store.address,
+            # A member that is alone on its host has nobody else to watch it.
+            host_ring=is_host_server(self.endpoint) and self.launch.local_world_size > 1,
         )
 
     def _connect(self) -> Connection:

@@ -11,7 +11,7 @@ from functools import partial
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts import wire_protocol as wire
-from outlast.launch.hosts.combining import Combiner, SharedWait
+from outlast.launch.hosts.host_keys import Stores
 from outlast.launch.hosts.wire_protocol import MalformedRequest, Query, Request
 
 _RECEIVED_BYTES = 256 << 10  # at a time
@@ -25,7 +25,7 @@ _REACHED = "reached:"
 
 
 class ClientConnection:
-    """Reads requests, passes them to the combiner, and sends the answers.
+    """Reads requests, passes them to the stores, and sends the answers.
 
     A request with an answer is performed alone: the next one is begun when it has been answered.
     Those without an answer (SET, APPEND, MULTI_SET) do not hold up the next; the combiner keeps the
@@ -41,11 +41,11 @@ class ClientConnection:
         self,
         loop: EventLoop,
         connection: socket.socket,
-        combiner: Combiner,
+        stores: Stores,
         namespace: str,
         closed: Callable[[ClientConnection, str], None],
     ) -> None:
-        self._loop, self._socket, self._combiner = loop, connection, combiner
+        self._loop, self._socket, self._stores = loop, connection, stores
         self._namespace, self._closed = namespace, closed
         self._reader = wire.RequestReader()
         self._requests: deque[Request] = deque()
@@ -53,7 +53,7 @@ class ClientConnection:
         self._unperformed = 0  # requests without an answer that are in flight
         self._answering = False  # a request with an answer is in flight
         self._waiting = False  # and it is a wait
-        self._waits: list[tuple[SharedWait, int]] = []  # the handles of that wait
+        self._waits: list[Callable[[], None]] = []  # they end that wait
         self._watched = selectors.EVENT_READ
         self.open = True
         loop.watch(connection.fileno(), self._watched, self._on_ready)
@@ -179,7 +179,7 @@ class ClientConnection:
 
     def _perform_unanswered(self, operation: Operation) -> None:
         self._unperformed += 1
-        self._combiner.submit(self, operation, self._performed)
+        self._stores.submit(self, operation, self._performed)
 
     def _performed(self, result: Result) -> None:
         self._unperformed -= 1
@@ -203,7 +203,7 @@ class ClientConnection:
                 self._answer(results, encode)
 
         for operation in operations:
-            self._combiner.submit(self, operation, done)
+            self._stores.submit(self, operation, done)
 
     def _answer(self, results: list[Result], encode: Callable[[list[Result]], bytes]) -> None:
         self._answering = False
@@ -234,7 +234,7 @@ class ClientConnection:
         self._answering = self._waiting = True
         missing = set(keys)
         self._waits = [
-            self._combiner.wait(key, partial(self._found, missing, key)) for key in missing
+            self._stores.wait(key, partial(self._found, missing, key)) for key in missing
         ]
         if not missing:
             self._waited()
@@ -254,8 +254,8 @@ class ClientConnection:
         self._send(wire.STOP_WAITING)
 
     def _end_wait(self) -> None:
-        for handle in self._waits:
-            self._combiner.cancel(handle)
+        for end in self._waits:
+            end()
         self._waits = []
         if self._waiting:
             self._answering = self._waiting = False
@@ -268,12 +268,12 @@ class ClientConnection:
             if isinstance(result, Failed):
                 self.close(result.reason)
             elif isinstance(result, int) and result >= size:
-                self._combiner.submit(self, Operation("put", reached, b"1"), lambda _: None)
+                self._stores.submit(self, Operation("put", reached, b"1"), lambda _: None)
             if self.open:
                 self._wait([reached])
                 self._proceed()
 
-        self._combiner.submit(self, Operation("add", key, amount=1), counted)
+        self._stores.submit(self, Operation("add", key, amount=1), counted)
 
 
 def _bytes(result: Result, default: bytes) -> bytes:

@@ -21,7 +21,7 @@ from functools import partial
 from outlast.errors import LaunchError
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.client_connection import ClientConnection
-from outlast.launch.hosts.combining import Combiner
+from outlast.launch.hosts.host_keys import Stores
 from outlast.launch.hosts.upstream import Upstream
 
 _BACKLOG = 4096
@@ -47,7 +47,7 @@ class StoreServer:
 
     def __init__(self, loop: EventLoop, upstream: Upstream, host: str, port: int = 0) -> None:
         self._loop = loop
-        self._combiner = Combiner(upstream, lambda call: loop.call_later(0.0, call))
+        self._stores = Stores(upstream, lambda call: loop.call_later(0.0, call))
         self._connections: set[ClientConnection] = set()
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -103,7 +103,7 @@ class StoreServer:
             with contextlib.suppress(OSError):  # reset already
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client = ClientConnection(
-                self._loop, connection, self._combiner, self.namespace, self._closed
+                self._loop, connection, self._stores, self.namespace, self._closed
             )
             self._connections.add(client)
             self._loop.call_later(_TO_VALIDATE_S, partial(self._expect, client))
