@@ -40,7 +40,7 @@ def host_server(served_process: ServerProcess) -> ServerProcess:
     return served_process
 
 
-@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd", "group"])
+@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd", THREE, "group"])
 def connect(
     request: pytest.FixtureRequest,
     tmp_path: Path,
