@@ -25,7 +25,6 @@ def save(
     *,
     save_id: str = "aa",
     metric: float | None = None,
-    writer: str = "",
 ) -> str:
     """Commits a checkpoint; returns its folder."""
     files = files if files is not None else {"__0_0.distcp": bytes(range(256)) * 10}
@@ -39,6 +38,6 @@ def save(
         entries[name] = FileEntry(name, len(content), sums)
     tensors = {"weight": TensorEntry(["weight"], "float32", [2], [])}
     manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, tensors, {})
-    storage.put(working, MANIFEST, encode(manifest, writer))
+    storage.put(working, MANIFEST, encode(manifest))
     storage.publish(working, final)
     return final

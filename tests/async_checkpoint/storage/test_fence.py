@@ -94,24 +94,47 @@ def test_stopped_while_it_raised_a_fence(
     check(storage, mine)
 
 
-def test_what_is_stale(storage: LocalStorage, page: LeasePage, tmp_path: Path) -> None:
-    first = raise_fence(storage, at(page, 0, 0, 0))
-    save(storage, 1, writer=first.writer)
-    save(storage, 2, writer="feedfeedfeed")  # copied from another folder
-    save(storage, 3)  # of a job on one host
-    second = raise_fence(storage, at(page, 0, 0, 1))
-    save(storage, 4, writer=first.writer)
-    save(storage, 5, writer=second.writer)
-    assert steps(storage) == [1, 2, 3, 5]
-    assert leftovers(storage) == ["step-00000004"]
+def begin(storage: LocalStorage, step: int, save_id: str) -> None:
+    storage.make(storage.names_for(step, save_id)[0])
+
+
+def test_what_is_stale(storage: LocalStorage, page: LeasePage) -> None:
+    raise_fence(storage, at(page, 0, 0, 0))
+    begin(storage, 4, "aaaa")
+    begin(storage, 5, "bbbb")
+    save(storage, 1, save_id="cccc")
+    raise_fence(storage, at(page, 0, 0, 1))
+    save(storage, 4, save_id="aaaa")
+    save(storage, 5, save_id="dddd")
+    assert steps(storage) == [1, 5]
+    (unfinished,) = [name for name in storage.folders() if "bbbb" in name]
+    assert sorted(leftovers(storage)) == [unfinished, "step-00000004"]
     assert list(fence.stale(storage)) == ["step-00000004"]
-    # A later fence does not make it whole.
+    # A later fence does not make it whole. What a user puts back does not become stale.
     raise_fence(storage, at(page, 0, 0, 2))
-    assert steps(storage) == [1, 2, 3, 5]
-    # Neither does the same step of a process that was left behind replace a whole one.
-    storage.remove("step-00000005")
-    save(storage, 5, writer=second.writer, save_id="bb", metric=1.0)
+    save(storage, 2, save_id="eeee")
+    assert steps(storage) == [1, 2, 5]
+    # The same step of a refused save replaces a whole one at most, and is not read.
+    save(storage, 5, save_id="bbbb")
+    assert steps(storage) == [1, 2]
     assert 5 not in [step for step, _ in candidates(storage)]
+
+
+def test_committed_while_a_fence_is_raised(
+    storage: LocalStorage, page: LeasePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the check, before the fence lists the saves: the restore that follows finds it."""
+    begin(storage, 4, "aaaa")
+    real = storage.put
+
+    def put(folder: str, name: str, content: bytes) -> None:
+        real(folder, name, content)
+        if name == "fence.json":
+            save(storage, 4, save_id="aaaa")
+
+    monkeypatch.setattr(storage, "put", put)
+    raise_fence(storage, at(page, 0, 0, 0))
+    assert steps(storage) == [4]
 
 
 def test_an_unfinished_fence_does_not_count(storage: LocalStorage, page: LeasePage) -> None:

@@ -153,7 +153,7 @@ def commit_of(
         tensors=catalog.tensors,
         values=values,
     )
-    content = encode(manifest, credentials.writer)
+    content = encode(manifest)
     return manifest, Commit(
         working=save.snapshot.description["working"],
         final=save.snapshot.description["final"],

@@ -5,26 +5,34 @@ stopped. Rank 0 may be in the middle of a commit. When it wakes up, the job has 
 step, and a checkpoint that appears now is from a past that did not happen.
 
 So whenever a job on many hosts opens its checkpoints, its rank 0 puts a *fence* beside them: a
-numbered record with the checkpoints that are committed, and a new *writer id*. Each commit bears
-the writer id of the fence of its process.
+numbered record with a new *writer id*, and the ids of the saves that were not committed then, which
+are *refused*.
 
 - Before a checkpoint becomes visible, the committer verifies that its host holds a lease, and that
-  the newest fence is its own. This refuses a process that wakes up before the check.
-- A checkpoint whose writer id belongs to an older fence, and which is not among those that were
-  committed when the next fence was made, is *stale*: no restore reads it, and it is removed. This
-  covers a process that was stopped between the check and the rename.
+  the newest fence has its writer id. This stops a process that wakes up before the check.
+- A checkpoint of a refused save is *stale*: no restore reads it, and it is removed. This covers a
+  process that was stopped between the check and the commit.
+
+Why one of the two always applies:
+
+    a save:   makes its directory,  then checks the fence,             then commits
+    a fence:  is written,           then lists the directories of saves
+
+If the check did not see the fence, the directory was made before the fence was written, so the
+fence has the save in its list, unless it was committed by then: then the restore that follows finds
+it, like any checkpoint before.
 
 The order of fences: their numbers, and at equal numbers their position in the job (attempt, call,
 iteration). A process that was stopped between reading the newest fence and writing its own uses a
 number that others have used since, and an older position: its fence never counts. One that was
 stopped earlier reads a fence with a later position, and stops.
 
-Checkpoints without a writer id, of a job on one host or copied from elsewhere, are never stale.
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -33,7 +41,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from outlast.async_checkpoint.storage.manifest import Head, read_head
+from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
 from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import Storage, step_of
 from outlast.errors import CheckpointError
@@ -41,9 +49,11 @@ from outlast.system import lease_page
 from outlast.system.lease_page import LeasePage
 
 _RECORD = "fence.json"
+_REFUSED = "refused.json"
+_UNCOMMITTED = re.compile(r"(?:\.tmp-)?[a-z]+-\d+-([0-9a-f]+)")
 _NAME = re.compile(r"\.fence-(\d{8})-([0-9a-f]{12})")
 _KEPT = 4  # older records are removed: the newest one has all that is needed
-_SUPERSEDED = 1000  # writer ids that a fence remembers
+_REMEMBERED = 1000  # refused saves
 
 
 class Fenced(CheckpointError):
@@ -65,8 +75,8 @@ class Fence:
     """One fence: see the module.
 
     Attributes:
-        committed: the checksum of the manifest of each checkpoint, by its directory.
-        superseded: the writer ids of older fences, the newest last.
+        refused: the ids of the saves that were not committed when a fence was made, the newest
+            last.
     """
 
     number: int
@@ -74,8 +84,7 @@ class Fence:
     order: tuple[int, ...]
     writer: str
     host: str
-    committed: dict[str, str]
-    superseded: tuple[str, ...]
+    refused: tuple[str, ...]
 
     @property
     def folder(self) -> str:
@@ -106,21 +115,24 @@ def raise_fence(storage: Storage, position: Position) -> Credentials:
     if before is not None and position.precedes(before.run, before.order):
         raise Fenced(_left_behind(storage, before))
     check_lease(storage, position.lease)
-    old = stale(storage)
-    committed = {folder: head.checksum for folder, head in _heads(storage) if folder not in old}
-    superseded = () if before is None else (*before.superseded, before.writer)
     fence = Fence(
         number=1 if before is None else before.number + 1,
         run=position.run,
         order=position.order,
         writer=uuid.uuid4().hex[:12],
         host=socket.gethostname(),
-        committed=committed,
-        superseded=superseded[-_SUPERSEDED:],
+        refused=() if before is None else before.refused,
     )
     storage.make(fence.folder)
     storage.put(fence.folder, _RECORD, json.dumps(dataclasses.asdict(fence)).encode())
     storage.sync(fence.folder)
+    # Only now that committers can see the fence: see the module. If this process dies here, no step
+    # was made since the fence before, and the next fence lists them.
+    unfinished = _uncommitted(storage)
+    if unfinished:
+        refused = (*fence.refused, *unfinished)[-_REMEMBERED:]
+        storage.put(fence.folder, _REFUSED, json.dumps(refused).encode())
+        storage.sync(fence.folder)
     for folder in storage.folders():
         match = _NAME.fullmatch(folder)
         if match and int(match[1]) <= fence.number - _KEPT:
@@ -165,28 +177,34 @@ def check_lease(storage: Storage, path: str) -> None:
 
 
 def stale(storage: Storage) -> dict[str, str]:
-    """The stale checkpoints: their directories, and why. Reads nothing if there is no fence."""
+    """The stale checkpoints: their directories, and why. Costs little if no save was refused."""
     fence = newest(storage)
-    if fence is None:
+    if fence is None or not fence.refused:
         return {}
+    refused = set(fence.refused)
     return {
         folder: f"stale, committed by a process that the job had left behind before fence "
         f"{fence.number} of {fence.host}"
-        for folder, head in _heads(storage)
-        if head.writer in fence.superseded and fence.committed.get(folder) != head.checksum
+        for folder in storage.folders()
+        if step_of(folder, storage.prefix) is not None and saved_by(storage, folder) in refused
     }
 
 
-def _heads(storage: Storage) -> list[tuple[str, Head]]:
-    """The head of the manifest of each checkpoint; without those that cannot be read, which no
-    restore can use either.
-    """
+def _uncommitted(storage: Storage) -> list[str]:
+    """The ids of saves whose directories have not become checkpoints."""
     found = []
     for folder in storage.folders():
-        if step_of(folder, storage.prefix) is not None:
-            head = read_head(storage, folder)
-            if head is not None:
-                found.append((folder, head))
+        match = _UNCOMMITTED.fullmatch(folder)
+        if match is None:
+            continue
+        if not folder.startswith("."):  # in its final place already: the manifest is the commit
+            try:
+                storage.size(folder, MANIFEST)
+            except FileNotFoundError:
+                pass
+            else:
+                continue
+        found.append(match[1])
     return found
 
 
@@ -194,7 +212,9 @@ def _read(storage: Storage, folder: str) -> Fence | None:
     try:
         values: dict[str, Any] = json.loads(storage.get(folder, _RECORD))
         values["order"] = tuple(values["order"])
-        values["superseded"] = tuple(values["superseded"])
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            values["refused"] = json.loads(storage.get(folder, _REFUSED))
+        values["refused"] = tuple(values["refused"])
         return Fence(**values)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None  # it is being written, or was not completed

@@ -122,18 +122,8 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """What fencing needs of a manifest: the checksum of its body, and the writer id of its commit,
-    empty for a job on one host.
-    """
-
-    checksum: str
-    writer: str
-
-
-def encode(manifest: Manifest, writer: str = "") -> bytes:
-    """Returns the content of the manifest file; `writer` is a writer id, see `fence.py`."""
+def encode(manifest: Manifest) -> bytes:
+    """Returns the content of the manifest file."""
     body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
     head = {
         "format": FORMAT,
@@ -141,7 +131,7 @@ def encode(manifest: Manifest, writer: str = "") -> bytes:
         "step": manifest.step,
         "bytes": len(body),
         "xxh3_128": checksum(body),
-        **({"writer": writer} if writer else {}),
+        "save_id": manifest.save_id,
     }
     return json.dumps(head).encode() + b"\n" + body
 
@@ -186,8 +176,10 @@ def format_version(content: bytes) -> int | None:
     return version if isinstance(version, int) else None
 
 
-def read_head(storage: Storage, folder: str) -> Head | None:
-    """Reads the first line of a manifest, which is short; `None` if that is not possible."""
+def saved_by(storage: Storage, folder: str) -> str:
+    """The id of the save of a checkpoint, from the first line of its manifest; empty if that cannot
+    be read.
+    """
     buffer = bytearray(_HEAD_BYTES)
     try:
         reader = storage.open(folder, MANIFEST)
@@ -195,10 +187,9 @@ def read_head(storage: Storage, folder: str) -> Head | None:
             size_bytes = reader.read_into(0, memoryview(buffer))
         finally:
             reader.close()
-        head = json.loads(bytes(buffer[:size_bytes]).partition(b"\n")[0])
-        return Head(str(head["xxh3_128"]), str(head.get("writer", "")))
-    except (OSError, CheckpointError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return str(json.loads(bytes(buffer[:size_bytes]).partition(b"\n")[0]).get("save_id", ""))
+    except (OSError, CheckpointError, ValueError, AttributeError):
+        return ""
 
 
 def _build(values: dict[str, Any]) -> Manifest:
