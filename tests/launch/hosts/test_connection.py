@@ -1,0 +1,108 @@
+"""Frames between agents: limits, and what is not a message."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.replicated import connection
+from outlast.launch.hosts.replicated.connection import MAGIC, STRANGER_BYTES, Connection
+from outlast.launch.hosts.replicated.messages import (
+    Admitted,
+    Find,
+    Hello,
+    Member,
+    Message,
+    NotYet,
+    Replicated,
+    decode,
+    encode,
+)
+
+HOST = HostInfo(id="h", name="h", address="10.0.0.1", port=1, settings={"a": "b"})
+
+
+class Ends:
+    """A connection, and the raw socket at its other end."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        ours, self.raw = socket.socketpair()
+        ours.setblocking(False)
+        self.loop = loop
+        self.got: list[Message] = []
+        self.closed: list[str] = []
+        self.connection = Connection(
+            loop, ours, lambda _, m: self.got.append(m), lambda _, why: self.closed.append(why)
+        )
+        loop.run_once()  # sends the first bytes
+
+    def receive(self, data: bytes) -> None:
+        self.raw.sendall(data)
+        self.loop.run_once()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with EventLoop() as loop:
+        ends = Ends(loop)
+        yield ends
+        ends.connection.close()
+        ends.raw.close()
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
+    sent = [Find(), Replicated("g", "h", b"\n\xff\n"), NotYet("later", 1.5)]
+    data = MAGIC + b"".join(frame(encode(message)) for message in sent)
+    for at in range(0, len(data), 7):
+        ends.receive(data[at : at + 7])
+    assert ends.got == sent
+    assert ends.closed == []
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"HTTP/1.1 400", "no outlast agent: it says b'HTTP/1.1 400'"),
+        (MAGIC + (STRANGER_BYTES + 1).to_bytes(4, "big"), "too long"),
+        (MAGIC + frame(b"X"), "not a message of an agent"),
+        (MAGIC + frame(b'J["Hello",{"a":1}]'), "not a message of an agent"),
+        (MAGIC + frame(b'J["NotYet",{"reason":1,"limit_s":0.0}]'), "reason must be of type str"),
+        (MAGIC + frame(b"J" + b"[" * 60_000), "not a message of an agent"),
+        (MAGIC + frame(b"R\xff"), "not a message of an agent"),
+    ],
+)
+def test_what_is_no_message_ends_the_connection(ends: Ends, data: bytes, reason: str) -> None:
+    ends.receive(data)
+    (why,) = ends.closed
+    assert reason in why
+    assert not ends.connection.is_open
+
+
+def test_after_the_handshake_messages_may_be_long(ends: Ends) -> None:
+    ends.connection.limit = connection.FRAME_BYTES
+    long = Replicated("g", "h", b"x" * (2 * STRANGER_BYTES))
+    ends.receive(MAGIC + frame(encode(long)))
+    while not ends.got:
+        ends.loop.run_once()
+    assert ends.got == [long]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(1, "run", HOST),
+        Member("g", None, 0),
+        Member("g", HOST, 2),
+        Admitted("g", "h", (HOST,)),
+    ],
+)
+def test_hosts_in_messages(message: Message) -> None:
+    assert decode(encode(message)) == message
