@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from inprocess.mutations import mutate
+from outlast.coordination.replicated.host_leases import HostLeases
+from outlast.coordination.replicated.leader import Leader
+from outlast.coordination.replicated.quorum import Configuration, Voters
+from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.requests import OwnRequests
+from outlast.coordination.replicated.table import Table
+from outlast.coordination.replicated.voter import Voter
 from outlast.testing.hosts.schedule import HostSchedule
 from outlast.testing.hosts.simulate import HostsResult, simulate_hosts
 
@@ -41,3 +52,94 @@ def test_without_faults_one_leader_answers_everything() -> None:
         result = simulate_hosts(seed, quiet)
         assert (result.leaders, result.lost, result.left, result.failed) == (1, 0, 0, 0)
         assert result.progress
+
+
+# Each: the function, a text in its source, and the replacement.
+MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "a voter votes twice in a term": (
+        Voter.answer_vote,
+        "and self.voted_for in (None, sender)",
+        "",
+    ),
+    "a vote for a log that lacks entries": (
+        Voter.answer_vote,
+        "(asked.last_term, asked.last_index) >= (self.log.last_term, self.log.last)",
+        "True",
+    ),
+    "half of the voters are a quorum, whichever half": (
+        Configuration.is_quorum,
+        "2 * sum(self._weights.get(voter, 0) for voter in set(voters)) > self._total",
+        "2 * len(self.voters.intersection(voters)) >= len(self.voters)",
+    ),
+    "voters change without a joint phase": (
+        Leader._change_voters,
+        "Voters(wanted, voters.new)",
+        "Voters(wanted)",
+    ),
+    "the joint phase commits with the new voters only": (
+        Voters.reached_by_quorum,
+        "min(reached, self.old.reached_by_quorum(value))",
+        "reached",
+    ),
+    "voters change to some that are no quorum": (
+        Leader._change_voters,
+        "and wanted.is_quorum([voter.me, *reached])",
+        "",
+    ),
+    "lost hosts stay voters": (
+        Leader._change_voters,
+        "if name not in voter.table.gone",
+        "",
+    ),
+    "a late copy of an answered write is performed": (
+        Table.write,
+        "if number <= session.floor:",
+        "if False:",
+    ),
+    "a snapshot has no answers": (
+        Table.unpack.__func__,  # type: ignore[attr-defined]
+        "{n: unpack_result(a) for n, a in answers}",
+        "{}",
+    ),
+    "a lost host may write": (Table.remove, "del self.sessions[host]", "pass"),
+    "a leader answers before its term has begun": (
+        Leader.ready.fget,  # type: ignore[attr-defined]
+        "self._voter.applied >= self._first",
+        "True",
+    ),
+    "a new leader counts from before its election": (
+        HostLeases.begin,
+        "self._heard[host] = self._elected\n",
+        "self._heard[host] = self._elected - 0.9 * self._timing.lease\n",
+    ),
+    "a leader without a quorum goes on": (
+        Leader.lease_valid,
+        "now < self.quorum_heard(now) + self._timing.quorum_lease",
+        "True",
+    ),
+    "a late message cuts the log": (
+        Voter._accept,
+        "or log.term(index) == entry.term",
+        "",
+    ),
+    "a voter does not compare the entry before": (
+        Voter._accept,
+        "log.term(previous) != said.prev_term",
+        "False",
+    ),
+    "a leader that hands over goes on": (Replica._hand_over, "self._stop_leading()", "pass"),
+    "a write is not repeated": (
+        OwnRequests.message,
+        "pending.due = now + pending.delay",
+        "pending.due = now + 1000",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_simulation_of_hosts_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, *MUTATIONS[name])
+    with pytest.raises(AssertionError, match=r"\nseed \d+: HostSchedule\("):  # to replay it
+        for seed in range(600):
+            simulate_hosts(seed)

@@ -1,9 +1,11 @@
-"""A candidate's part in an election."""
+"""When a voter becomes a candidate, and the votes that it gets."""
 
 from __future__ import annotations
 
+import random
+
 from outlast.coordination.replicated.messages import VoteAnswer, VoteRequest
-from outlast.coordination.replicated.voter import Voter
+from outlast.coordination.replicated.voter import NEVER, Voter
 
 
 class Election:
@@ -56,3 +58,37 @@ class Election:
         it was in reach of a leader, or voted, at that moment or later.
         """
         return max(self._votes.values())
+
+
+class Campaigns:
+    """Decides when a voter that hears no leader becomes a candidate."""
+
+    def __init__(self, voter: Voter, rng: random.Random) -> None:
+        self._voter = voter
+        self._rng = rng
+        self._patience = self._draw()
+        self._next = NEVER
+
+    def _draw(self) -> float:
+        return self._voter.timing.election_spread * self._rng.random()
+
+    @property
+    def possible(self) -> bool:
+        """Whether this voter may lead: it is in the configuration, and was not removed."""
+        voter = self._voter
+        voters = voter.log.voters
+        return voters is not None and voter.me in voters.all and voter.me not in voter.table.gone
+
+    def due(self) -> float:
+        """When to become a candidate: not while a leader may act, nor while another, for whom this
+        voter has voted, may be winning. A founder waits for nothing.
+        """
+        voter, timing = self._voter, self._voter.timing
+        quiet = max(voter.heard + timing.sticky, voter.voted_at + timing.election_spread)
+        return max(quiet + self._patience, self._next)
+
+    def begin(self, now: float, *, trial: bool, handover: bool) -> Election:
+        """Begins an election; the next is due after a random time."""
+        self._patience = self._draw()
+        self._next = now + self._voter.timing.election_spread / 2 + self._patience
+        return Election(self._voter, now, trial=trial, handover=handover)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import random
 
-from outlast.coordination.replicated.election import Election
+from outlast.coordination.replicated.election import Campaigns, Election
 from outlast.coordination.replicated.entries import Change, Changed, Joined, Removed
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.leader import Leader
@@ -76,17 +76,15 @@ class Replica:
     ) -> None:
         self.me = me
         self.timing = timing
-        self._rng = rng
         self._voter = Voter(me, timing, founding, kept)
         self._host = OwnHost(me, timing, founder=founding is not None)
+        self._campaigns = Campaigns(self._voter, rng)
         self._election: Election | None = None
         self._leader: Leader | None = None
         self._began = False
         self._leaving: tuple[str, float] | None = None
         self._outbox: list[tuple[str, Message]] = []
         self._now = self._ticked = float("-inf")
-        self._patience = 0.0 if founding is not None else self._draw()
-        self._next_campaign = float("-inf")
 
     # ------------------------------------------------------------------ state
     @property
@@ -152,7 +150,7 @@ class Replica:
             for host in leader.leases.announce_to(now):
                 self._outbox.append((host, Announce(leader.term)))
             self._hand_over(leader)
-        elif now >= self._campaign_at() and self._may_lead():
+        elif now >= self._campaigns.due() and self._may_lead():
             self._campaign(trial=True)
         self._host.check_lease(now)
 
@@ -165,7 +163,7 @@ class Replica:
         """When `tick` is due at the latest."""
         if self._leader is not None:
             return min(self._ticked + self.timing.append_interval, self._host.due())
-        campaign = self._campaign_at() if self._may_lead() else float("inf")
+        campaign = self._campaigns.due() if self._may_lead() else float("inf")
         lease_end = self._host.until if self._host.until > self._now else float("inf")
         return min(campaign, self._host.due(), lease_end)
 
@@ -206,9 +204,7 @@ class Replica:
                 self._lead(self._leader, self.me, message)
             if self._host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
                 # Perhaps it is out, and the leader that it knows as well: any voter may know.
-                voters = self._voter.log.voters
-                for name in sorted(voters.all - {self.me}) if voters is not None else ():
-                    self._outbox.append((name, message))
+                self._outbox += [(name, message) for name in self._voter.others]
         if self._leader is not None:
             self._outbox += self._leader.round(self._now)
         self._apply()
@@ -242,21 +238,12 @@ class Replica:
         Returns:
             Whether this replica leads.
         """
-        return self._propose(Joined(info), now)
-
-    def remove_host(self, host: str, reason: str, now: float) -> bool:
-        """Declares a host lost, though its lease may not be over: only for a host whose processes
-        are known to have ended. Returns whether this replica leads.
-        """
-        return self._propose(Removed(host, reason), now)
-
-    def _propose(self, change: Joined | Removed, now: float) -> bool:
         self._now = now
         if self._voter.log.last == 0:
             self.tick(now)  # the founder leads from its first moment
         if self._leader is None:
             return False
-        self._leader.propose(change)
+        self._leader.propose(Joined(info))
         return True
 
     def leave(self, reason: str, now: float) -> None:
@@ -264,7 +251,7 @@ class Replica:
         this replica until `refused` is set, with `orderly`: then the others can do without it.
         """
         self._now = now
-        self._leaving = (reason, now)
+        self._leaving = self._leaving or (reason, now)
         self._host.leave(reason)
 
     def _hand_over(self, leader: Leader) -> None:
@@ -289,31 +276,12 @@ class Replica:
 
     # ------------------------------------------------------------------ elections
     def _may_lead(self) -> bool:
-        voters = self._voter.log.voters
-        return (
-            self._leader is None
-            and voters is not None
-            and self.me in voters.all
-            and self.refused is None
-            and self.me not in self._voter.table.gone
-        )
-
-    def _draw(self) -> float:
-        return self.timing.election_spread * self._rng.random()
-
-    def _campaign_at(self) -> float:
-        heard = self._voter.heard + self.timing.sticky
-        voted = self._voter.voted_at + self.timing.election_spread
-        return max(max(heard, voted) + self._patience, self._next_campaign)
+        return self._leader is None and self.refused is None and self._campaigns.possible
 
     def _campaign(self, *, trial: bool, handover: bool = False) -> None:
-        self._patience = self._draw()
-        self._next_campaign = self._now + self.timing.election_spread / 2 + self._patience
-        voter = self._voter
-        self._election = election = Election(voter, self._now, trial=trial, handover=handover)
-        voters = voter.log.voters
-        assert voters is not None
-        self._outbox += [(name, election.request) for name in sorted(voters.all - {self.me})]
+        self._election = self._campaigns.begin(self._now, trial=trial, handover=handover)
+        request = self._election.request
+        self._outbox += [(name, request) for name in self._voter.others]
         self._check_role()
 
     def _vote(self, sender: str, asked: VoteRequest) -> None:
@@ -399,7 +367,7 @@ class Replica:
                 self._host.follow(self.me, leader.term, self._now)
                 self._renew(leader)
             for change, results in performed:
-                leader.serving.performed(results)
+                leader.serving.performed(change, results)
                 self._follow_up(leader, change)
             for host, answers in leader.serving.answers():
                 if host == self.me:

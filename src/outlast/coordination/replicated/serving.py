@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from outlast.coordination.replicated.entries import Written
+from outlast.coordination.replicated.entries import Change, Written
 from outlast.coordination.replicated.messages import Requests
 from outlast.coordination.replicated.operations import WAIT, Operation, Result
 from outlast.coordination.replicated.voter import Voter
@@ -76,13 +76,15 @@ class Serving:
         taken, self._gathered = self._gathered, []
         return Written(tuple((host, floor, tuple(writes)) for host, floor, writes in taken))
 
-    def performed(self, results: dict[str, dict[int, Any]]) -> None:
+    def performed(self, change: Change, results: dict[str, dict[int, Any]]) -> None:
         """The results of an entry, each of which is answered; and the keys that it has set, whose
         waits are answered. An applied entry is agreed on, so this needs no lease.
         """
+        if isinstance(change, Written):
+            for host, _, writes in change.by_host:
+                self._underway.difference_update((host, number) for number, _ in writes)
         for host, numbered in results.items():
             for number, result in numbered.items():
-                self._underway.discard((host, number))
                 self._answers[host].append((number, result))
         for key, value in self._voter.table.appeared:
             for host, number in sorted(self._waiters.get(key, ())):

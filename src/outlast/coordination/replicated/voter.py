@@ -48,6 +48,11 @@ class Voter:
         self.applied = 0
         self.table = Table()
 
+    @property
+    def others(self) -> list[str]:
+        """The other voters, as far as this host knows."""
+        return [] if self.log.voters is None else sorted(self.log.voters.all - {self.me})
+
     # ------------------------------------------------------------------ terms and votes
     def enter(self, term: int) -> None:
         """Enters a later term, in which it has not voted."""

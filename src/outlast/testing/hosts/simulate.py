@@ -144,7 +144,7 @@ class HostSimulation:
         """A host that works; often the leader."""
         alive = [h for h in self.hosts.values() if h.alive and not h.paused and not h.leaving]
         leaders = [h for h in alive if h.replica.leads]
-        if leaders and self.random.random() < 0.5:
+        if leaders and self.random.random() < 0.6:
             return leaders[0]
         return self.random.choice(alive) if alive else None
 
