@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,17 @@ def test_after_the_handshake_messages_may_be_long(ends: Ends) -> None:
     while not ends.got:
         ends.loop.run_once()
     assert ends.got == [long]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"address": "nowhere"}, {"port": 1 << 16}, {"name": None}, {"settings": {"a": 1}}, {"x": 1}],
+)
+def test_a_host_that_is_none(wrong: dict[str, Any]) -> None:
+    host = dataclasses.asdict(HOST) | wrong
+    hello = {"protocol": 1, "run_id": "r", "host": host}
+    with pytest.raises(ValueError, match="not a message of an agent"):
+        decode(b"J" + json.dumps(["Hello", hello]).encode())
 
 
 @pytest.mark.parametrize(

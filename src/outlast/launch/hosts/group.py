@@ -64,6 +64,7 @@ class ReplicatedGroup:
             place = listen(endpoints, self._spec.local_addr)
             if self._page is None:
                 self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
+            self._page.renew(0.0, term=0)  # none is held yet, and no worker runs
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             service = HostService(
                 self._spec.run_id,

@@ -40,7 +40,8 @@ def objection(
             return NotYet(
                 f"{host.name} at {host.address} is already in this run, with another agent "
                 f"({host.id}): do two jobs use one run id (--rdzv-id)? If that agent has ended, "
-                "this one is admitted when its lease is over",
+                "this one is admitted when its lease is over; several agents on one machine need "
+                "different addresses (--local-addr)",
                 # An agent that has ended is lost by then.
                 limit_s=2.0 * lost_after_s + 1.0,
             )

@@ -8,6 +8,7 @@ The first message of each side is `Hello`; the listener may answer `Refused` ins
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias, get_args
@@ -178,6 +179,10 @@ def _host(said: dict[str, Any]) -> HostInfo:
     _check(host)
     if not all(isinstance(text, str) for pair in host.settings.items() for text in pair):
         raise ValueError("settings must be text")
+    if host.address:
+        ipaddress.ip_address(host.address.partition("%")[0])
+    if not 0 <= host.port < 1 << 16:
+        raise ValueError(f"no port: {host.port}")
     return host
 
 
