@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from etcd_cluster import Cluster, etcd_stores, require_etcd
-from launch.hosts.served_store import ServerProcess
 from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
@@ -27,20 +26,19 @@ NET_S = 60.0
 THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def served_process() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture
-def host_server(served_process: ServerProcess) -> ServerProcess:
-    """The store server of a host, as it is at the start of a job."""
-    served_process.new_attempt()
-    return served_process
-
-
-@pytest.fixture(params=["memory", "tcp", "client", "file", "etcd", THREE, "group"])
+@pytest.fixture(
+    params=[
+        "memory",
+        "tcp",
+        "client",
+        "file",
+        "etcd",
+        THREE,
+        "group",
+        "host server",
+        "host server, client",
+    ]
+)
 def connect(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -62,12 +60,15 @@ def connect(
         with etcd_stores(etcd_if_installed) as make_etcd:
             yield make_etcd
         return
-    if request.param == "group":
+    group = None
+    if request.param in ("group", "host server", "host server, client"):
         monkeypatch.setattr(founding, "SILENCE_S", 0.0)  # no other group is alive
         group = open_group(
             GroupSpec(run_id="contract", endpoints=(("127.0.0.1", free_port()),), lease_s=NET_S)
         )
         group.start()
+    if request.param == "group":
+        assert group is not None
         yield lambda: group.store
         group.close(leave=True)
         return
@@ -76,11 +77,9 @@ def connect(
     held: Any = None
     if request.param == "file":
         held = dist.FileStore(path, -1)  # the last connection to close deletes the file
-    elif not request.param.startswith("host server"):
+    elif group is None:
         held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    else:  # each test has its own keys: those of another attempt
-        held = request.getfixturevalue("host_server")
-    port = 0 if request.param == "file" else held.port
+    port = group.me.store_port if group is not None else getattr(held, "port", 0)
     if request.param.endswith("client"):
         clients: list[TcpClient] = []
 
@@ -91,6 +90,8 @@ def connect(
         yield client
         for each in clients:
             each.close()
+        if group is not None:
+            group.close(leave=True)
         return
 
     def make() -> Store:
@@ -107,6 +108,8 @@ def connect(
     for connection in made:  # pytest still holds some
         connection.torch_store = None
     del held
+    if group is not None:
+        group.close(leave=True)
 
 
 @pytest.fixture
