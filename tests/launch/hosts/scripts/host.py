@@ -53,13 +53,9 @@ class Commands:
         }
 
     def voters(self) -> int:
-        """How many hosts vote, as far as this one knows; 0 during a change, and with etcd."""
-        if not isinstance(self.group, ReplicatedGroup):
-            return 0
+        """How many hosts vote, as far as this one knows."""
         membership = self.group._service._membership
-        log = membership._replica._voter.log
-        settled = log.voters is not None and log.voters.old is None
-        return len(log.voters.all) if settled else 0
+        return len(membership._replica.voters)
 
     def until(self, **wanted: Any) -> dict[str, Any]:
         """Wait until the state has these values; `hosts` and `lost` are compared as sets."""

@@ -96,7 +96,7 @@ class HostService:
         self._tickets: dict[int, Hashable] = {}
         self._next_handle = 0
         self._calls: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()  # guards `_over`, and `_calls` and `_loop` until then
+        self._lock = threading.Lock()  # guards `_over`, and appending to `_calls` while it is false
         self._over = False
         self._left = threading.Event()
         self._ready = threading.Event()
@@ -187,10 +187,13 @@ class HostService:
             with EventLoop(clock=LeaseClock(), selector=selectors.EpollSelector()) as loop:
                 self._serve(loop)
         except Exception as e:  # noqa: BLE001 - reported by `error`
-            _log.exception("the host service failed")
-            self._end(f"the host service failed: {describe(e)}")
+            self._fail(e)
         finally:
             self._ready.set()
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("the host service failed", exc_info=error)
+        self._end(f"its host service failed: {describe(error)}")
 
     def _serve(self, loop: EventLoop) -> None:
         server = self._server = StoreServer(loop, self, self._place.address)
@@ -221,6 +224,8 @@ class HostService:
                     self._membership.pump()
                 if not self._over:
                     loop.run_once()
+        except Exception as e:  # noqa: BLE001 - reported by `error`
+            self._fail(e)
         finally:
             server.fail(self.error or _CLOSED)
             peers.close()

@@ -1,0 +1,72 @@
+"""The host service of one agent, in this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from outlast.errors import StoreError
+from outlast.launch.hosts.group import ReplicatedGroup, open_group
+from outlast.launch.hosts.host_group import GroupSpec
+from outlast.launch.hosts.replicated import founding
+from outlast.launch.hosts.replicated.membership import Membership
+from outlast.system.lease_page import LeasePage
+from outlast.system.waiting import readable
+from procs import free_port
+
+NET_S = 60.0
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedGroup]:
+    monkeypatch.setattr(founding, "SILENCE_S", 0.0)  # no other group is alive
+    endpoints = (("127.0.0.1", free_port()),)
+    group = open_group(GroupSpec(run_id="one", endpoints=endpoints, lease_s=NET_S))
+    group.start()
+    yield group
+    group.close(leave=True)
+
+
+def test_a_failure_of_the_service_is_an_error_and_no_hang(
+    group: ReplicatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(membership: Membership) -> None:
+        raise ArithmeticError("broken")
+
+    assert group.lease_page is not None
+    page = LeasePage.open(group.lease_page)
+    waited: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(StoreError) as caught:
+            group.store.wait_for("never", None)
+        waited.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    with caplog.at_level(logging.CRITICAL, logger="outlast.launch.hosts.replicated.service"):
+        monkeypatch.setattr(Membership, "pump", broken)
+        waiting.join()
+    reason = "its host service failed: ArithmeticError: broken"
+    assert reason in waited[0]
+    with pytest.raises(StoreError, match=reason):
+        group.store.put("k", b"v")
+    state = group.poll()
+    assert (state.lease_ok, state.error) == (False, reason)
+    assert not page.valid()  # the workers must end now
+    page.close()
+
+
+def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
+    group: ReplicatedGroup,
+) -> None:
+    while readable(group.wakeup_fd(), timeout=0.0):
+        state = group.poll()
+    assert [host.id for host in state.hosts] == [group.me.id]
+    assert state.leader == group.me.id
+    group.close(leave=True)
+    with pytest.raises(StoreError, match="has left"):
+        group.store.read("k")
