@@ -390,7 +390,10 @@ def _close_at_exit(checkpointer: Checkpointer) -> Any:
     """Registers a close at the end of the program; returns a function that unregisters it."""
 
     def close() -> None:
-        checkpointer._close_and_log(_FOR_EXIT)
+        if checkpointer._session.outlives_program:
+            checkpointer.abort()
+        else:
+            checkpointer._close_and_log(_FOR_EXIT)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

@@ -6,8 +6,10 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -22,9 +24,9 @@ from async_checkpoint.peer_copies.keepers import (
 )
 from inprocess.mutations import mutate
 from outlast.async_checkpoint.peer_copies import content
-from outlast.async_checkpoint.peer_copies.client import KeeperLost
 from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
+from outlast.clock import FakeClock
 from outlast.errors import CheckpointError
 
 SIZE = CHUNK_BYTES + 8192
@@ -179,13 +181,42 @@ def test_a_copy_that_is_called_off_is_never_complete(pair: Pair) -> None:
         assert two.held() == []
 
 
-@pytest.mark.slow
-def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
-    """At most: so many bytes cannot be there earlier, however fast the machine is."""
-    with keepers(tmp_path) as (one, two), memory_of(SIZE) as memory:
-        one.arrange(bytes_per_s=SIZE * 2.0)
-        with pytest.raises(KeeperLost, match="did not answer within 0"):
-            one.send(two, memory, snapshot_of(3, SIZE)).result(0.3)
+class Waits(threading.Event):
+    """An event that is never set; a wait for it takes no time but that of the clock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.clock.advance(timeout or 0.0)
+        return False
+
+
+def test_the_bandwidth_is_limited() -> None:
+    """At any time, no more was sent than the limit allows, apart from one small piece."""
+    clock = FakeClock()
+    sent: list[tuple[float, int]] = []
+
+    class Network:
+        def send(self, data: memoryview) -> None:
+            sent.append((clock.now(), len(data)))
+
+    rate = 1e6
+    pace = content.Pace(rate, Waits(clock), clock)
+    with memory_of(SIZE) as memory:
+        content.send_content(cast(Any, Network()), snapshot_of(3, SIZE), memory.view, b"", pace)
+    total = 0
+    for at, size in sent:
+        assert total <= at * rate + 1
+        total += size
+    assert total == SIZE
+    assert max(size for _, size in sent) <= 256 << 10
+    clock.advance(100.0)  # time in which nothing was sent is not made up for
+    pace.wait(1000)
+    before = clock.now()
+    pace.wait(1000)
+    assert clock.now() == pytest.approx(before + 1000 / rate)
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ receiver of what has arrived.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outlast.async_checkpoint.peer_copies.connection import Connection
 from outlast.async_checkpoint.peer_copies.messages import SentSnapshot
 from outlast.async_checkpoint.storage.manifest import checksum, pieces
+from outlast.clock import Clock, MonotonicClock
 from outlast.errors import CheckpointError
 
 _PACED_BYTES = 256 << 10  # at once: small, so that other traffic waits for little
@@ -29,14 +29,17 @@ class Cancelled(Exception):
 class Pace:
     """Limits the rate at which bytes are sent, without bursts."""
 
-    def __init__(self, bytes_per_s: float, cancelled: threading.Event) -> None:
+    def __init__(
+        self, bytes_per_s: float, cancelled: threading.Event, clock: Clock | None = None
+    ) -> None:
+        self._clock = clock or MonotonicClock()
         self._bytes_per_s = bytes_per_s
         self._cancelled = cancelled
         self._free_at = 0.0
 
     def wait(self, size_bytes: int) -> None:
         """Waits until these bytes may be sent; raises `Cancelled`."""
-        now = time.monotonic()
+        now = self._clock.now()
         if self._cancelled.wait(max(self._free_at - now, 0.0)):
             raise Cancelled
         self._free_at = max(self._free_at, now) + size_bytes / self._bytes_per_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ class FolderSession:
         self.pool = BufferPool(self.writer)
         self._sink: Sink | None = None
         # At exit, the program says goodbye to the writer, which would otherwise linger.
-        atexit.register(self.close, _AT_EXIT_S)
+        atexit.register(self._close_at_exit)
 
     def sink(self, rank: int) -> Sink | None:
         """The default sink of events: one file for each process, which all its checkpointers for
@@ -83,9 +84,21 @@ class FolderSession:
             self.storage.unlock()
             self.locked = False
 
+    @property
+    def outlives_program(self) -> bool:
+        """Whether the snapshots stay for a replacement, as after a kill: with copies on other
+        hosts, if the program ends by an exception. The loss of a host is one on all other ranks,
+        and without a wrapper they are all started again.
+        """
+        return self.keeper is not None and getattr(sys, "last_value", None) is not None
+
+    def _close_at_exit(self) -> None:
+        if not self.outlives_program:
+            self.close(_AT_EXIT_S)
+
     def close(self, timeout_s: float) -> None:
         """Ends the writer and gives all memory back."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self.pool.end_copies()  # their memory is released below
         if self.copies is not None:
             self.copies.close()
