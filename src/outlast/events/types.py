@@ -263,20 +263,17 @@ class StopRequested(Event, kind="stop_requested"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostJoined(Event, kind="host_joined"):
-    """A host has joined the job, as the launcher of this host has learned. `name`, `address`: that
-    host's.
-    """
+    """A launcher has learned that a host has joined the job."""
 
+    host_id: str = ""
     name: str = ""
     address: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostLost(Event, kind="host_lost"):
-    """A host is no longer in the job; `left` is true if it has left in an orderly way."""
+class HostLost(HostJoined, kind="host_lost"):
+    """A launcher has learned that a host is lost, or has `left` in an orderly way."""
 
-    name: str = ""
-    address: str = ""
     reason: str = ""
     left: bool = False
 

@@ -17,11 +17,12 @@ from outlast.events.report.history.stops import ended_by_stop, find_stop
 from outlast.events.report.history.stretches import Stretch, stretches_of
 from outlast.events.report.intervals import Interval
 from outlast.events.report.log_reader import TORN_LINE
-from outlast.events.report.model import Party, Report, Restart
+from outlast.events.report.model import HostLoss, Party, Report, Restart
 from outlast.events.types import (
     Completed,
     Entered,
     Event,
+    HostLost,
     InterruptSwallowed,
     Joined,
     MonitorRestarted,
@@ -95,6 +96,7 @@ def build(events: Iterable[Event]) -> Report:
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
         saves=summarize_saves(events),
+        hosts_lost=_hosts_lost(events, origins),
     )
 
 
@@ -173,6 +175,23 @@ def _restarts(call: CallHistory) -> list[Restart]:
             )
         )
     return found
+
+
+def _hosts_lost(events: Sequence[Event], origins: Mapping[str, float]) -> tuple[HostLoss, ...]:
+    """Each lost host once: every launcher has recorded it."""
+    found: dict[str, HostLoss] = {}
+    for event in events:
+        if isinstance(event, HostLost):
+            loss = HostLoss(
+                name=event.name,
+                address=event.address,
+                reason=event.reason,
+                left=event.left,
+                seen_by=event.host,
+                at=event.time - origins[event.host],
+            )
+            found.setdefault(event.host_id, loss)
+    return tuple(sorted(found.values(), key=lambda loss: loss.at))
 
 
 def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:

@@ -198,6 +198,18 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostLoss:
+    """A host that the job has lost, as the launcher of host `seen_by` recorded it first."""
+
+    name: str
+    address: str
+    reason: str
+    left: bool
+    seen_by: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The report of a run.
 
@@ -220,6 +232,7 @@ class Report:
         notes: number of notes of each name.
         torn_logs: files whose last line was left incomplete by a dying process.
         saves: the checkpoints; `None` if there are no checkpoint events.
+        hosts_lost: in the order in which they were recorded.
     """
 
     source: str
@@ -243,3 +256,4 @@ class Report:
     notes: dict[str, int]
     torn_logs: tuple[str, ...]
     saves: Saves | None = None
+    hosts_lost: tuple[HostLoss, ...] = ()

@@ -24,6 +24,7 @@ from outlast.events.report.log_reader import load
 from outlast.events.report.model import HostTime, Party, Report, Restart
 from outlast.events.report.sentences import (
     cause_text,
+    describe_host_loss,
     describe_redone,
     describe_restart,
     describe_saves,
@@ -187,7 +188,7 @@ def _table(title: str) -> Table:
 
 
 def _ending(report: Report) -> list[str]:
-    sentences = []
+    sentences = [one_line(describe_host_loss(loss)) for loss in report.hosts_lost]
     if report.stop is not None:
         sentences.append(describe_stop(report.stop))
     if report.source == "launcher" and (report.completed or report.stop is None):

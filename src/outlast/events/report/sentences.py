@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from outlast.events.report.model import Cause, Party, Report, Restart, Saves, Stop
+from outlast.events.report.model import Cause, HostLoss, Party, Report, Restart, Saves, Stop
 from outlast.system.units import duration_text, size_text
 
 _FAILURES = {
@@ -158,6 +158,13 @@ def describe_stop(stop: Stop) -> str:
     return (
         f"The job was told to stop, {stop.at:.3f} s into the run: {one_line(stop.reason)}.{exits}"
     )
+
+
+def describe_host_loss(loss: HostLoss) -> str:
+    """A sentence about a lost host."""
+    how = "left the job" if loss.left else "was lost"
+    where = f"Host {loss.name} ({loss.address}) {how}"
+    return f"{where}, {loss.at:.3f} s into the run as {loss.seen_by} saw it: {loss.reason}."
 
 
 def _steps(count: int, report: Report) -> str:

@@ -27,11 +27,16 @@ class GroupNotices:
             self._joined.update(host.id for host in came)
             self._say(f"joined: {hosts_text(came)}; hosts in the job: {len(group.hosts)}")
         for host in came:
-            self._emitter.emit(HostJoined(name=host.name, address=host.address))
+            joined = HostJoined(host_id=host.id, name=host.name, address=host.address)
+            self._emitter.emit(joined)
         for loss in group.lost[self._lost :]:
             self._say(loss_text(loss))
             lost = HostLost(
-                name=loss.host.name, address=loss.host.address, reason=loss.reason, left=loss.left
+                host_id=loss.host.id,
+                name=loss.host.name,
+                address=loss.host.address,
+                reason=loss.reason,
+                left=loss.left,
             )
             self._emitter.emit(lost)
         self._lost = len(group.lost)
