@@ -29,6 +29,7 @@ from outlast.events import (
     Note,
     Seen,
     WorkerExited,
+    WorkerFailed,
 )
 from outlast.events.report import build, to_json
 

@@ -299,6 +299,7 @@ class ManyHosts:
 
     def _take_place(self, entry: Take) -> None:
         ranks = ranks_text(entry.place, self._job.nproc)
+        self._state = self._group.poll()  # the host may have joined since the last look
         host = next((host.name for host in self._state.hosts if host.id == entry.host), entry.host)
         self._say(f"host {host} takes place {entry.place}: {ranks}")
         if entry.host == self.host_id:
