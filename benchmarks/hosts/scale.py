@@ -111,12 +111,12 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
         )
         for one in data["real"]
     ]
-    micro = {name: f"{1e6 * seconds:.0f}" for name, seconds in rate.items()}
+    micro = {name: f"{1e6 * seconds:.1f}" for name, seconds in rate.items()}
     return [
         Sheet(
             "A restart on many hosts, simulated",
             (
-                "operations",
+                "requests",
                 "hosts",
                 "ranks",
                 "messages to the leader",
@@ -126,20 +126,22 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
                 "modelled ms",
             ),
             rows,
-            "One fault, from the report to the last rank's entry into the function: the real "
-            "recovery protocol and the real combining, with modelled time. One way between hosts "
+            "One fault, from its report to the last rank's entry into the function: the real "
+            "recovery protocol and the real combining, with modelled time, in a job that does not "
+            "wait for replacements. One way between hosts "
             f"takes {1e6 * model['network']:.0f} us, between a worker and its host's server "
             f"{1e6 * model['local']:.0f} us, a commit {1e6 * model['commit']:.0f} us; the leader "
-            f"works {1e6 * model['message']:.0f} us for a message and its answer, and "
-            f"{1e6 * model['operation']:.1f} us for each operation (both measured, below). The "
-            "work of the ranks takes no time.",
+            f"works {1e6 * model['message']:.1f} us for a message and its answer, and "
+            f"{1e6 * model['operation']:.1f} us for each operation (both from the measurement "
+            "below: two reads to a write). It performs one message after the other, and is busy "
+            "nearly all of the time: the number of messages decides.",
         ),
         Sheet(
             "The leader's work, measured",
             ("for", "us"),
             list(micro.items()),
-            "For a message with one operation (or as said) and its answer: real replicas, seven "
-            "of them voters, and real encoding. The kernel's part is a receive and a send.",
+            "CPU time for a message with one operation (or as said) and its answer: real replicas, "
+            "seven of them voters, and real encoding. The kernel's part is a receive and a send.",
         ),
         Sheet(
             "Real clients over the store servers of several hosts",

@@ -32,6 +32,7 @@ from outlast.launch.hosts.upstream import Done
 __all__ = ["Model", "Outcome", "restart"]
 
 _NEVER = b"outlast: not a value"
+_AT_ONCE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,9 +266,10 @@ class _Job:
         self.inside.append(task)
 
     def start(self) -> None:
-        for task in self.tasks:
-            self.time.later(0.0, functools.partial(task.resume, None))
-        self.time.run()
+        for first in range(0, self.size, _AT_ONCE):  # each holds the list of ranks for a while
+            for task in self.tasks[first : first + _AT_ONCE]:
+                self.time.later(0.0, functools.partial(task.resume, None))
+            self.time.run()
         assert len(self.inside) == self.size
 
     def restart(self) -> Outcome:
