@@ -6,6 +6,7 @@
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
 #   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
+#   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  the servers that some tests need (etcd, Slurm), by apt where this user is root
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
@@ -33,7 +34,7 @@ PORTS_STAMP := $(PORTS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo test test-all test-ray test-ports check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-ray test-ports check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,11 @@ demo: $(STAMP)
 	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
 		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
+
+# Hosts are network namespaces: as root, or in a user namespace where that is allowed.
+BACKEND ?= c10d
+demo-hosts: $(STAMP)
+	$(BIN)/python examples/hosts/demo.py build/demo-hosts --backend $(BACKEND)
 
 # Tests wait more than they compute; multi-rank jobs use the remaining cores.
 test: $(STAMP)

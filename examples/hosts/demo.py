@@ -56,7 +56,7 @@ class Demo:
             self.etcd.start(name)
             backend = ["--rdzv-backend", "etcd", "--rdzv-endpoint", self.etcd.endpoints]
         command = [sys.executable, "-m", "outlast.launch", "run", "--nnodes", str(len(NAMES))]
-        options = ["--rdzv-id", "demo", "--host-timeout", "3", "--max-restarts", "10", *backend]
+        options = ["--rdzv-id", "demo", "--standby", "0", *backend]
         events = ["--events-dir", str(self.folder / "events")]
         script = [str(TRAIN), "--state", str(self.folder / "state")]
         trace = ["--trace", str(self.folder / "trace")]
@@ -87,15 +87,18 @@ class Demo:
         ]
         return max(found)[1] if found else None
 
-    def until_step(self, step: int, iteration: int) -> tuple[int, int]:
-        """Waits for a step of this iteration, or a later; returns the step and the world size."""
+    def until_step(self, step: int) -> tuple[int, int]:
+        """Waits for this step or a later one, made from now on; returns it and the world size."""
+        now = time.monotonic()
 
         def found() -> tuple[int, int] | None:
             for file in (self.folder / "trace").iterdir():
                 for line in file.read_text().splitlines(keepends=True):
-                    record = json.loads(line) if line.endswith("\n") else {}
-                    if record.get("iteration", -1) >= iteration and record["step"] >= step:
-                        return record["step"], record["size"]
+                    made = json.loads(line) if line.endswith("\n") else {"step": -1}
+                    if made["step"] >= step:
+                        ahead = self.network[made["host"]].clock_offset_s
+                        if made["time"] - ahead > now:
+                            return made["step"], made["size"]
             return None
 
         return self.until(found, f"step {step}")
@@ -122,12 +125,12 @@ class Demo:
         for name in NAMES:
             self.start(name)
         self.say(f"{', '.join(NAMES)} run `outlast run --nnodes {len(NAMES)} ... train.py`")
-        step, size = self.until_step(20, 0)
+        step, size = self.until_step(20)
         first = self.leader()
         self.say(f"step {step} on {size} hosts; {first}, which leads the store, loses power")
         self.lose(first)
         self.say(f"a fresh {first} runs the same command")
-        step, size = self.until_step(step + 20, 1)
+        step, size = self.until_step(step + 20)
         second = next(name for name in reversed(NAMES) if name not in (first, self.leader()))
         self.say(f"step {step} on {size} hosts; {second} loses power")
         self.lose(second)
@@ -135,7 +138,7 @@ class Demo:
         self.until(lambda: all(agent.poll() == 0 for agent in self.agents.values()) or None, "end")
         self.say("all agents have ended with exit code 0")
         logs = "".join(log.read_text() for log in self.folder.glob("*.log"))
-        return re.findall(r"weights (\w+)", logs)[-1]
+        return str(re.findall(r"weights (\w+)", logs)[-1])
 
 
 def undisturbed(folder: Path) -> str:

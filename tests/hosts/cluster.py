@@ -32,7 +32,8 @@ TRAIN = EXAMPLE / "train.py"
 HOLD_AT = 60
 """The step at which training waits for `Cluster.go`, so that it cannot end before the fault."""
 LINGER_S = 20.0
-LEASE_S = 2.0
+LEASE_S = 4.0
+"""Long enough for an agent to be scheduled while the processors have much to do."""
 LEADS = re.compile(r"(\w+) leads the hosts \(term (\d+)\)")
 
 
