@@ -10,10 +10,11 @@ import pytest
 from inprocess.mutations import mutate
 from outlast.coordination.replicated.host_leases import HostLeases
 from outlast.coordination.replicated.leader import Leader
-from outlast.coordination.replicated.quorum import Configuration, Voters
-from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.requests import OwnRequests
+from outlast.coordination.replicated.serving import Serving
 from outlast.coordination.replicated.table import Table
+from outlast.coordination.replicated.timing import Timing
 from outlast.coordination.replicated.voter import Voter
 from outlast.testing.hosts.schedule import HostSchedule
 from outlast.testing.hosts.simulate import HostsResult, simulate_hosts
@@ -61,6 +62,11 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "and self.voted_for in (None, sender)",
         "",
     ),
+    "a voter forgets the leader that it hears": (
+        Voter.hears_leader,
+        "now < self.heard + self.timing.sticky",
+        "False",
+    ),
     "a vote for a log that lacks entries": (
         Voter.answer_vote,
         "(asked.last_term, asked.last_index) >= (self.log.last_term, self.log.last)",
@@ -76,20 +82,26 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "Voters(wanted, voters.new)",
         "Voters(wanted)",
     ),
-    "the joint phase commits with the new voters only": (
-        Voters.reached_by_quorum,
-        "min(reached, self.old.reached_by_quorum(value))",
-        "reached",
-    ),
-    "voters change to some that are no quorum": (
-        Leader._change_voters,
-        "and wanted.is_quorum([voter.me, *reached])",
-        "",
+    "half of the voters commit": (
+        Configuration.reached_by_quorum,
+        "2 * weights > self._total",
+        "2 * weights > self._total - 2",
     ),
     "lost hosts stay voters": (
         Leader._change_voters,
         "if name not in voter.table.gone",
         "",
+    ),
+    "a repeated write is performed again": (
+        Table.write,
+        "results[number] = session.answers[number]",
+        "results[number] = session.answers.pop(number)",
+    ),
+    "a read needs no lease": (Serving.take, "elif lease_valid:", "else:"),
+    "a host is lost when its lease is over by the leader's clock": (
+        Timing.lost_after.fget,  # type: ignore[attr-defined]
+        "self.lease * (1 + self.margin)",
+        "self.lease",
     ),
     "a late copy of an answered write is performed": (
         Table.write,
@@ -127,7 +139,6 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "log.term(previous) != said.prev_term",
         "False",
     ),
-    "a leader that hands over goes on": (Replica._hand_over, "self._stop_leading()", "pass"),
     "a write is not repeated": (
         OwnRequests.message,
         "pending.due = now + pending.delay",

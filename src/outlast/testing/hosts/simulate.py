@@ -260,10 +260,14 @@ def _run(sim: HostSimulation, schedule: HostSchedule) -> HostsResult:
     calls = [call for host in sim.hosts.values() for call in host.calls]
     broken = check(calls, sim.model)
     sim.must(not broken, "; ".join(broken[:3]))
-    for host in sim.hosts.values():
-        if host.replica._voter.applied == len(sim.committed):
-            keys = host.replica._voter.table.keys
-            sim.must(keys == sim.model.keys, f"the table of {host.name}: {keys}")
+    tables = [
+        host.replica._voter.table
+        for host in sim.hosts.values()
+        if host.replica._voter.applied == len(sim.committed)
+    ]
+    for table in tables:
+        sim.must(table.keys == sim.model.keys, f"the keys of a table: {table.keys}")
+        sim.must(table.sessions == tables[0].sessions, f"not equal: {table.sessions}")
     return HostsResult(
         leaders=len(sim.leaders),
         lost=sum(b'orderly": false' in line for line in _lost(sim)),
