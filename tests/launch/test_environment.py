@@ -54,6 +54,12 @@ def test_an_interface_that_the_user_chose_is_kept(tmp_path: Path) -> None:
         assert run.wait() == 0
 
 
+def test_the_password_of_etcd_is_not_passed_on(tmp_path: Path) -> None:
+    with Run(tmp_path, PRINTS, env={"OUTLAST_ETCD_PASSWORD": "secret"}) as run:
+        assert "OUTLAST_ETCD_PASSWORD" not in run.ready(0).env
+        assert run.wait() == 0
+
+
 def test_what_outlast_adds(tmp_path: Path) -> None:
     with Run(tmp_path, PRINTS, "--events-dir=e", args=["--x_y", "-m", "--", "a b"]) as run:
         ready = run.ready(0)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a standby process uses this module, and imports no more tha
 _MARK = "OUTLAST_JOB"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
+_ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"  # of the launcher alone
 
 PER_WORKER = frozenset(
     (
@@ -46,7 +47,7 @@ def names_chaos_state() -> bool:
 
 def etcd_password() -> str:
     """The password of the user of etcd: never an argument, which other users could read."""
-    return os.environ.get("OUTLAST_ETCD_PASSWORD", "")
+    return os.environ.get(_ETCD_PASSWORD, "")
 
 
 def mark(job: JobSpec) -> str:
@@ -131,7 +132,7 @@ def worker_environment(
 def standby_environment(job: JobSpec) -> dict[str, str]:
     """The environment of a standby process: a worker's, without the variables of `PER_WORKER`."""
     # The user's choice of an interface is kept.
-    dropped = PER_WORKER - {_GLOO_INTERFACE}
+    dropped = (PER_WORKER | {_ETCD_PASSWORD}) - {_GLOO_INTERFACE}
     given = {name: value for name, value in os.environ.items() if name not in dropped}
     values = {
         "LOCAL_WORLD_SIZE": str(job.nproc),
