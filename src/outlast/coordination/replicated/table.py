@@ -79,7 +79,7 @@ class Table:
         self._set(key, self.keys.get(key, b"") + line.encode() + b"\n")
         number = int(self.keys.get(EVENTS, b"0")) + 1
         self._set(EVENTS, str(number).encode())
-        self._set(event_key(number), b"")
+        self._set(event_key(number), f"{key}\n{line}".encode())
 
     # ------------------------------------------------------------------ operations
     def write(

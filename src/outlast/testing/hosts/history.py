@@ -74,7 +74,7 @@ class Model:
         self._events += 1
         self.keys[key] = self.keys.get(key, b"") + line.encode() + b"\n"
         self.keys["hosts/events"] = b"%d" % self._events
-        self.keys[f"hosts/event/{self._events}"] = b""
+        self.keys[f"hosts/event/{self._events}"] = f"{key}\n{line}".encode()
 
     def _write(self, op: Operation) -> Result:
         before = self.keys.get(op.key, b"")

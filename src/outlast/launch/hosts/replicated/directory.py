@@ -1,7 +1,8 @@
 """The hosts of the group, as one host reads them from the store: who has joined, who is lost.
 
-Each change of the hosts is an event with a number, under a key of its own; the directory waits for
-the next one. Each host reads each event once, so that the load grows with hosts times changes.
+Each change of the hosts is an event with a number, under a key of its own, whose value is the name
+of a log and the line that was appended to it. The directory reads both logs once, and then waits
+for one event after the other: a change costs each host one line, and not the logs.
 """
 
 from __future__ import annotations
@@ -58,19 +59,36 @@ class Directory:
             return  # the lease is over
         events, joined, lost = (part if isinstance(part, bytes) else b"" for part in result)
         self._seen = int(events or b"0")
-        everyone = {h.id: h for h in map(HostInfo.decode, joined.splitlines())}
-        ended = {said["id"]: said for said in map(json.loads, lost.splitlines())}
-        self.hosts = {h: info for h, info in everyone.items() if h not in ended}
-        self.gone = [
-            Gone(everyone[h], str(said.get("reason", "")), bool(said.get("orderly")))
-            for h, said in ended.items()
-            if h in everyone
-        ]
+        for line in joined.splitlines():
+            self._joined(line)
+        for line in lost.splitlines():
+            self._lost(line)
         self.known = True
         self._changed()
-        # An event after `_seen` may have come meanwhile; then this wait returns at once.
+        self._await_next()
+
+    def _await_next(self) -> None:
+        # An event that has come meanwhile is there: then this returns at once.
         self._submit(Operation("wait_for", event_key(self._seen + 1)), self._event)
 
     def _event(self, result: Result) -> None:
-        if isinstance(result, bytes):
-            self._look()
+        if not isinstance(result, bytes):
+            return  # the lease is over
+        self._seen += 1
+        log, _, line = result.partition(b"\n")
+        if log == JOINED.encode():
+            self._joined(line)
+        else:
+            self._lost(line)
+        self._changed()
+        self._await_next()
+
+    def _joined(self, line: bytes) -> None:
+        host = HostInfo.decode(line)
+        self.hosts[host.id] = host
+
+    def _lost(self, line: bytes) -> None:
+        said = json.loads(line)
+        host = self.hosts.pop(said["id"], None)
+        if host is not None:
+            self.gone.append(Gone(host, str(said["reason"]), bool(said["orderly"])))
