@@ -95,6 +95,7 @@ def test_nothing_is_lost_or_done_twice_whatever_becomes_of_requests_and_answers(
         assert mine == [f"{number}.{n}" for n in range(ROUNDS)]
 
 
+@pytest.mark.slow
 def test_replacing_is_exact_too(etcd: Cluster, root: str) -> None:
     """Each thread increments a number by `compare_set`; every success is one increment."""
 

@@ -112,6 +112,7 @@ def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(etcd: Cluster, on: Ru
     assert len(again.ask("state")["lost"]) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
     [before] = start(run, 2)
@@ -123,6 +124,7 @@ def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFact
     assert after.ask("state")["lost"] == {}
 
 
+@pytest.mark.slow
 def test_hosts_that_differ_are_refused(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
     first = run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]])
