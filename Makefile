@@ -4,8 +4,8 @@
 #   make check     format, lint, types, import order, the documentation and its examples
 #   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
-#   make test-ray  the tests that need Ray, in a separate environment, because Ray is large
 #   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
+#   make test-ray  the tests that need Ray
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  the servers that some tests need (etcd, Slurm), by apt where this user is root
 #   make bench     the benchmarks, compared with another library that restarts in place
@@ -27,10 +27,8 @@ STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
-RAY_VENV := .venv-ray
-RAY_STAMP := $(RAY_VENV)/.installed
-PORTS_VENV := .venv-ports
-PORTS_STAMP := $(PORTS_VENV)/.installed
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
@@ -55,11 +53,9 @@ $(STAMP): $(BUILT_FROM)
 $(BENCH_STAMP): $(BUILT_FROM)
 	$(call environment,$(BENCH_VENV),bench$(,)demo)
 
-$(RAY_STAMP): $(BUILT_FROM)
-	$(call environment,$(RAY_VENV),dev$(,)demo$(,)ray)
-
-$(PORTS_STAMP): $(BUILT_FROM)
-	$(call environment,$(PORTS_VENV),dev$(,)ports)
+# Separate, because Ray, Lightning and transformers are large.
+$(FRAMEWORKS_STAMP): $(BUILT_FROM)
+	$(call environment,$(FRAMEWORKS_VENV),dev$(,)demo$(,)ports$(,)ray)
 
 # A comma that `call` does not take for an argument separator.
 , := ,
@@ -90,14 +86,14 @@ services:
 
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
-	$(MAKE) test-ports
-
-test-ray: $(RAY_STAMP)
-	$(RAY_VENV)/bin/python -m pytest tests/elastic/states/test_ray.py
+	$(MAKE) test-ports test-ray
 
 # The tests mostly wait for default timeouts, all at the same time.
-test-ports: $(PORTS_STAMP)
-	$(PORTS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports
+test-ports: $(FRAMEWORKS_STAMP)
+	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports
+
+test-ray: $(FRAMEWORKS_STAMP)
+	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
@@ -119,7 +115,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(RAY_VENV) $(PORTS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(BENCH_VENV) $(FRAMEWORKS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true

@@ -19,7 +19,7 @@ DRIVER = Path(__file__).parent / "scripts" / "on_ray.py"
 
 @pytest.fixture
 def ray(_allowed: None, tmp_path: Path) -> Iterator[RayCluster]:
-    pytest.importorskip("ray", reason="needs the extra `ray`: make test-frameworks")
+    pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray")
     folder = tmp_path / "ray"
     with Network(["c0", "h1", "h2", "h3"]) as network, RayCluster(network, folder) as ray:
         yield ray
