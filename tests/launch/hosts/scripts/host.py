@@ -53,7 +53,9 @@ class Commands:
         }
 
     def voters(self) -> int:
-        """How many hosts vote, as far as this one knows."""
+        """How many hosts vote, as far as this one knows; 0 with etcd."""
+        if isinstance(self.group, EtcdGroup):
+            return 0
         membership = self.group._service._membership
         return len(membership._replica.voters)
 
