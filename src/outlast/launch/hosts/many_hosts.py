@@ -299,7 +299,9 @@ class ManyHosts:
 
     def _take_place(self, entry: Take) -> None:
         ranks = ranks_text(entry.place, self._job.nproc)
-        self._state = self._group.poll()  # the host may have joined since the last look
+        # The host may have joined since the last look. What else is new waits for the next look.
+        self._state = self._group.poll()
+        self._resources.loop.call_later(0.0, self._look)
         host = next((host.name for host in self._state.hosts if host.id == entry.host), entry.host)
         self._say(f"host {host} takes place {entry.place}: {ranks}")
         if entry.host == self.host_id:
