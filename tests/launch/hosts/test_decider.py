@@ -141,6 +141,16 @@ def test_the_end_waits_for_all_hosts_that_are_there() -> None:
     assert first(stopped, group("abd", lost="c"), ab) == Finish()
 
 
+def test_a_decision_that_comes_too_late_changes_nothing() -> None:
+    again = running("ab", Restart(0, "why"), Start(1, ("a", "b"), used=1))
+    late = again.apply(Restart(0, "of another host, for the attempt before"))
+    assert late == dataclasses.replace(again, number=late.number)
+    stopped = again.apply(Stop(15, "a"))
+    for entry in (End("why"), Stop(2, "b"), Start(2, ("a",)), Take(1, "c"), Restart(1, "why")):
+        after = stopped.apply(entry)
+        assert after == dataclasses.replace(stopped, number=after.number)
+
+
 ENTRIES = st.one_of(
     st.builds(
         Start,
