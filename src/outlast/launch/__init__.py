@@ -7,6 +7,9 @@ Contents::
     agent/              the process that watches the workers: `decisions` (what follows from a
                         death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
                         end), `death_log` (including exit code and summary)
+    hosts/              a job on many hosts: the group of agents, their store, the decisions that
+                        concern all hosts (`decider`, `job_plan`) and how this agent takes part in
+                        them (`many_hosts`)
     workers/            a worker process, how it is started, the group of all workers; standby
                         processes, which take the place of a dead worker
     output/             the output of the workers and the launcher's console
