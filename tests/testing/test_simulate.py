@@ -111,43 +111,40 @@ def test_the_simulation_of_stops_finds(name: str, monkeypatch: pytest.MonkeyPatc
 # Each: the function, a text in its source, and the replacement.
 MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a loss does not check start": (
-        MembershipProtocol.report_lost,
+        MembershipProtocol.wake_for_lost,
         'await barrier.check(self.link, f"start/{at}", view.expected)',
         "pass",
     ),
     "a loss does not check term": (
-        MembershipProtocol.report_lost,
+        MembershipProtocol.wake_for_lost,
         'await barrier.check(self.link, f"term/{at}", view.expected)',
         "pass",
     ),
     "a loss does not check goodbye": (
-        MembershipProtocol.report_lost,
+        MembershipProtocol.wake_for_lost,
         'await barrier.check(self.link, "goodbye", view.expected)',
         "pass",
     ),
     "a loss does not end the iteration": (
-        MembershipProtocol.report_lost,
+        MembershipProtocol.wake_for_lost,
         "await self.end(at, RESTART)",
         "pass",
     ),
     "a loss is told to the iteration of the dead only": (
-        MembershipProtocol.report_lost,
+        MembershipProtocol.wake_for_lost,
         "at += 1",
         "return",
     ),
     "a loss is in the ledger last": (
-        MembershipProtocol.report_lost,
-        "await self.link.append(barrier.LEDGER, to_line(lost))\n"
-        "    at = await self.current() if iteration < 0 else iteration\n"
-        "    views = []\n"
-        "    while (view := await self.view(at)) is not None:\n"
-        "        if lost.member",
-        "at = await self.current() if iteration < 0 else iteration\n"
-        "    views = []\n"
-        "    while (view := await self.view(at)) is not None or (\n"
-        "        await self.link.append(barrier.LEDGER, to_line(lost))\n"
-        "    ):\n"
-        "        if lost.member",
+        MembershipProtocol.report_all_lost,
+        'await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))\n'
+        "    failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
+        "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"
+        "    await self.wake_for_lost(iteration, failed, discarded)\n",
+        "failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
+        "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"
+        "    await self.wake_for_lost(iteration, failed, discarded)\n"
+        '    await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))\n',
     ),
     "who arrives does not read the ledger": (
         barrier.arrive,
