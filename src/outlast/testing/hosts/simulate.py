@@ -25,7 +25,6 @@ from outlast.coordination.replicated.timing import Timing
 from outlast.testing.hosts.history import FOREVER, Model, check
 from outlast.testing.hosts.schedule import HostSchedule
 from outlast.testing.hosts.simulated_host import SimulatedHost
-from outlast.testing.hosts.workload import next_operation
 
 SETTLE_S = 40.0
 
@@ -315,7 +314,7 @@ def _open_ends(sim: HostSimulation) -> list[str]:
     if not members:
         return []
     if len(leaders) != 1:
-        return ["nobody leads"]
+        return ["no host leads"]
     voters = leaders[0]._voter.log.voters
     assert voters is not None
     found = [f"{name} is a voter still" for name in voters.all & sim.model.gone]
@@ -332,6 +331,3 @@ def _open_ends(sim: HostSimulation) -> list[str]:
             and (call.operation.name != "wait_for" or call.operation.key in sim.model.keys)
         ]
     return found
-
-
-__all__ = ["HostSimulation", "HostsResult", "next_operation", "simulate_hosts"]
