@@ -80,6 +80,15 @@ def test_a_spare_takes_the_place_of_a_lost_host_in_a_wrapped_job() -> None:
     assert first(after, group("acd", lost="b")) is None
 
 
+def test_a_host_takes_the_place_that_it_asks_for() -> None:
+    limits = dataclasses.replace(LIMITS, minimum=3, asked=True)
+    there = group("ac", lost="b")
+    for place, entry in ((0, None), (1, Take(1, "d"))):
+        spare = dataclasses.replace(info("d"), place=place)
+        joined = dataclasses.replace(there, hosts=(*there.hosts, spare))
+        assert first(running("abc"), joined, limits=limits) == entry
+
+
 def test_a_late_host_gets_a_place_of_its_own() -> None:
     plan = running("ab")
     assert first(plan, group("abc")) == Take(2, "c")

@@ -130,8 +130,10 @@ class Decider:
             return self._restart(plan, missing, spares, facts)
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:
             return None  # the members leave by themselves
-        if missing and spares:
-            return Take(missing[0][0], spares[0].id)
+        for place, _ in missing:
+            fit = [host for host in spares if not self.limits.asked or host.place == place]
+            if fit:
+                return Take(place, fit[0].id)
         if spares and len(plan.places) < self.limits.maximum:
             return Take(len(plan.places), spares[0].id)
         late = [
