@@ -349,7 +349,8 @@ class Replica:
         settled = voters is None or (
             log.voters_index <= self._voter.commit and host not in voters.all
         )
-        if orderly and host != self.me and not settled:
+        alone = voters is not None and voters.all == {host}
+        if orderly and not settled and not alone:
             return
         if host == self.me:
             self._host.refuse(Refusal(reason, orderly))
