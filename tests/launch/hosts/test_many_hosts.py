@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def test_the_host_of_the_store_dies_and_a_spare_takes_its_place(tmp_path: Path) 
         spare.until_said("takes place 0: rank 0")
         replacement = spare.ready(0)
         assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
-        assert "leads the hosts (term 2)" in spare.err
+        # Under load, the first election may have no winner: the term may be a later one.
+        assert re.search(r"leads the hosts \(term [2-9]", spare.err)
         other.set_job("completed")
         survivor.succeed()
         replacement.succeed()
