@@ -78,6 +78,31 @@ def test_a_silent_member_is_reported_by_the_one_that_watches_it(per_host: bool) 
     assert (adds == 0) is per_host
 
 
+def test_nobody_is_judged_by_the_time_that_the_store_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    members, shared, reported = rings(clock, per_host=False)
+    for ring in members:
+        ring.beat()
+    add = shared.add
+
+    def slowly(key: str, amount: int) -> int:
+        clock.advance(2.0)
+        return add(key, amount)
+
+    monkeypatch.setattr(shared, "add", slowly)
+    for _ in range(20):  # only member 0 finds the time to look
+        clock.advance(1.0)
+        members[0].beat()
+    assert reported == []
+    monkeypatch.undo()
+    for _ in range(12):
+        clock.advance(1.0)
+        members[0].beat()
+    assert reported == [1]
+
+
 def test_a_member_that_comes_later_is_watched() -> None:
     clock = FakeClock()
     members, _, reported = rings(clock, per_host=True)

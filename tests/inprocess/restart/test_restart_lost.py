@@ -143,3 +143,26 @@ def test_a_lost_host_is_reported_by_another_ones_launcher(ranks: Ranks) -> None:
         assert job.wait_all() == {0: 0, 1: KILLED, 2: KILLED}, errors(job)
         assert views(job) == {0: full(3), 1: full(1)}
         assert "host h2 is lost" in job.errors(0)
+
+
+def test_a_live_rank_that_is_mistaken_for_lost_leaves_and_can_be_replaced(ranks: Ranks) -> None:
+    # The launcher replaces only a process that has ended, and the others wait for a replacement.
+    store = TorchStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "")
+    agent = {
+        "OUTLAST_AGENT": "1",
+        "OUTLAST_HOST_ADDR": "127.0.0.1",
+        "OUTLAST_STORE": f"127.0.0.1:{store.torch_store.port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with ranks("lost", "killed_by_the_test", nprocs=2, env=agent) as job:
+        for rank, host in enumerate("ab"):
+            job.start(rank, {"OUTLAST_HOST": host})
+        _ready(job)
+        record = json.loads(store.read("outlast/job") or b"")
+        membership = MembershipProtocol(Link(record["prefix"]), 2)
+        cause = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
+        drive(report_host_lost(membership, "b", range(1, 2), cause), perform_on(store))
+        assert job.wait(1) == 1, errors(job)
+        assert "the other ranks count this one as lost: host h2 is lost" in job.errors(1)
+        job.start(1, {"OUTLAST_HOST": "c", "OUTLAST_REPLACEMENT": "1"})
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)

@@ -44,7 +44,7 @@ class HeartbeatRing:
         if self._page.member < 0 or not self._store.available:
             return
         if self._count_up(self._page.member, 1) is not None:
-            self._watch_next()
+            self._watch_next(now)
 
     def _count_up(self, member: int, amount: int) -> int | None:
         return self._store.perform(self._link.add(f"beat/{member}", amount))
@@ -60,7 +60,7 @@ class HeartbeatRing:
         before, self._here = self._here, frozenset(map(int, here.split()))
         return self._here != before
 
-    def _watch_next(self) -> None:
+    def _watch_next(self, began: float) -> None:
         iteration = self._page.iteration
         if self._look_around() or iteration != self._chosen_in:
             self._choose_next(iteration, frozenset())
@@ -70,7 +70,9 @@ class HeartbeatRing:
         if count is None:
             return
         now = self._clock.now()
-        if count != self._count:
+        # If the store was slow (it may just have lost its leader), so were the others' heartbeats.
+        slow = now - began > self._plan.interval
+        if count != self._count or slow:
             self._count, self._changed_at = count, now
         elif now - self._changed_at >= self._plan.heartbeat:
             lost = self._store.lost_members() or frozenset()

@@ -60,10 +60,12 @@ class MonitorLoop:
         try:
             self._run()
         finally:
+            if self._pidfd is not None:
+                os.close(self._pidfd)
             write_line(f"{names}: end")
 
     def _run(self) -> None:
-        self._store.connect(give_up=lambda: self._pidfd is None or bool(self._poll.poll(0)))
+        self._store.connect(give_up=self._is_over)
         dismissed = self._watch_main_process()
         how = "was dismissed" if dismissed else "main process ended"
         write_line(f"{how} in iteration {self._page.iteration}")
@@ -75,6 +77,16 @@ class MonitorLoop:
             self._service.replace_iteration_store(None if self._main_alive else self._pidfd)
         if self._server is not None:
             self._service.serve_until_goodbye()
+
+    def _is_over(self) -> bool:
+        """Whether the main process has ended, or dismissed this one."""
+        ready = [fd for fd, _ in self._poll.poll(0)]
+        if self._pidfd is None or self._pidfd in ready:
+            return True
+        if self._end.fileno() not in ready:
+            return False
+        messages = self._end.recv(64, socket.MSG_PEEK)
+        return not messages or b"B" in messages
 
     def _watch_main_process(self) -> bool:
         """Runs until the main process ends or dismisses this one; returns whether dismissed."""

@@ -233,6 +233,8 @@ class Machine:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         self.cause = first_cause(faults) or self.cause
         if self.host.limits.await_size:
+            # A live member that was mistaken for lost is replaced only once its process has ended.
+            await self._leave_if_lost()
             with self.host.timing("replacements"):
                 self.held_in_vain = await hold_for_replacements(
                     self.membership, self.host, k, self.held_in_vain
@@ -255,12 +257,13 @@ class Machine:
         if self.member in self.record.expected:
             pauses = self.pause and self.record.stop is None
             return RecoveryState.PAUSE if pauses else RecoveryState.ASSIGN
-        if self.member in await barrier.lost_members(self.link):
-            reason = next(
-                r.reason for r in await self.membership.ledger() if r.member == self.member
-            )
-            raise RankLostError(f"the other ranks continued without this one: {reason}")
+        await self._leave_if_lost()
         return RecoveryState.JOIN
+
+    async def _leave_if_lost(self) -> None:
+        for record in await self.membership.ledger():
+            if record.member == self.member:
+                raise RankLostError(f"the other ranks count this one as lost: {record.reason}")
 
     async def _leave_if_stopped(self) -> None:
         """Leaves if the view ends the job: all its members do, because all follow the same view."""

@@ -1,0 +1,74 @@
+"""The event loop of the monitor process, in a thread, with this test's parent as main process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.loop import MonitorLoop
+from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.store import FileStore
+
+
+class BusyStore(FileStore):
+    """A store that cannot be reached at first."""
+
+    failures = 3
+
+    def __init__(self, file_name: str) -> None:
+        if BusyStore.failures:
+            BusyStore.failures -= 1
+            raise RuntimeError("not yet")
+        super().__init__(file_name)
+
+
+def plan(page: SharedPage, file: Path) -> MonitorPlan:
+    return MonitorPlan(
+        page=page,
+        factory=BusyStore,
+        kwargs={"file_name": str(file)},
+        endpoint=None,
+        serve=False,
+        ready="",
+        prefix="call/",
+        rank=0,
+        world_size=1,
+        token="token",
+        interval=0.01,
+        heartbeat=30.0,
+        soft=0.0,
+        hard=0.0,
+        grace=1.0,
+        patience=60.0,
+        logfile=None,
+        events_dir="",
+    )
+
+
+def test_a_message_of_the_main_process_does_not_end_the_attempts_to_reach_the_store(
+    tmp_path: Path,
+) -> None:
+    # A monitor without a store is silent: the others would take its rank for lost.
+    page = SharedPage()
+    page.member, page.rank, page.iteration = 0, 0, 0
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"T")
+        loop = MonitorLoop(plan(page, tmp_path / "store"), os.getppid(), theirs, None)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60.0
+            store = FileStore(str(tmp_path / "store"))
+            while not store.check(["call/beat/0"]) and thread.is_alive():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert store.check(["call/beat/0"])
+        finally:
+            ours.send(b"B")
+            thread.join()
+    page.close()
