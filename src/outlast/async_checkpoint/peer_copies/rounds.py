@@ -134,15 +134,18 @@ class CopyRounds:
                 if self._closed:  # `close` may have looked before this round began
                     self._claim_end()
                 try:
-                    self._take_part(this)
+                    began = self._emitter.clock.now()
+                    skipped = self._take_part(this)
                 finally:
                     self._current = -1
                     if this.snapshot is not None:
                         self._pool.unreserve(this.snapshot.buffer, this.snapshot)
                         self._busy = ""
+                # Last: a save that follows the event is copied.
+                self._report(this, skipped, self._emitter.clock.now() - began)
 
-    def _take_part(self, this: _Round) -> None:
-        began = self._emitter.clock.now()
+    def _take_part(self, this: _Round) -> CallFailure | None:
+        """Returns `None` once the copies of all ranks are complete, or why they are not."""
         skipped = self._await_all(this)
         if skipped is None:
             assert this.snapshot is not None
@@ -160,6 +163,9 @@ class CopyRounds:
                     self._keeper.kept = self._pool.precious
                 self._keeper.keep_only(self._keeper.kept)
         self._ledger.forget(2 * this.index)
+        return skipped
+
+    def _report(self, this: _Round, skipped: CallFailure | None, seconds: float) -> None:
         before, self._skipped_before = self._skipped_before, skipped is not None
         if skipped is None:
             assert this.snapshot is not None
@@ -167,7 +173,7 @@ class CopyRounds:
                 CopyCompleted(
                     step=this.step,
                     own_bytes=_size_of(this.snapshot) + len(this.snapshot.values),
-                    seconds=self._emitter.clock.now() - began,
+                    seconds=seconds,
                     held_by=self._arranged.hosts[self._holder],
                 )
             )
