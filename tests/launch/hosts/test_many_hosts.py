@@ -94,6 +94,7 @@ def test_the_host_of_the_store_dies_and_a_spare_takes_its_place(tmp_path: Path) 
         assert codes(other, spare) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_plain_job_restarts_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=1:2", "--max-restarts=1") as hosts:
         one = hosts.start(2)
@@ -111,6 +112,7 @@ def test_a_plain_job_restarts_with_the_hosts_that_are_left(tmp_path: Path) -> No
         assert "restart 1 of 1" in one.err
 
 
+@pytest.mark.slow
 def test_too_few_hosts(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=3", "--rdzv-conf=join_timeout=2") as hosts:
         one, two = hosts.start_all(2)
@@ -122,6 +124,7 @@ def test_too_few_hosts(tmp_path: Path) -> None:
             assert f"({address(3)})" in run.err
 
 
+@pytest.mark.slow
 def test_a_host_with_other_arguments_is_refused(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
         (one,) = hosts.start_all(1)
