@@ -6,6 +6,8 @@ import select
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 MakeRun = Callable[..., Any]
 EVERYONE = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 
@@ -20,6 +22,7 @@ def test_three_endpoints_that_start_at_once_found_one_group(run: MakeRun) -> Non
         assert state["leader"] == "127.0.0.2"  # the first endpoint, as it was there
 
 
+@pytest.mark.slow
 def test_two_of_three_endpoints_are_enough(run: MakeRun) -> None:
     here = run(endpoints=3)
     second, third = here.host(3, silence_s=0.3), here.host(4, silence_s=0.3)

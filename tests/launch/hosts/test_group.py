@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 MakeRun = Callable[..., Any]
 
 
@@ -30,6 +32,7 @@ def test_three_hosts_meet_at_the_endpoint_of_the_first(run: MakeRun) -> None:
     assert state["hosts"] == [s for s in state["hosts"] if s != "127.0.0.3"]
 
 
+@pytest.mark.slow
 def test_operations_of_all_hosts_at_once_lose_nothing(run: MakeRun) -> None:
     hosts = run().start(2, 3, 4)
     for host in hosts:
