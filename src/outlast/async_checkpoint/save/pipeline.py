@@ -328,17 +328,15 @@ class SavePipeline:
         (`error`, `dropped`).
         """
         try:
-            manifest, commit = commit_of(
-                save, self._ledger.parts(save.index), self._session.credentials
-            )
+            parts = self._ledger.parts(save.index)
+            manifest, commit = commit_of(save, parts, self._session.credentials)
             self._session.writer.request(commit)
         except (OutlastError, OSError, Dropped) as e:
             if not isinstance(e, CheckpointTimeout):
                 self._remove_files(save)
             if self._aborted:
-                return None, {
-                    "dropped": "dropped for all ranks by rank 0, while it was being committed"
-                }
+                why = "dropped for all ranks by rank 0, while it was being committed"
+                return None, {"dropped": why}
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
         return manifest, {"size_bytes": manifest.size_bytes}
 
