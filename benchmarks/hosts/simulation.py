@@ -26,8 +26,8 @@ from outlast.coordination.replicated.table import Table
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
-from outlast.launch.hosts.combining import Combiner
-from outlast.launch.hosts.upstream import Done
+from outlast.launch.hosts.server.combining import Combiner
+from outlast.launch.hosts.server.upstream import Done
 
 __all__ = ["Model", "Outcome", "restart"]
 

@@ -16,9 +16,9 @@ from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
-from outlast.launch.hosts.group import open_group
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
+from outlast.launch.hosts.replicated.group import open_group
 from procs import free_port
 
 Connect = Callable[[], Store]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate
-from outlast.coordination.replicated.host_leases import HostLeases
-from outlast.coordination.replicated.leader import Leader
+from outlast.coordination.replicated.consensus.host_leases import HostLeases
+from outlast.coordination.replicated.consensus.leader import Leader
+from outlast.coordination.replicated.consensus.serving import Serving
+from outlast.coordination.replicated.consensus.voter import Voter
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.requests import OwnRequests
-from outlast.coordination.replicated.serving import Serving
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.replicated.timing import Timing
-from outlast.coordination.replicated.voter import Voter
 from outlast.testing.hosts.schedule import HostSchedule
 from outlast.testing.hosts.simulate import HostsResult, simulate_hosts
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.launch.agent.decisions import JobRecord, JobState
-from outlast.launch.hosts.decider import Decider, Facts, Limits
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
-from outlast.launch.hosts.job_plan import (
+from outlast.launch.hosts.job.decider import Decider, Facts, Limits
+from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
     Finish,

@@ -14,7 +14,7 @@ import pytest
 from etcd_cluster import NET_S, Cluster, require_etcd
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError
-from outlast.launch.hosts.etcd_group import open_group
+from outlast.launch.hosts.etcd.group import open_group
 from outlast.launch.hosts.host_group import GroupSpec
 from procs import free_port
 

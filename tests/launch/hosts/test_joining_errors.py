@@ -150,7 +150,7 @@ known = socket.getaddrinfo
 def resolve(host, port, **kwargs):
     return known("127.0.1.1" if host == "node1" else host, port, **kwargs)
 socket.getaddrinfo = resolve
-from outlast.launch.hosts.group import open_group
+from outlast.launch.hosts.replicated.group import open_group
 from outlast.launch.hosts.host_group import GroupSpec
 open_group(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),))).start()
 """

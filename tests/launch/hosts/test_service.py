@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from outlast.errors import StoreError
-from outlast.launch.hosts.group import ReplicatedGroup, open_group
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
+from outlast.launch.hosts.replicated.group import ReplicatedGroup, open_group
 from outlast.launch.hosts.replicated.membership import Membership
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from outlast.launch.hosts.wire_protocol import (
+from outlast.launch.hosts.server.wire_protocol import (
     MalformedRequest,
     Query,
     Request,

@@ -7,7 +7,7 @@ and the time, and sends what it takes from the outbox.
 * `hosts`: what a host says about itself. `timing`: all durations, derived from one.
 * `messages`: what replicas send each other, and its encoding.
 * `table`: the keys, the hosts, and the answers that are kept for retries.
-* `quorum`, `log`: which voters decide, and what they have agreed on.
-* `requests`: the operations of this host, and its lease.
-* `election`, `leader`: a voter's part, and a leader's.
+* `requests`, `own_host`: the operations of this host, and its lease.
+* `quorum`, `entries`: which voters decide, and about what.
+* `consensus/`: the agreement among the voters.
 """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import random
 
-from outlast.coordination.replicated.election import Campaigns, Election
+from outlast.coordination.replicated.consensus.election import Campaigns, Election
+from outlast.coordination.replicated.consensus.leader import Leader
+from outlast.coordination.replicated.consensus.log import KEPT
+from outlast.coordination.replicated.consensus.voter import Voter
 from outlast.coordination.replicated.entries import Change, Changed, Joined, Removed
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.leader import Leader
-from outlast.coordination.replicated.log import KEPT
 from outlast.coordination.replicated.messages import (
     Announce,
     Answers,
@@ -30,7 +31,6 @@ from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.own_host import OwnHost
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.timing import Timing
-from outlast.coordination.replicated.voter import Voter
 
 
 class Role(enum.Enum):

@@ -51,7 +51,7 @@ def _run(job: JobSpec) -> int:
         from outlast.launch.agent.one_host import OneHost
 
         return Agent(job, OneHost).run()
-    from outlast.launch.hosts.run_job import run_job
+    from outlast.launch.hosts.job.run_job import run_job
 
     return run_job(job, job.hosts)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from outlast.errors import OutlastError
 from outlast.launch.hosts import etcd_group
-from outlast.launch.hosts.etcd_group import EtcdGroup
-from outlast.launch.hosts.group import ReplicatedGroup, open_group
+from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
+from outlast.launch.hosts.replicated.group import ReplicatedGroup, open_group
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 

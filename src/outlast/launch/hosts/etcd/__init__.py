@@ -1,3 +1,3 @@
-"""The host group over etcd: `lease.py`, `membership.py`, `admission.py`, and `upstream.py`, which
-performs the operations of the workers. `launch/hosts/etcd_group.py` is made of them.
+"""The host group over etcd: `group.py`, made of `lease.py`, `membership.py`, `admission.py`, and
+`upstream.py`, which performs the operations of the workers.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.etcd.upstream import EtcdUpstream
-from outlast.launch.hosts.store_server import StoreServer
+from outlast.launch.hosts.server.store_server import StoreServer
 
 
 class ServerThread:

@@ -10,7 +10,7 @@ from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.coordination.stores.etcd.watch import Wait
 from outlast.errors import StoreError
-from outlast.launch.hosts.upstream import Done
+from outlast.launch.hosts.server.upstream import Done
 
 _THREADS = 8
 

@@ -22,7 +22,7 @@ from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
 from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message, Replicated
 from outlast.launch.hosts.replicated.peer_connections import Peer, PeerConnections
-from outlast.launch.hosts.store_server import StoreServer
+from outlast.launch.hosts.server.store_server import StoreServer
 from outlast.system import lease_page
 from outlast.system.error_text import describe
 from outlast.system.lease_page import LeasePage

@@ -20,9 +20,9 @@ from functools import partial
 
 from outlast.errors import LaunchError
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.hosts.client_connection import ClientConnection
-from outlast.launch.hosts.host_keys import Stores
-from outlast.launch.hosts.upstream import Upstream
+from outlast.launch.hosts.server.client_connection import ClientConnection
+from outlast.launch.hosts.server.host_keys import Stores
+from outlast.launch.hosts.server.upstream import Upstream
 
 _BACKLOG = 4096
 _ACCEPTED = 64  # at a time, so that a flood of connections does not hold up the loop

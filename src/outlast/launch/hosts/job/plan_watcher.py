@@ -9,7 +9,7 @@ import threading
 
 from outlast.coordination.stores.store import Store
 from outlast.errors import StoreError
-from outlast.launch.hosts.job_log import plan_key
+from outlast.launch.hosts.job.job_log import plan_key
 
 
 class PlanWatcher:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.coordination.replicated.entries import Change, Changed, Entry, Joined, Removed, Started
-from outlast.coordination.replicated.host_leases import HostLeases
+from outlast.coordination.replicated.consensus.host_leases import HostLeases
+from outlast.coordination.replicated.consensus.serving import Serving
+from outlast.coordination.replicated.consensus.voter import NEVER, Voter
+from outlast.coordination.replicated.entries import (
+    Change,
+    Changed,
+    Entry,
+    Joined,
+    Removed,
+    Started,
+)
 from outlast.coordination.replicated.messages import Append, AppendAnswer, Message
 from outlast.coordination.replicated.quorum import Configuration, Voters
-from outlast.coordination.replicated.serving import Serving
-from outlast.coordination.replicated.voter import NEVER, Voter
 
 MOST_VOTERS = 7
 MOST_ENTRIES = 64

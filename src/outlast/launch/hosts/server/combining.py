@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from outlast.coordination.replicated.operations import Operation, Result
-from outlast.launch.hosts.upstream import Done, Upstream
+from outlast.launch.hosts.server.upstream import Done, Upstream
 
 # A batch that is larger than this takes no more operations; the next one does.
 MAX_BATCH_BYTES = 4 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outlast.coordination.replicated.consensus.log import Log
 from outlast.coordination.replicated.entries import Change, Joined, Removed, Written
-from outlast.coordination.replicated.log import Log
 from outlast.coordination.replicated.messages import (
     Append,
     AppendAnswer,

@@ -8,7 +8,7 @@ from pathlib import Path
 from outlast.launch import environment
 from outlast.launch.config.placement import Placement
 from outlast.launch.hosts.host_group import HostInfo
-from outlast.launch.hosts.job_plan import JobPlan
+from outlast.launch.hosts.job.job_plan import JobPlan
 
 
 def placement(

@@ -8,10 +8,10 @@ from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.hosts.decider import Decider, Facts, Limits, loss_text
 from outlast.launch.hosts.host_group import GroupState
-from outlast.launch.hosts.job_log import JobLog
-from outlast.launch.hosts.job_plan import Entry, JobPlan, Stage
+from outlast.launch.hosts.job.decider import Decider, Facts, Limits, loss_text
+from outlast.launch.hosts.job.job_log import JobLog
+from outlast.launch.hosts.job.job_plan import Entry, JobPlan, Stage
 
 
 class Leading:

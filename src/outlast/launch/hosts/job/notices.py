@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outlast.events import Emitter, HostJoined, HostLost
-from outlast.launch.hosts.decider import loss_text
 from outlast.launch.hosts.host_group import GroupState, HostInfo
+from outlast.launch.hosts.job.decider import loss_text
 
 
 class GroupNotices:

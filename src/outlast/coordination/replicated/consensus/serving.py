@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from outlast.coordination.replicated.consensus.voter import Voter
 from outlast.coordination.replicated.entries import Change, Written
 from outlast.coordination.replicated.messages import Requests
 from outlast.coordination.replicated.operations import WAIT, Operation, Result
-from outlast.coordination.replicated.voter import Voter
 
 
 class Serving:

@@ -12,7 +12,7 @@ import dataclasses
 
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
-from outlast.launch.hosts.job_plan import (
+from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
     Finish,
@@ -23,7 +23,7 @@ from outlast.launch.hosts.job_plan import (
     Start,
     Take,
 )
-from outlast.launch.hosts.places import PlaceConflict, assign
+from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.system.units import duration_text
 
 

@@ -31,8 +31,8 @@ from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
-from outlast.launch.hosts.job_log import JobLog, plan_key
-from outlast.launch.hosts.job_plan import (
+from outlast.launch.hosts.job.job_log import JobLog, plan_key
+from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
     GiveUp,
@@ -44,11 +44,11 @@ from outlast.launch.hosts.job_plan import (
     Take,
     decode,
 )
-from outlast.launch.hosts.leading import Leading
-from outlast.launch.hosts.notices import GroupNotices
-from outlast.launch.hosts.placements import placement, ranks_text
-from outlast.launch.hosts.plan_watcher import PlanWatcher
-from outlast.launch.hosts.workers_store import WorkersStore
+from outlast.launch.hosts.job.leading import Leading
+from outlast.launch.hosts.job.notices import GroupNotices
+from outlast.launch.hosts.job.placements import placement, ranks_text
+from outlast.launch.hosts.job.plan_watcher import PlanWatcher
+from outlast.launch.hosts.job.workers_store import WorkersStore
 from outlast.system.lease_page import LeasePage
 
 _OFTEN_S, _SELDOM_S = 0.05, 1.0

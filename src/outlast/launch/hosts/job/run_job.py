@@ -14,7 +14,7 @@ from outlast.launch.agent.agent import Agent
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
-from outlast.launch.hosts.many_hosts import ManyHosts
+from outlast.launch.hosts.job.many_hosts import ManyHosts
 
 
 def run_job(job: JobSpec, hosts: HostsSpec) -> int:
@@ -42,8 +42,8 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
 
 
 def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
-    name = "etcd_group" if backend == "etcd" else "group"
-    module = importlib.import_module(f"outlast.launch.hosts.{name}")
+    package = "etcd" if backend == "etcd" else "replicated"
+    module = importlib.import_module(f"outlast.launch.hosts.{package}.group")
     return cast(HostGroup, module.open_group(spec))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from outlast.coordination.replicated.consensus.voter import NEVER, Voter
 from outlast.coordination.replicated.messages import VoteAnswer, VoteRequest
-from outlast.coordination.replicated.voter import NEVER, Voter
 
 
 class Election:
