@@ -21,7 +21,7 @@ from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError, StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.store import TCPStore
-from outlast.launch.hosts import client_connection
+from outlast.launch.hosts.server import client_connection
 from outlast.launch.hosts.server.store_server import StoreServer
 from outlast.launch.hosts.server.wire_protocol import Query
 from procs import Job

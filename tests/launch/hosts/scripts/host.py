@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.errors import OutlastError
-from outlast.launch.hosts import etcd_group
+from outlast.launch.hosts.etcd import group as etcd_group
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
