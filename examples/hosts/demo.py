@@ -167,7 +167,7 @@ def main() -> None:
     expected = undisturbed(folder)
     print(f"A run without faults, in one process, ends with the weights {expected}.")
     with Network(NAMES) as network:
-        etcd = Etcd(network, NAMES, folder) if options.backend == "etcd" else None
+        etcd = Etcd(network, NAMES, folder / "etcd") if options.backend == "etcd" else None
         weights = Demo(network, folder, etcd).play()
     print(f"The run on three hosts, of which two died, ends with the weights {weights}.\n")
     report = [sys.executable, "-m", "outlast.launch", "report", str(folder / "events")]

@@ -34,6 +34,7 @@ class Etcd:
         self.endpoints = ",".join(f"{name}:2379" for name in names)
         self._network = network
         self._folder = folder
+        folder.mkdir(exist_ok=True)
         self._processes: dict[str, HostProcess] = {}
 
     def start(self, name: str) -> None:
