@@ -13,6 +13,7 @@ from network import Network
 from hosts.cluster import Cluster
 
 WRITER = Path(__file__).parent / "scripts" / "etcd_writer.py"
+WAITER = WRITER.with_name("etcd_waiter.py")
 COUNT = 300
 
 pytestmark = [
@@ -45,7 +46,7 @@ def _freeze(network: Network, leader: str) -> None:
 def test_every_write_counts_once_although_the_host_of_the_leader_is_lost(
     network: Network, tmp_path: Path, fault: Fault
 ) -> None:
-    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path)
+    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path / "etcd")
     etcd.start_all()
     leader = etcd.leader()
     others = [name for name in etcd.names if name != leader]
@@ -68,3 +69,20 @@ def test_every_write_counts_once_although_the_host_of_the_leader_is_lost(
     for name in others:
         written = [entry for entry in entries if entry.startswith(name)]
         assert written == [f"{name}:{number}" for number in range(COUNT)]
+
+
+def test_a_wait_ends_although_its_member_lost_power_and_was_back_at_once(
+    network: Network, tmp_path: Path
+) -> None:
+    # The connection of the watch is unknown to the member that came back, which answers others.
+    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path / "etcd")
+    etcd.start_all()
+    cluster = Cluster(network, tmp_path)
+    waiter = cluster.start("h2", [str(WAITER), etcd.endpoints, "wait"])
+    cluster.until_said("waiting", waiter)
+    network["h1"].power_off()
+    network.boot("h1")
+    etcd.start("h1")
+    etcd.leader()
+    assert cluster.wait(cluster.start("h3", [str(WAITER), "h3:2379,h2:2379", "put"])) == [0]
+    assert cluster.wait(waiter) == [0]
