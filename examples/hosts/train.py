@@ -44,7 +44,13 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     loader = ElasticLoader(data, global_batch_size=BATCH, virtual_replicas=PARTS)
     with outlast.Job(
-        options.state, model=model, optimizer=optimizer, loader=loader, every=10, min_ranks=1
+        options.state,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        every=10,
+        min_ranks=1,
+        replicas=options.replicas,
     ) as job:
         first = job.restore() or 0
         if rank == 0:
@@ -90,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
+    parser.add_argument("--replicas", type=int, default=0, help="copies in other hosts' memory")
     parser.add_argument("--trace", type=Path, help="folder for a record of every step")
     parser.add_argument("--hold-at", type=int, help="step at which to wait for the file of --go")
     parser.add_argument("--go", type=Path, default=Path("go"))

@@ -115,8 +115,15 @@ class Cluster:
         }
         return self.start(host, [str(script), *self.training_options()], env)
 
-    def agent(self, host: str, *options: str, script: Path = TRAIN) -> Started:
-        """Starts `outlast run` on a host; all hosts that exist at first are endpoints."""
+    def agent(
+        self,
+        host: str,
+        *options: str,
+        script: Path = TRAIN,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Started:
+        """Starts `outlast run` on a host; the first three hosts are the endpoints."""
         first = list(self.network.names)[:3]
         endpoints = ",".join(f"{name}:29400" for name in first)
         common = ["--rdzv-id", "test", "--standby", "0", "--max-restarts", "10"]
@@ -124,7 +131,7 @@ class Cluster:
         meet = [] if "--rdzv-endpoint" in options else ["--rdzv-endpoint", endpoints]
         events = ["--events-dir", str(self.events)]
         run = ["-m", "outlast.launch", "run", *common, *limits, *meet, *events, *options]
-        return self.start(host, [*run, str(script), *self.training_options()])
+        return self.start(host, [*run, str(script), *self.training_options(), *args], env)
 
     def leader(self, *, term: int = 0) -> str:
         """The host that leads the others in the newest term, of at least this number."""
