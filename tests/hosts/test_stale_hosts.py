@@ -53,4 +53,4 @@ def test_a_host_that_was_stopped_for_too_long_ends_its_workers_and_joins_as_a_ne
     cluster.until_step(1, 2, size=3)
     cluster.go()
     assert cluster.wait() == [0, 0, 0], cluster.output()
-    cluster.check(weights)
+    cluster.check(weights, frozen=stopped)
