@@ -63,10 +63,14 @@ def test_a_failure_of_the_service_is_an_error_and_no_hang(
 def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
     group: ReplicatedGroup,
 ) -> None:
-    while readable(group.wakeup_fd(), timeout=0.0):
+    assert readable(group.wakeup_fd(), timeout=60.0)
+    state = group.poll()
+    while not (state.hosts and state.leader):  # they may change one after the other
+        assert readable(group.wakeup_fd(), timeout=60.0)
         state = group.poll()
     assert [host.id for host in state.hosts] == [group.me.id]
     assert state.leader == group.me.id
+    assert not readable(group.wakeup_fd(), timeout=0.0)
     group.close(leave=True)
     with pytest.raises(StoreError, match="has left"):
         group.store.read("k")

@@ -78,6 +78,7 @@ class ReplicatedGroup:
             self._service = service
             service.start()
             self._await_join(service, endpoints, limit)
+            self._wake()  # the first state, of which `_await_join` has taken the event
         except BaseException:
             self.close(leave=True)
             raise
