@@ -99,6 +99,7 @@ def test_addresses(options: dict[str, Any], address: tuple[str, int]) -> None:
         ({"node_rank": 1}, "--node-rank 1"),
         ({**HOSTS, "rdzv_endpoint": "a:b"}, "--rdzv-endpoint a:b: must be"),
         ({**HOSTS, "rdzv_endpoint": "a:1,:2"}, "--rdzv-endpoint :2: must be"),
+        ({**HOSTS, "rdzv_endpoint": "a:1,b:1,a:1"}, "--rdzv-endpoint a:1,b:1,a:1: a:1 is"),
         ({**HOSTS, "rdzv_backend": "zoo"}, "--rdzv-backend zoo: must be"),
         ({**HOSTS, "rdzv_backend": "etcd-v2"}, "--rdzv-backend etcd-v2: etcd's old API"),
         ({**HOSTS, "rdzv_conf": "join_timeout"}, "--rdzv-conf join_timeout: must be"),

@@ -36,7 +36,7 @@ class Hosts:
         self._tmp_path, self._script, self._args = tmp_path, script, list(args)
         port = free_port()
         where = ",".join(f"{address(number)}:{port}" for number in range(2, 2 + endpoints))
-        self._options = [
+        self.options = [
             f"--rdzv-endpoint={where}",
             f"--host-timeout={LEASE_S}",
             "--standby=0",
@@ -65,7 +65,7 @@ class Hosts:
         """Starts the agent of the host 127.0.0.`number`."""
         given = self._args if args is None else list(args)
         own = [f"--local-addr={address(number)}", *options]
-        run = Run(self._tmp_path, self._script, *self._options, *own, args=given)
+        run = Run(self._tmp_path, self._script, *self.options, *own, args=given)
         return self._stack.enter_context(run)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from launch.hosts.agents import Hosts, address
 from launch.runs import WORKER, Run, ends
+
+SHM = "/dev/shm"
 
 
 def codes(*runs: Run) -> list[int]:
@@ -56,6 +59,26 @@ def test_a_signal_to_one_agent_stops_the_job(tmp_path: Path) -> None:
         assert codes(one, two) == [143, 143]
         assert one.verdict == two.verdict == "job ended by SIGTERM, exit code 143,"
         assert "SIGTERM to host " in one.err
+
+
+@pytest.mark.skipif(not Path(SHM).is_dir(), reason="the lease page is elsewhere")
+def test_a_signal_ends_an_agent_that_has_found_no_other(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+        run = hosts.start(3)  # not the endpoint
+        run.until_said("looking for the hosts of run")
+        while not (pages := lease_pages(run)):
+            assert run.process.poll() is None, run.err
+            time.sleep(0.01)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143
+        assert "SIGTERM: this host ends before it has joined the job" in run.err
+        assert not any(page.exists() for page in pages)
+
+
+def lease_pages(run: Run) -> list[Path]:
+    """The lease pages that this agent has mapped."""
+    lines = Path(f"/proc/{run.process.pid}/maps").read_text().splitlines()
+    return [Path(line.split()[-1]) for line in lines if f" {SHM}/outlast-" in line]
 
 
 def test_the_hosts_share_one_budget_of_replacements(tmp_path: Path) -> None:
@@ -122,6 +145,20 @@ def test_too_few_hosts(tmp_path: Path) -> None:
             assert "first cause: waited 2.00 s for 3 hosts (--nnodes): only 2 joined:" in run.err
             assert f"({address(2)})" in run.err
             assert f"({address(3)})" in run.err
+
+
+@pytest.mark.slow
+def test_a_host_with_other_endpoints_is_refused(tmp_path: Path) -> None:
+    # The one listed first may found a group alone: each of these would.
+    with Hosts(tmp_path, WORKER, "--nnodes=2", endpoints=2) as hosts:
+        (one,) = hosts.start_all(1)
+        given = next(o for o in hosts.options if o.startswith("--rdzv-endpoint="))
+        swapped = ",".join(reversed(given.partition("=")[2].split(",")))
+        other = hosts.start(3, f"--rdzv-endpoint={swapped}")
+        assert other.wait() == 1
+        assert "--rdzv-endpoint differs between the hosts of this run" in other.err
+        one.process.send_signal(signal.SIGINT)
+        assert one.wait() == 130
 
 
 @pytest.mark.slow

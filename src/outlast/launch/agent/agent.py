@@ -120,8 +120,9 @@ class Agent:
         self._phase = Phase.RUNNING
         self._ranks = placement.ranks(self._resources.job.nproc)
         self._given_up = frozenset()
-        self._resources.workers.start_all(placement)
+        # A spare host has kept one for each of its ranks.
         self._resources.workers.standbys.size = self._resources.job.standby
+        self._resources.workers.start_all(placement)
         self._standby_start.begin()
 
     def park(self) -> None:

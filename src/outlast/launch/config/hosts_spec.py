@@ -103,12 +103,15 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
 
 def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ...]:
     """What must be equal on all hosts, by the name that the user knows."""
+    # Which endpoint founds the group depends on their order. Members of etcd may be in any order.
+    endpoints = "" if hosts.backend == "etcd" else ",".join(f"{h}:{p}" for h, p in hosts.endpoints)
     return (
         ("outlast version", importlib.metadata.version("outlast")),
         ("torch version", importlib.metadata.version("torch")),
         ("--nnodes", f"{hosts.minimum}:{hosts.maximum}"),
         ("--nproc-per-node", options.nproc_per_node),
         ("--rdzv-backend", hosts.backend),
+        ("--rdzv-endpoint", endpoints),
         ("--host-timeout", f"{hosts.lease_s:g}"),
         ("--max-restarts", str(options.max_restarts)),
         ("script", f"-m {options.script}" if options.module else Path(options.script).name),
@@ -146,7 +149,11 @@ def _endpoints(options: RunOptions, backend: str) -> tuple[tuple[str, int], ...]
                 "the same on all hosts"
             )
         return ((options.master_addr.strip("[]"), options.master_port or _PORTS[backend]),)
-    return tuple(_endpoint(item.strip(), backend) for item in text.split(","))
+    endpoints = tuple(_endpoint(item.strip(), backend) for item in text.split(","))
+    for host, port in endpoints:
+        if endpoints.count((host, port)) > 1:
+            raise ValueError(f"--rdzv-endpoint {text}: {host}:{port} is listed twice")
+    return endpoints
 
 
 def _endpoint(text: str, backend: str) -> tuple[str, int]:

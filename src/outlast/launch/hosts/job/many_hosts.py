@@ -79,28 +79,27 @@ class ManyHosts:
         self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
         # In memory: a write to a mapped file may wait for a busy disk, and the lease would end.
         memory = _SHM if os.access(_SHM, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
-        page = LeasePage.create(folder)
-        self.lease_page: Path | None = page.path
-        self._group = open_group(
-            GroupSpec(
-                run_id=job.run_id,
-                endpoints=job.hosts.endpoints,
-                local_addr=job.hosts.local_addr,
-                lease_s=job.hosts.lease_s,
-                join_limit_s=job.hosts.join_s,
-                settings=job.settings,
-                place=job.hosts.place,
-                conf=job.hosts.conf,
-                page=page,
+        with contextlib.ExitStack() as stack:
+            folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            page = LeasePage.create(folder)
+            self.lease_page: Path | None = page.path
+            self._group = open_group(
+                GroupSpec(
+                    run_id=job.run_id,
+                    endpoints=job.hosts.endpoints,
+                    local_addr=job.hosts.local_addr,
+                    lease_s=job.hosts.lease_s,
+                    join_limit_s=job.hosts.join_s,
+                    settings=job.settings,
+                    place=job.hosts.place,
+                    conf=job.hosts.conf,
+                    page=page,
+                )
             )
-        )
-        try:
+            stack.callback(self._group.close, leave=True)
             self._group.start()
-        except BaseException:
-            self._group.close(leave=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            stack.pop_all()
         self._me = self._group.me
         self.host_id = self._me.id
         self._store = self._group.store

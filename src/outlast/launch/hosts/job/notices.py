@@ -21,16 +21,20 @@ class GroupNotices:
 
     def changed(self, group: GroupState) -> None:
         """Tell what is new in the state of the group."""
+        first = not self._joined
         came = [host for host in group.hosts if host.id not in self._joined]
         came += [loss.host for loss in group.lost if loss.host.id not in self._joined]
         if came:
+            # When this host joins, others may be gone already: only the events tell of those.
+            said = [host for host in came if host in group.hosts] if first else came
             self._joined.update(host.id for host in came)
-            self._say(f"joined: {hosts_text(came)}; hosts in the job: {len(group.hosts)}")
+            self._say(f"joined: {hosts_text(said)}; hosts in the job: {len(group.hosts)}")
         for host in came:
             joined = HostJoined(host_id=host.id, name=host.name, address=host.address)
             self._emitter.emit(joined)
         for loss in group.lost[self._lost :]:
-            self._say(loss_text(loss))
+            if not first:
+                self._say(loss_text(loss))
             lost = HostLost(
                 host_id=loss.host.id,
                 name=loss.host.name,

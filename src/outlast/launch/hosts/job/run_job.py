@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import cast
 
 from outlast.errors import StoreError
@@ -15,6 +19,8 @@ from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
 from outlast.launch.hosts.job.many_hosts import ManyHosts
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_job(job: JobSpec, hosts: HostsSpec) -> int:
@@ -30,15 +36,40 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
     open_coordinator = functools.partial(
         ManyHosts, open_group=functools.partial(_open_group, hosts.backend)
     )
-    while True:
-        _say(f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})")
-        try:
-            return Agent(job, open_coordinator).run()
-        except StoreError as e:
-            _say(
-                f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
-                "workers were ended, and it tries to join again as a new host"
-            )
+    with _signals_end_the_search():
+        while True:
+            _say(f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})")
+            try:
+                return Agent(job, open_coordinator).run()
+            except StoreError as e:
+                _say(
+                    f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
+                    "workers were ended, and it tries to join again as a new host"
+                )
+
+
+@contextlib.contextmanager
+def _signals_end_the_search() -> Iterator[None]:
+    """Let signals end this process by an exception while it looks for the others. Their default
+    action would leave the lease page behind, and the others would wait for the lease of this host.
+
+    Once this host has joined, the agent's event loop handles them (and SIGINT is an exception).
+    """
+    # One that is ignored (`nohup`) stays ignored.
+    numbers = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in numbers:
+            signal.signal(number, _end_search)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end_search(number: int, _: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    _say(f"{name}: this host ends before it has joined the job")
+    raise SystemExit(128 + number)
 
 
 def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
