@@ -24,6 +24,12 @@ class RunningCall(Protocol):
         all ranks. This iteration is then the last one.
         """
 
+    @property
+    def terminated(self) -> bool:
+        """Whether the hard timeout is over, so that the monitor process ends this process: first by
+        SIGTERM, which is no request to stop the job then.
+        """
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Records a request to stop: from the next restart on, every rank knows of it.
 

@@ -198,6 +198,25 @@ def test_the_rank_that_got_the_signal_is_killed(
 
 
 @pytest.mark.slow
+def test_the_signal_that_ends_a_hung_rank_is_no_request_to_stop(
+    training: Training, reference: list[Line]
+) -> None:
+    codes, lines = training.run(
+        fault(1, "step 5", "hang"),
+        job={"min_ranks": 1, "linger": 0},
+        timeouts={"soft_timeout": 8, "hard_timeout": 10},
+    )
+    assert codes == {0: 0, 1: -signal.SIGTERM}, training.errors
+    assert {(line["of"], line["size"]) for line in events(lines, "restored")} == {
+        (0, 2),
+        (1, 2),
+        (0, 1),
+    }
+    assert max(line["step"] for line in events(lines, "trained")) == STEPS
+    assert "told to stop" not in training.errors
+
+
+@pytest.mark.slow
 def test_a_signal_to_all_twice_and_faults_on_all(training: Training, reference: list[Line]) -> None:
     codes, lines = training.run(
         *(fault(rank, "step 5", "SIGTERM, SIGTERM, SIGUSR1, known, raise") for rank in range(2))

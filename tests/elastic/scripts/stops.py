@@ -8,6 +8,8 @@ point: {"rank": 0, "at": "step 3", "do": "SIGTERM"}. The points: `begin` (before
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -32,7 +34,14 @@ from outlast.elastic import ElasticLoader
 from outlast.inprocess.recovery.call_control import CallControl
 from outlast.inprocess.running_call import running_call
 
-PLAN: dict[str, Any] = {"epochs": 2, "every": 3, "late": False, "job": {}, "faults": []}
+PLAN: dict[str, Any] = {
+    "epochs": 2,
+    "every": 3,
+    "late": False,
+    "job": {},
+    "timeouts": {},
+    "faults": [],
+}
 PLAN.update(json.loads(sys.argv[1]))
 RANK = int(os.environ["RANK"])
 MARKS = Path(PLAN["path"] + "-marks")
@@ -65,6 +74,10 @@ def act(what: str) -> None:
         wait_until((MARKS / what[6:]).exists)
     elif what == "stay":
         time.sleep(1000)
+    elif what == "hang":
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(1000)
     else:
         os.kill(os.getpid(), signal.Signals[what])
 
@@ -107,7 +120,10 @@ def watch_saves() -> None:
     Checkpointer.save = saving  # type: ignore[method-assign]
 
 
-@inprocess.Wrapper()
+TIMEOUTS = {name: datetime.timedelta(seconds=s) for name, s in PLAN["timeouts"].items()}
+
+
+@inprocess.Wrapper(**TIMEOUTS)
 def train(call: inprocess.CallWrapper) -> str:
     dist.init_process_group("gloo")
     size = dist.get_world_size()

@@ -108,8 +108,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and self._interrupted
+        # The job goes on without this process, which hangs, or with a replacement.
+        hangs = number == signal.SIGTERM and self.call is not None and self.call.terminated
         # A forked child, such as a worker of a data loader, has the handler but not the thread.
-        if again or os.getpid() != self._pid:
+        if again or hangs or os.getpid() != self._pid:
             _set_handler(number, self._previous.pop(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return

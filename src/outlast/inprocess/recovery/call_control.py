@@ -34,6 +34,10 @@ class CallControl:
     def stop(self) -> StopRecord | None:
         return self._host.stop
 
+    @property
+    def terminated(self) -> bool:
+        return bool(self._host.page.killed_hard)
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         stop = StopRecord(reason, exit_code)
         drive(self._membership.request_stop(stop), self._perform)
