@@ -15,10 +15,12 @@ from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankShouldRestart, StoreError
 from outlast.events import AbortDone, Emitter, Event, MemorySink, Seen
+from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.store import TCPStore
 
 NET_S = 60.0
 
@@ -118,6 +120,32 @@ def test_a_wait_that_timed_out_goes_on_for_the_next_caller(rig: Rig) -> None:
     assert rig.monitor.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
     assert rig.connection.asked.get() == "key"
     assert rig.connection.asked.empty()
+
+
+def test_torch_does_not_log_a_wait_that_is_broken_off(
+    rig: Rig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = TCPStore.serve(host_name="127.0.0.1", port=0)
+    endpoint = ("127.0.0.1", int(server.port))
+
+    def connection() -> Connection:
+        return connect(TCPStore, {}, endpoint, NET_S)
+
+    monitor = MonitorThread(
+        connection(),
+        rig.atomic,
+        rig.interrupter,
+        rig.page,
+        rig.abort,
+        rig.emitter,
+        reconnect=connection,
+    )
+    with pytest.raises(KeyTimeout):
+        monitor.wait_for(Op("wait_for", "key", timeout=0.05))
+    server.set("other", b"value")
+    assert monitor.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
+    monitor.close(NET_S)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_wait_that_is_no_longer_needed_is_broken_off(rig: Rig) -> None:

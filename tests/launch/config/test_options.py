@@ -268,8 +268,8 @@ def test_static_rendezvous_is_that_of_torchruns_older_command_lines() -> None:
 def test_hosts_compare_what_must_be_equal() -> None:
     one = dict(job(**HOSTS, args=["--lr", "0.1"], local_addr="10.0.0.1", run_id="x").settings)
     other = dict(job(**HOSTS, args=["--lr", "0.2"], local_addr="10.0.0.2", run_id="x").settings)
-    assert {name for name in one if one[name] != other[name]} == {"arguments of the script"}
-    assert one["arguments of the script"] == "--lr 0.1"
+    assert {name for name in one if one[name] != other[name]} == {"command line of the script"}
+    assert one["command line of the script"] == "--lr 0.1"
 
 
 def test_a_slurm_step_completes_the_options() -> None:

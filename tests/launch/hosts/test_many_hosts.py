@@ -167,9 +167,9 @@ def test_a_host_with_other_arguments_is_refused(tmp_path: Path) -> None:
         (one,) = hosts.start_all(1)
         other = hosts.start(3, args=["--lr=2"])
         assert other.wait() == 1
-        assert "arguments of the script" in other.err
+        assert "command line of the script" in other.err
         assert "--lr=2" in other.err
-        one.until_said("arguments of the script")
+        one.until_said("command line of the script")
         one.process.send_signal(signal.SIGINT)
         assert one.wait() == 130
 

@@ -151,9 +151,12 @@ class MonitorThread:
         reconnect = self._reconnect
         if future is None or reconnect is None or future.done():
             return
+        quiet = QuietTorchLog()
+        quiet.begin()
         self._connection.break_off()
 
         def replace() -> None:
+            quiet.end()  # in this thread, so the wait has ended
             self._connection.close()
             self._connection = reconnect()
 

@@ -115,8 +115,8 @@ def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ..
         ("--host-timeout", f"{hosts.lease_s:g}"),
         ("--max-restarts", str(options.max_restarts)),
         ("script", f"-m {options.script}" if options.module else Path(options.script).name),
-        ("contents of the script", _contents(options)),
-        ("arguments of the script", shlex.join(options.args or ())),
+        ("content of the script", _contents(options)),
+        ("command line of the script", shlex.join(options.args or ())),
     )
 
 
