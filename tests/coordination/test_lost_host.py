@@ -9,10 +9,10 @@ import pytest
 
 from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
-from outlast.coordination.lost_host import enter_host, report_host_lost
+from outlast.coordination.lost_host import enter_host, report_host_lost, report_killed
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, LostRecord
 
 CAUSE = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
 
@@ -105,6 +105,25 @@ def test_a_second_report_records_nothing_twice() -> None:
     assert job.lose("b", range(2, 4)) == {2, 3}
     assert job.lose("b", range(2, 4)) == frozenset()
     assert job.ledger == [2, 3]
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_process_that_died_before_it_entered_is_lost_with_its_host(steps: int) -> None:
+    job = Job()
+    job(job.enter(2, "b2", "b"))
+    job.steps(report_killed(job.membership, "b", 3, "b3", -1, CAUSE), steps)
+    job.lose("b", range(2, 4))
+    assert set(job.ledger) == {2, 3}
+    assert job(job.membership.over(0)) == RESTART
+
+
+def test_the_loss_of_a_host_whose_members_were_discarded_restarts_nothing() -> None:
+    job = Job()
+    for rank in range(4):
+        job(job.enter(rank, f"p{rank}", "aaab"[rank]))
+    job(job.membership.report_lost(LostRecord(3, "discarded", discarded=True), 0))
+    assert job.lose("b", range(3, 4)) == frozenset()
+    assert job(job.membership.over(0)) is None
 
 
 @pytest.mark.parametrize("steps", range(40))

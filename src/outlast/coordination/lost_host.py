@@ -5,6 +5,7 @@ so each process records before it registers that it lives on this host, under `h
 of the steps leaves no gap:
 
     a process:      append its token to `hosts/ID`,  then claim its rank, or ask to join
+    its monitor:    if the process has died before it knew its member ID: the same
     the reporter:   claim the ranks of the host,     then read `hosts/ID` and the requests to join
 
 If the process has claimed its rank before the reporter tries, its token was appended before that,
@@ -34,6 +35,26 @@ async def enter_host(link: Link, host: str, token: str) -> None:
     await link.append(f"hosts/{host}", to_line(Resident(token)))
 
 
+async def report_killed(
+    membership: MembershipProtocol,
+    host: str,
+    rank: int,
+    token: str,
+    member: int,
+    fault: FaultRecord,
+) -> None:
+    """`MembershipProtocol.report_killed` on a job with many hosts. The process may have died before
+    it entered its host; the claim of its rank that its monitor makes for it must not come first, or
+    the loss of the host in the middle of this report would leave a claim that belongs to no host.
+
+    Args:
+        host: of the process and its monitor; empty on a job with one host.
+    """
+    if host and member < 0:
+        await enter_host(membership.link, host, token)
+    await membership.report_killed(rank, token, member, fault)
+
+
 async def report_host_lost(
     membership: MembershipProtocol, host: str, ranks: range, fault: FaultRecord
 ) -> frozenset[int]:
@@ -58,7 +79,7 @@ async def report_host_lost(
     for joiner in await membership.joiners():
         if joiner.token in tokens:
             members[joiner.member] = joiner.preferred
-    known = {record.member for record in await membership.ledger()}
+    known = {record.member: record.discarded for record in await membership.ledger()}
     lost = {member: rank for member, rank in sorted(members.items()) if member not in known}
     iteration = await membership.current()
     faults = [
@@ -69,5 +90,8 @@ async def report_host_lost(
     if losses:
         await membership.report_all_lost(losses, iteration, faults)
     # Another reporter may have died between its entries in the ledger and this.
-    await membership.wake_for_lost(iteration, frozenset(members))
+    before = frozenset(members.keys() & known.keys())
+    if before:
+        discarded = frozenset(member for member in before if known[member])
+        await membership.wake_for_lost(iteration, before - discarded, discarded)
     return frozenset(lost)

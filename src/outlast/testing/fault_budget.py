@@ -19,6 +19,9 @@ class Schedule:
         faults, leaves, aborts: exceptions that restart, that end a member, that end the job.
         joins: new processes, mostly replacements of a dead one.
         stops: requests to stop the job.
+        per_host: the ranks of each host; 0 for no loss of a host.
+        host_losses, new_hosts: hosts that die or are cut off, and hosts that take their places.
+        launcher_losses: launchers that are lost, or lose the lead, while they report a lost host.
     """
 
     members: int = 4
@@ -36,11 +39,17 @@ class Schedule:
     reserve: int = 0
     await_full: bool = False
     max_equal: int = 0
+    per_host: int = 0
+    host_losses: int = 0
+    new_hosts: int = 0
+    launcher_losses: int = 0
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
         """The schedule of a seed; all seeds together cover the options."""
         r = random.Random(f"schedule {seed}")
+        hosts = random.Random(f"hosts {seed}")
+        per_host = hosts.choice([0, 0, 0, 0, 0, 1, 2, 3])
         return cls(
             members=r.randint(1, 6),
             deaths=r.randint(0, 4),
@@ -56,6 +65,10 @@ class Schedule:
             reserve=r.choice([0, 0, 1]),
             await_full=r.random() < 0.2,
             max_equal=r.choice([0, 0, 2, 0, 3]),
+            per_host=per_host,
+            host_losses=hosts.randint(1, 3) if per_host else 0,
+            new_hosts=hosts.randint(0, 3),
+            launcher_losses=hosts.randint(0, 3),
         )
 
 

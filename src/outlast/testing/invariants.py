@@ -16,14 +16,14 @@ from outlast.testing.simulated_member import HOLD_S, PAUSE_S, STOPPED, Simulated
 
 
 class Invariants:
-    """Checks a run; `simulate.py` lists what is checked. The simulated job keeps `hosts`, the live
-    members, up to date.
+    """Checks a run; `simulate.py` lists what is checked. The simulated job keeps `members`, the
+    live ones, up to date.
     """
 
     def __init__(
-        self, schedule: Schedule, sim: Simulation, hosts: dict[Task, SimulatedMember]
+        self, schedule: Schedule, sim: Simulation, members: dict[Task, SimulatedMember]
     ) -> None:
-        self.schedule, self.sim, self.hosts = schedule, sim, hosts
+        self.schedule, self.sim, self.members = schedule, sim, members
         self.sizes: dict[int, int] = {}
         self.finished: dict[int, set[int]] = {}
         self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
@@ -61,7 +61,7 @@ class Invariants:
             size == assigned.world_size, f"R1: world sizes {size}, {assigned.world_size} in {k}"
         )
         lost = self._ledger()
-        for other in self.hosts.values():
+        for other in self.members.values():
             if other is host or other.leaving or other.member in lost:
                 continue
             self.must(
@@ -78,7 +78,7 @@ class Invariants:
         contain what is known by now.
         """
         lost = self._ledger()
-        for other in self.hosts.values():
+        for other in self.members.values():
             inside = other.inside and other.iteration == k and not other.leaving
             self.must(
                 not inside or other.member in lost,
@@ -141,7 +141,7 @@ class Invariants:
                 continue  # a pause between equal faults
             if not key.startswith("joined/"):
                 self.must(False, f"R5: it took a timeout of the wait for {key}")
-            elif (host := self.hosts.get(task)) is not None:
+            elif (host := self.members.get(task)) is not None:
                 k = host.iteration
                 known = self._read("joins") + self._read(f"start/{k}/arrived")
                 present = {said["member"] for said in known} - self._ledger()
@@ -150,7 +150,7 @@ class Invariants:
                 if not all(f"joined/{number}" in table for number in told):
                     continue  # the member that was to end the hold died before it could
                 self.must(not full, f"R5: the restart of {k} was held, and the job was full")
-                ahead = any(other.iteration > k for other in self.hosts.values())
+                ahead = any(other.iteration > k for other in self.members.values())
                 self.must(not ahead, f"R5: {k} was held, and was decided")
 
     def completed(self, task: Task, host: SimulatedMember) -> None:

@@ -38,6 +38,7 @@ class Task:
     value: Any = None
     slow: int = 1  # how many times less often than other tasks it is picked
     killed: bool = False
+    cut_off: bool = False  # no operation of the store is performed for it, and no wait expires
     on_end: Callable[[Task], None] | None = field(default=None, repr=False)
 
     @property
@@ -102,6 +103,8 @@ class Simulation:
         for task in self.tasks:
             op = task.op
             assert op is not None
+            if task.cut_off and op.name in _STORE_OPS:
+                continue
             if op.name == "wait_for":
                 if op.key not in self.store.table:
                     continue
@@ -126,7 +129,7 @@ class Simulation:
         self._resume(task, result, error)
 
     def _let_time_pass(self) -> None:
-        waiting = [t for t in self.tasks if t.deadline is not None]
+        waiting = [t for t in self.tasks if t.deadline is not None and not t.cut_off]
         if not waiting:
             raise Deadlock(f"no task can go on: {self._where()}")
         task = min(waiting, key=lambda t: t.deadline or 0.0)

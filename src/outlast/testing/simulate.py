@@ -1,8 +1,9 @@
 """One simulated run of the whole membership protocol, from a seed.
 
 The seed decides every interleaving, every death (of a main process between any two store
-operations, of its monitor while it reports), every fault, joiner and delay, and live members that
-are reported as lost. `invariants` checks:
+operations, of its monitor while it reports), every fault, joiner and delay, live members that are
+reported as lost, and hosts that are lost with all that runs on them (`simulated_hosts`).
+`invariants` checks:
 
 * R1 every member that enters iteration k has the same world size, with ranks dense from 0; no live
   member is left out, nor is one that asked in time; no member known to be lost is included.

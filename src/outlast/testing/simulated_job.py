@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link, Op, request
+from outlast.coordination.ops import Link, Op, drive, perform_on, request
 from outlast.coordination.records import LostRecord, StopRecord, lines
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
 from outlast.testing.fault_budget import Budget, Schedule
 from outlast.testing.invariants import Invariants
 from outlast.testing.scheduler import Simulation, Task
+from outlast.testing.simulated_hosts import SimulatedHost, SimulatedHosts
 from outlast.testing.simulated_member import STOPPED, SimulatedMember
 
 
@@ -22,36 +24,42 @@ class SimulatedJob:
         self.schedule = schedule
         self.sim = Simulation(seed, self._choose)
         self.budget = Budget(schedule, self.sim.random)
-        self.hosts: dict[Task, SimulatedMember] = {}
+        self.members: dict[Task, SimulatedMember] = {}
         self.reporters: dict[Task, SimulatedMember] = {}
         self.ended: list[tuple[Task, SimulatedMember]] = []
-        self.invariants = Invariants(schedule, self.sim, self.hosts)
+        self.invariants = Invariants(schedule, self.sim, self.members)
+        self.hosts = SimulatedHosts(schedule, self.sim, self.budget, self.start, self._lost)
         self.born = 0
         for rank in range(schedule.members):
             self.start(rank)
 
     def start(self, rank: int) -> None:
-        """A new process, started as `rank`."""
+        """A new process, started as `rank`, if the host of that rank runs."""
+        at = self.hosts.of_rank(rank)
+        if not at.up:
+            return
         self.born += 1
         host = SimulatedMember(
             f"p{self.born}", rank, self.sim.clock, self.schedule, self.budget, self.invariants
         )
+        if self.schedule.per_host:
+            host.host_id = at.id
         slow = self.sim.random.choice([1, 1, 1, 10])
         task = Task(host.name, host.live(), slow=slow, on_end=self._ended)
-        self.hosts[task] = host
-        self.sim.add(task)
+        self.members[task] = host
+        self.hosts.run(task, at)
 
     def before_step(self) -> None:
-        """Deaths, of main processes and of reporting monitors, suspicions, and joiners."""
+        """Deaths, of hosts, main processes and reporting monitors, suspicions, and joiners."""
         self.invariants.check_holds()
         assert not self.invariants.broken
-        if not self.hosts:
+        if not self.members or self.hosts.before_step():
             return
         if self.budget.spend("deaths", self.schedule.p_death):
-            task = self.sim.random.choice(list(self.hosts))
-            host = self.hosts.pop(task)
+            task = self.sim.random.choice(list(self.members))
+            host = self.members.pop(task)
             self.sim.kill(task)
-            self._watch(host, self._monitor(host))
+            self._watch(host, self._monitor(host), self.hosts.lives_on(task))
             if self.budget.spend("joins", 0.7):
                 self.start(host.preferred_rank)
         elif self.reporters and self.budget.spend("double_deaths", 0.05):
@@ -60,23 +68,34 @@ class SimulatedJob:
             self.sim.kill(task)
             self._watch(host, self._observer(host))
         elif self.budget.spend("suspicions", 0.01):
-            host = self.sim.random.choice(list(self.hosts.values()))
+            host = self.sim.random.choice(list(self.members.values()))
             self._watch(host, self._observer(host, suspected=True))
         elif self.budget.spend("stops", 0.02):
-            self._watch(self.sim.random.choice(list(self.hosts.values())), self._stop())
+            self._watch(self.sim.random.choice(list(self.members.values())), self._stop())
         elif self.budget.spend("joins", 0.002):
             self.start(self.sim.random.randrange(self.schedule.members + 1))
 
-    def _watch(self, host: SimulatedMember, report: Any) -> None:
+    def _watch(
+        self, host: SimulatedMember, report: Any, where: SimulatedHost | None = None
+    ) -> None:
         task = Task(f"{report.__name__} of {host.name}", report, on_end=self._ended)
         self.reporters[task] = host
-        self.sim.add(task)
+        self.hosts.run(task, where or self.hosts.any())
+
+    def _lost(self, task: Task) -> None:
+        """A member, or a process that reports one, was lost with its host."""
+        about = self.reporters.pop(task, None)
+        if about is None:
+            del self.members[task]
+        elif about.host_id != self.hosts.lives_on(task).id:
+            self._watch(about, self._observer(about))
 
     async def _monitor(self, host: SimulatedMember) -> None:
         """The monitor of a dead member reports its death."""
         membership = MembershipProtocol(Link(), self.schedule.members)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
-        await membership.report_killed(host.preferred_rank, host.token, host.member, fault)
+        rank, token, member = host.preferred_rank, host.token, host.member
+        await report_killed(membership, host.host_id, rank, token, member, fault)
 
     async def _stop(self) -> None:
         """A process of the job is told to stop."""
@@ -105,25 +124,43 @@ class SimulatedJob:
         return host.preferred_rank if first else next(iter(asked), -1)
 
     def _is_silent(self, member: int) -> bool:
-        return all(self._id_of(host) != member for host in self.hosts.values())
+        return all(self._id_of(host) != member for host in self.members.values())
 
     def _choose(self, task: Task, op: Op) -> Any:
-        return self._heartbeat(op) if op.name == "heartbeat" else lambda: self._function(op)
+        if op.name == "function":
+            return lambda: self._function(op)
+        if task.cut_off:
+            return None
+        return self._heartbeat(op) if op.name == "heartbeat" else self.hosts.choose(op)
 
     def _heartbeat(self, op: Op) -> Any:
         """A member that has the silent one in its view reports it, at its own iteration."""
         watched = int(op.key)
         watching = [
             host.iteration
-            for host in self.hosts.values()
-            if host.member not in (-1, watched) and watched in host.machine.record.expected
+            for task, host in self.members.items()
+            if not task.cut_off
+            and host.member not in (-1, watched)
+            and watched in host.machine.record.expected
         ]
-        if not self.hosts:  # the server's own monitor stays, and follows the newest view
-            ended = [host for _, host in self.ended]
-            last = max(ended, key=lambda host: host.iteration, default=None)
-            seen = last is not None and watched in last.machine.record.expected
-            return lambda: last.iteration if last is not None and seen else None
+        if not watching and not self.hosts.reporting:
+            return self._server(watched)
         return (lambda: self.sim.random.choice(watching)) if watching else None
+
+    def _server(self, watched: int) -> Any:
+        """The store's own monitor stays, and follows the newest view. It counts if no member of
+        that view is alive.
+        """
+        membership = MembershipProtocol(Link(), self.schedule.members)
+        perform = perform_on(self.sim.store)
+        newest = drive(membership.current(), perform)
+        view = drive(membership.view(newest), perform)
+        members = frozenset[int]() if view is None else view.expected
+        if any(host.member in members for host in self.members.values()):
+            return None
+        if watched in members:
+            return lambda: newest
+        return None if self.members else lambda: None  # a later view may have the silent one
 
     def _function(self, op: Op) -> Any:
         if op.key in self.sim.store.table:
@@ -141,7 +178,7 @@ class SimulatedJob:
             if task.error is not None:
                 raise AssertionError(f"{task.name}: {task.error!r}") from task.error
             return
-        host = self.hosts.pop(task)
+        host = self.members.pop(task)
         self.ended.append((task, host))
         if task.error is None:
             self.invariants.completed(task, host)

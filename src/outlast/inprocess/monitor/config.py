@@ -25,6 +25,7 @@ class MonitorPlan:
         patience: maximum time to reach the store.
         logfile: gets the output of the monitor process; `None` discards it.
         address: this host's address, on which an iteration's store is served.
+        host_id: of this host among those of the job; empty for a job on one host.
         host_ring: whether members watch only those on the same host, whose launcher has a lease.
     """
 
@@ -47,4 +48,5 @@ class MonitorPlan:
     logfile: str | None
     events_dir: str
     address: str = ""
+    host_id: str = ""
     host_ring: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from outlast.coordination.lost_host import report_killed
 from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
@@ -77,7 +78,9 @@ class FaultReports:
 
     def _report_killed(self, member: int, fault: FaultRecord) -> None:
         plan = self._plan
-        self._store.perform(self._membership.report_killed(plan.rank, plan.token, member, fault))
+        self._store.perform(
+            report_killed(self._membership, plan.host_id, plan.rank, plan.token, member, fault)
+        )
 
     def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
         page = self._page

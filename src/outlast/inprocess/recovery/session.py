@@ -273,6 +273,7 @@ class _Session:
             events_dir=self.launch.events_dir,
             address=self.host.iteration_store.address,
             # A member that is alone on its host has nobody else to watch it.
+            host_id=self.launch.host_id,
             host_ring=is_host_server(self.endpoint) and self.launch.local_world_size > 1,
         )
 
