@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,12 @@ def _its_ear(network: Network, name: str) -> None:
     for other in network.names:
         if other != name:
             network.cut(other, name)
+
+
+@pytest.fixture
+def five(_allowed: None) -> Iterator[Network]:
+    with Network([f"h{number}" for number in range(1, 6)]) as network:
+        yield network
 
 
 @pytest.mark.parametrize(
@@ -74,3 +80,29 @@ def test_when_no_host_reaches_another_all_stop_and_meet_again_when_the_network_h
     cluster.go()
     assert cluster.wait() == [0, 0, 0], cluster.output()
     cluster.check(weights, first=before)
+
+
+@pytest.mark.parametrize("leader_on", ["smaller side", "larger side"])
+def test_of_two_sides_the_smaller_stops_and_its_hosts_come_back_when_the_network_heals(
+    five: Network, tmp_path: Path, weights: str, leader_on: str
+) -> None:
+    cluster = Cluster(five, tmp_path)
+    options = ("--nnodes=3:5", "--replacement-timeout=1")
+    agents = {name: cluster.agent(name, *options) for name in five.names}
+    cluster.until_step(20, size=5)
+    leader = cluster.leader()
+    others = [name for name in five.names if name != leader]
+    smaller = [leader, others[-1]] if leader_on == "smaller side" else others[-2:]
+    assert all(cluster.training(name) for name in smaller)
+    five.isolate(*smaller)
+    cluster.until_step(1, 1, size=3)
+    assert not any(cluster.training(name) for name in smaller)  # their workers ended before
+    for name in smaller:
+        cluster.until_said("takes no part in the job any longer", agents[name])
+    assert not any(s.host in smaller for s in cluster.steps() if s.iteration > 0)
+    assert (cluster.leader() == leader) == (leader_on == "larger side")
+    five.heal()
+    cluster.until_step(30, 2, size=5)
+    cluster.go()
+    assert cluster.wait() == [0] * 5, cluster.output()
+    cluster.check(weights)
