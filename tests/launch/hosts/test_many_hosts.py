@@ -118,6 +118,23 @@ def test_the_host_of_the_store_dies_and_a_spare_takes_its_place(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_the_leader_says_for_what_the_job_waits(tmp_path: Path) -> None:
+    with Hosts(tmp_path, WORKER, "--nnodes=1:2", "--replacement-timeout=300") as hosts:
+        one = hosts.start(2)
+        one.ready(0)
+        one.set_job("running")
+        two = hosts.start(3)
+        two.ready(1)
+        two.process.kill()
+        one.until_said("rank 1: waiting for another host, for at most 5 min 0 s")
+        three = hosts.start(4)
+        replacement = three.ready(1)
+        one.process.send_signal(signal.SIGTERM)
+        assert codes(one, three) == [143, 143]
+        assert replacement.env["OUTLAST_REPLACEMENT"] != "0"
+
+
+@pytest.mark.slow
 def test_a_plain_job_restarts_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=1:2", "--max-restarts=1") as hosts:
         one = hosts.start(2)

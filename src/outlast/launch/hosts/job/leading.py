@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from outlast.clock import Clock
 from outlast.coordination.records import FaultRecord
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -12,17 +14,26 @@ from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Decider, Facts, Limits, loss_text
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.job_plan import Entry, JobPlan, Stage
+from outlast.launch.hosts.job.placements import ranks_text
+from outlast.system.units import duration_text
 
 
 class Leading:
     """The duties of the leader's agent. Every agent has one, since any of them may become the
-    leader; only the leader's is asked.
+    leader; only the leader's is asked. `say` prints a line.
     """
 
     def __init__(
-        self, job: JobSpec, hosts: HostsSpec, log: JobLog, keys: JobKeys, clock: Clock
+        self,
+        job: JobSpec,
+        hosts: HostsSpec,
+        log: JobLog,
+        keys: JobKeys,
+        clock: Clock,
+        say: Callable[[str], None],
     ) -> None:
         self._nproc, self._log, self._keys, self._clock = job.nproc, log, keys, clock
+        self._say, self._replacement_s = say, hosts.replacement_s
         self._decider = Decider(
             Limits(
                 minimum=hosts.minimum,
@@ -81,3 +92,10 @@ class Leading:
             )
             self._keys.host_lost(loss.host.id, ranks, plan.size * self._nproc, fault)
             self._reported.add(known)
+            spare = any(host.id not in plan.places for host in group.hosts)
+            if job.state is JobState.RUNNING and not job.stopping and not spare:
+                limit = duration_text(self._replacement_s)
+                self._say(
+                    f"{ranks_text(place, self._nproc)}: waiting for another host, for at most "
+                    f"{limit} (--replacement-timeout)"
+                )

@@ -105,7 +105,8 @@ class ManyHosts:
         self._store = self._group.store
         self._log = JobLog(self._store, self._me.id, self._me.name)
         self._workers = WorkersStore(self._me.address, self._me.store_port, self._why_lost)
-        self._leading = Leading(job, job.hosts, self._log, self.keys, resources.loop.clock)
+        clock = resources.loop.clock
+        self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()
         self._state = GroupState()
         self._watcher: PlanWatcher | None = None
