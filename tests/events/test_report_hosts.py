@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 from rich.console import Console
 
 from events.synthetic_run import SyntheticRun
-from outlast.events import HostJoined, HostLost
+from outlast.events import HostJoined, HostLost, WorkerExited
 from outlast.events.report import build
 from outlast.events.report.render import render_report
 
@@ -29,3 +30,20 @@ def test_a_lost_host_is_named_once() -> None:
         "Host c (10.0.0.3) was lost, 10.000 s into the run as a saw it: no heartbeat for 3.6 s."
     )
     assert text.getvalue().count(sentence) == 1
+
+
+def test_the_exit_of_a_fresh_host_is_not_that_of_the_lost_one() -> None:
+    # A fresh host with the same name, such as a replaced pod, counts its processes from 1 too.
+    run = SyntheticRun(hosts=["a", "b"])
+    run.begin(at=0.0)
+    run.restart(at=5.0, lost=[1], joiners=["b"])
+    run.complete(at=9.0)
+    exited = WorkerExited(host="b", pid=1, time=9.5, worker_pid=1001, exit_code=0)
+    events = [dataclasses.replace(e, pid=1001) if e.member == 2 else e for e in run.events]
+    report = build([*events, exited])
+    (restart,) = report.restarts
+    assert [(party.rank, party.reason) for party in restart.lost] == [(1, "")]
+    text = io.StringIO()
+    render_report(report, Console(file=text, width=200))
+    assert "rank 1: lost" in text.getvalue()  # not "new ranks joined"
+    assert "No fault" not in text.getvalue()

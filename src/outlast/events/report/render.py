@@ -115,7 +115,7 @@ def _restart_table(restarts: Iterable[Restart]) -> Table:
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("at", justify="right", no_wrap=True)
     table.add_column("first cause", overflow="fold")
-    table.add_column("lost", overflow="fold", max_width=10)
+    table.add_column("lost ranks", overflow="fold", max_width=10)
     table.add_column("joined", overflow="fold", max_width=10)
     table.add_column("ranks", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)

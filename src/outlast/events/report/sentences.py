@@ -59,6 +59,8 @@ def cause_text(restart: Restart) -> str:
         if cause.exit and (cause.exit.startswith("killed") or error is None):
             what = cause.exit
         return f"rank {cause.rank}: {what}"
+    if restart.lost:
+        return f"rank {restart.lost[0].rank}: lost"
     if restart.joined:
         return "new ranks joined"
     return one_line(restart.reason) or "not recorded"
@@ -182,7 +184,7 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
     cause = restart.cause
     if cause is None:
         reason = one_line(restart.reason)
-        if restart.joined:
+        if restart.joined and not restart.lost:
             yield "No fault: the iteration ended so that new ranks could join."
         else:
             yield f"No process recorded a fault{f'; a survivor saw: {reason}' if reason else ''}."

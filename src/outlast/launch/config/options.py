@@ -79,7 +79,10 @@ class RunOptions:
     run_id: Annotated[
         str | None,
         _torchrun(
-            "--run-id", "--rdzv-id", help="Name of the run. Default: a new one.", show_default=False
+            "--run-id",
+            "--rdzv-id",
+            help='Name of the run. Default: a new one; on many hosts "none", as with torchrun.',
+            show_default=False,
         ),
     ] = None
     role: Annotated[str, _torchrun("--role", help="Name of the workers' role.")] = "default"
@@ -142,8 +145,8 @@ class RunOptions:
             "--rdzv-conf",
             metavar="NAME=VALUE[,...]",
             help="join_timeout: seconds to wait for MIN hosts (600); last_call_timeout: seconds "
-            "to wait for more once MIN hosts have joined (30). For etcd: cacert, cert, key, user, "
-            "password_file.",
+            "to wait for more once MIN hosts have joined (30). For etcd: protocol, cacert, "
+            "cert, key, user, password_file.",
         ),
     ] = ""
 

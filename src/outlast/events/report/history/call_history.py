@@ -223,9 +223,14 @@ class CallHistory:
 
     def _exit(self, member: int, iteration: int) -> str:
         """How the member's process ended if it was lost in this iteration; empty if later."""
+        process = self._processes.get(member, ("", -1))
         if member in self._completed or self._lasts.get(member, iteration) > iteration:
             return ""
-        return self._exits.get(self._processes.get(member, ("", -1)), "")
+        # A fresh host, such as a new pod, may have the name and the process IDs of the lost one.
+        # The exit is then that of the last process: no launcher was left to record the first one.
+        if any(self._processes[later] == process for later in self._processes if later > member):
+            return ""
+        return self._exits.get(process, "")
 
 
 def _party(event: Assigned | Entered, reason: str) -> Party:

@@ -320,7 +320,9 @@ class ManyHosts:
     def _give_up(self, entry: GiveUp) -> None:
         nproc = self._job.nproc
         ranks = [ranks_text(place, nproc) for place in entry.places]
-        self._say(f"no host has come for {', '.join(ranks)}: the other ranks go on without them")
+        self._say(
+            f"no host has joined to replace {', '.join(ranks)}: the job continues with fewer ranks"
+        )
         if self._state.leader == self.host_id:
             gone = {place * nproc + n for place in entry.places for n in range(nproc)}
             self.keys.give_up(frozenset(gone))

@@ -119,7 +119,10 @@ class Membership:
             now = self._loop.clock.now()
             if now > self._lease_until > float("-inf"):
                 late_s = now - self._lease_until
-                self._end(f"its lease ended {late_s:.1f} s ago: it was stopped or cut off")
+                self._end(
+                    f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach more "
+                    "than half of the hosts"
+                )
                 return
             if now >= self._replica.next_tick() or self._tick_soon:
                 self._tick_soon = False
