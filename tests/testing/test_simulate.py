@@ -12,6 +12,7 @@ import pytest
 
 from inprocess.mutations import mutate
 from outlast.coordination import barrier, view
+from outlast.coordination.lost_host import report_host_lost, report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
 from outlast.inprocess.recovery.admission import hold_for_replacements
@@ -288,6 +289,62 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         hold_for_replacements,
         'seen = int(await membership.link.read("joined") or b"0")',
         "seen = 0",
+    ),
+}
+
+_ENTER = """\
+    if self.host.host_id:
+        await enter_host(self.link, self.host.host_id, self.host.token)
+"""
+_REGISTER = """\
+    member = await self.membership.register(self.host.preferred_rank, self.host.token)
+"""
+MUTATIONS |= {
+    "the ranks of a lost host are not claimed": (
+        report_host_lost,
+        'await membership.register(rank, f"lost with {host}")',
+        "None",
+    ),
+    "the processes of a lost host are not known": (
+        report_host_lost,
+        '{line["token"] for line in lines(await link.read(f"hosts/{host}"))}',
+        "set[str]()",
+    ),
+    "the loss of a host leaves out replacements": (
+        report_host_lost,
+        "if joiner.token in tokens:",
+        "if False:",
+    ),
+    "the loss of a host takes replacements on other hosts along": (
+        report_host_lost,
+        "if joiner.token in tokens:",
+        "if True:",
+    ),
+    "the loss of a host takes first members on other hosts along": (
+        report_host_lost,
+        ".decode() in tokens",
+        "",
+    ),
+    "what a dead launcher began is not finished": (report_host_lost, "if before:", "if False:"),
+    "only one member of a lost host is lost": (
+        MembershipProtocol.report_all_lost,
+        'b"".join(map(to_line, losses))',
+        "to_line(losses[0])",
+    ),
+    "a monitor claims a rank for no host": (
+        report_killed,
+        "if host and member < 0:",
+        "if False:",
+    ),
+    "a process registers before it enters its host": (
+        Machine._enter,
+        _ENTER + _REGISTER,
+        _REGISTER + _ENTER,
+    ),
+    "a member that counts as lost asks to join": (
+        Machine._decide,
+        "    await self._leave_if_lost()\n    return RecoveryState.JOIN",
+        "    return RecoveryState.JOIN",
     ),
 }
 

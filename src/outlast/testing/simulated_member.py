@@ -98,6 +98,8 @@ class SimulatedMember(MinimalHost):
         self.maybe_leave("initialize")
         if self.budget.spend("faults", 0.05):
             return self.fault(iteration, Interruption.EXCEPTION, "initialize")
+        if self.assigned is not None and not self.assigned.active:
+            self.invariants.returned(iteration, self.member)  # a reserve does not call the function
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
@@ -113,11 +115,6 @@ class SimulatedMember(MinimalHost):
             raise self.give(SystemExit(STOPPED))
         self.invariants.returned(iteration, self.member)
         return Returned(self.name)
-
-    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
-        if self.assigned is not None and not self.assigned.active:
-            self.invariants.returned(iteration, self.member)
-        return await super().wait_over(link, iteration, timeout)
 
     async def settle(self, iteration: int) -> None:
         self.maybe_leave("finalize")
