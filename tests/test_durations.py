@@ -33,6 +33,7 @@ MODULES = [*PACKAGES, *(f"inprocess.{part}" for part in [*PARTS, "state", "store
 # Not arguments of a user, or not durations.
 OTHERS = {
     "CheckpointInfo.metric",
+    "Checkpointer.replica_bandwidth",
     "Checkpointer.save.metric",
     "Job.save.metric",
     "Adaptive.factor",

@@ -155,6 +155,8 @@ class MembershipProtocol:
         await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))
         failed = frozenset(lost.member for lost in losses if not lost.discarded)
         discarded = frozenset(lost.member for lost in losses if lost.discarded)
+        if failed:
+            await self.wake_holders()  # one of them may be mistaken for lost, and has to leave
         await self.wake_for_lost(iteration, failed, discarded)
 
     async def wake_for_lost(

@@ -231,6 +231,7 @@ class _Job:
             f"--nnodes={self.least}:{self.most}",
             f"--rdzv-id={run_id}",
             f"--rdzv-endpoint={','.join(map(str, known))}",
+            "--rdzv-conf=endpoints=differ",
             f"--local-addr={self.endpoints[bundle].address}",
         ]
         future = self.actors[bundle].run.remote([*options, *self.arguments], self.environment)

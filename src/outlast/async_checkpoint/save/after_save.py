@@ -139,7 +139,9 @@ class SaveOutcomes:
         try:
             self._warn(self._session.writer.request(AwaitRemovals(tidy=self._session.recycles)))
         except (CheckpointError, Dropped):
-            log.warning("%s", _NOT_REMOVED, exc_info=True)
+            # After an abort the writer process has ended, and the next job removes them.
+            level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
+            log.log(level, "%s", _NOT_REMOVED, exc_info=True)
 
     def _warn(self, answer: RemovalErrors) -> None:
         for error in answer.errors:

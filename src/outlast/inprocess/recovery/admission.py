@@ -57,7 +57,7 @@ async def wait_for_end_of_iteration(
 
 
 async def hold_for_replacements(
-    membership: MembershipProtocol, host: Host, iteration: int, in_vain: frozenset[int]
+    membership: MembershipProtocol, host: Host, iteration: int, member: int, in_vain: frozenset[int]
 ) -> frozenset[int]:
     """Holds the restart until the job is back at full size, no missing rank will be replaced, the
     job was told to stop, or the timeout expires.
@@ -66,6 +66,7 @@ async def hold_for_replacements(
     count as present here, because its loss is not in the ledger yet; but then it is not missing.
 
     Args:
+        member: this one, whose hold ends at once if the others count it as lost.
         in_vain: the ranks for which an earlier hold waited until its timeout.
 
     Returns:
@@ -82,6 +83,8 @@ async def hold_for_replacements(
         joiners = await membership.joiners()
         present = (set(roster.values()) | {j.member for j in joiners}) - lost
         if len(present) >= limits.await_size or await membership.view(iteration + 1) is not None:
+            return in_vain
+        if member in lost:
             return in_vain
         # The first members were started as the ranks of the first view, which are their ids.
         started_as = {j.member: j.preferred for j in joiners}

@@ -233,12 +233,12 @@ class Machine:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         self.cause = first_cause(faults) or self.cause
         if self.host.limits.await_size:
-            # A live member that was mistaken for lost is replaced only once its process has ended.
-            await self._leave_if_lost()
             with self.host.timing("replacements"):
                 self.held_in_vain = await hold_for_replacements(
-                    self.membership, self.host, k, self.held_in_vain
+                    self.membership, self.host, k, self.member, self.held_in_vain
                 )
+            # A live member that was mistaken for lost is replaced only once its process has ended.
+            await self._leave_if_lost()
         self.record = await self.membership.propose(
             k + 1, grow=self.host.grow is not GrowPolicy.NEVER
         )

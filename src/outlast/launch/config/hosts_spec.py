@@ -16,7 +16,7 @@ _PORTS = {"c10d": 29400, "etcd": 2379, "static": 29500}
 """The backends, and the port of an endpoint without one, as with torchrun."""
 _TIMES = {"join_timeout": 600.0, "last_call_timeout": 30.0}
 _CONF = {
-    "c10d": frozenset({*_TIMES, "timeout"}),
+    "c10d": frozenset({*_TIMES, "timeout", "endpoints"}),
     "static": frozenset({*_TIMES, "timeout"}),
     "etcd": frozenset(
         {*_TIMES, "timeout", "protocol", "cacert", "cert", "key", "user", "password_file"}
@@ -34,6 +34,9 @@ class HostsSpec:
         minimum, maximum: the number of hosts with which the job may run.
         backend: `c10d`, `static` or `etcd`.
         endpoints: host and port of each.
+        endpoints_differ: whether other hosts may be given other endpoints (`endpoints=differ`).
+            They are then no guard against two groups: for launchers that start one group only, and
+            tell hosts that come later which hosts there are.
         local_addr: the address of this host for the others; `None` finds it.
         place: the place that this host asks for; -1 for any.
         lease_s: how long a host may be silent before the others go on without it.
@@ -47,6 +50,7 @@ class HostsSpec:
     maximum: int
     backend: str
     endpoints: tuple[tuple[str, int], ...]
+    endpoints_differ: bool = False
     local_addr: str | None = None
     place: int = -1
     lease_s: float = 5.0
@@ -78,6 +82,9 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         value = getattr(options, name)
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
+    differ = conf.pop("endpoints", "")
+    if differ not in ("", "differ"):
+        raise ValueError(f"--rdzv-conf endpoints={differ}: must be endpoints=differ")
     static = backend == "static"
     if static and minimum != maximum:
         raise ValueError(
@@ -91,6 +98,7 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         maximum=maximum,
         backend=backend,
         endpoints=_endpoints(options, backend),
+        endpoints_differ=bool(differ),
         local_addr=options.local_addr,
         place=options.node_rank if static else -1,
         lease_s=options.host_timeout,
@@ -104,7 +112,8 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
 def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ...]:
     """What must be equal on all hosts, by the name that the user knows."""
     # Which endpoint founds the group depends on their order. Members of etcd may be in any order.
-    endpoints = "" if hosts.backend == "etcd" else ",".join(f"{h}:{p}" for h, p in hosts.endpoints)
+    differ = hosts.backend == "etcd" or hosts.endpoints_differ
+    endpoints = "" if differ else ",".join(f"{h}:{p}" for h, p in hosts.endpoints)
     return (
         ("outlast version", importlib.metadata.version("outlast")),
         ("torch version", importlib.metadata.version("torch")),

@@ -19,7 +19,7 @@ import selectors
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from outlast.coordination.records import process_name
@@ -113,7 +113,7 @@ class ManyHosts:
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
-        self._no_worker_left = False
+        self._no_worker_left = self._leads = False
         self._outcome: Outcome | None = None
         self._over = False
 
@@ -231,7 +231,10 @@ class ManyHosts:
             raise LeaseLost(self._state.error or "the lease of this host is over")
         for number, data in self._watcher.take():
             self._apply(number, data)
-        leads = self._state.leader == self.host_id
+        led, leads = self._leads, self._state.leader == self.host_id
+        self._leads = leads
+        if leads and not led and self._plan.given_up:
+            self._tell_given_up(self._plan.given_up)  # the last leader may not have got to it
         while leads and (entry := self._leading.next_entry(self._plan, self._state)) is not None:
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
@@ -324,8 +327,11 @@ class ManyHosts:
             f"no host has joined to replace {', '.join(ranks)}: the job continues with fewer ranks"
         )
         if self._state.leader == self.host_id:
-            gone = {place * nproc + n for place in entry.places for n in range(nproc)}
-            self.keys.give_up(frozenset(gone))
+            self._tell_given_up(entry.places)
+
+    def _tell_given_up(self, places: Iterable[int]) -> None:
+        nproc = self._job.nproc
+        self.keys.give_up(frozenset(place * nproc + n for place in places for n in range(nproc)))
 
     # ------------------------------------------------------------------------- the end
 
