@@ -4,6 +4,7 @@
 #   make check     format, lint, types, import order, the documentation and its examples
 #   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
+#   make test-hosts  jobs on several hosts, in network namespaces, that lose some of them
 #   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
 #   make test-ray  the tests that need Ray
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
@@ -32,7 +33,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-ray test-ports check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,8 +86,12 @@ services:
 	.ci/services
 
 test-all: $(STAMP) services
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all
-	$(MAKE) test-ports test-ray
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts
+	$(MAKE) test-hosts test-ports test-ray
+
+# Each test has several hosts, with several processes each, which renew their leases in time.
+test-hosts: $(STAMP) services
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --all tests/hosts
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
