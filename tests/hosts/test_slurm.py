@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_a_signal_from_slurm_leads_to_a_joint_save(slurm: SlurmCluster, tmp_path
     cluster.until_step(10, size=3)
     slurm.ask("scancel", "--signal=TERM", "1.0")
     assert cluster.wait(job) == [143]
-    assert "job stopped as told: saved" in job.output
-    last = max(step.step for step in cluster.steps())
-    assert f"step {last}" in job.output
+    # Slurm signals the launchers and their workers: either may be the first to tell the job.
+    assert re.search(r"job stopped (as told|by SIGTERM): saved, exit code 143", job.output)
+    assert "stopping after step" in job.output
+    assert "CheckpointError" not in job.output

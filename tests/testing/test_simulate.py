@@ -141,6 +141,9 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         'await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))\n'
         "    failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
         "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"
+        "    if failed:\n"
+        "        await self.wake_holders()  # one of them may be mistaken for lost, and has to "
+        "leave\n"
         "    await self.wake_for_lost(iteration, failed, discarded)\n",
         "failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
         "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"

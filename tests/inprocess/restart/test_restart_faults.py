@@ -32,7 +32,8 @@ def test_all_survivors_go_on_with_one_view(ranks: Ranks, fault: str, code: int) 
         job.start_all()
         assert job.wait_all() == {0: 0, 1: code, 2: 0}, errors(job)
         assert views(job) == {0: full(3), 1: full(survivors)}
-        assert [line["count"] for line in events(job, 0, "met")] == [3, survivors]
+        met = [line["count"] for line in events(job, 0, "met")]
+        assert met in ([3, survivors], [survivors])  # rank 1 may fail before rank 0 has said so
         assert_never_together(job)
         assert returned(job) == ({0: 0, 1: 1, 2: 2} if not code else {0: 0, 2: 1})
 

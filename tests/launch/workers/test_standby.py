@@ -42,7 +42,10 @@ print("side was imported")
 """
 # The worker's message follows, with what the script saw.
 LOOKER = LOOK + WORKER.replace('"env": env', '"env": env, "saw": look()')
-PER_PROCESS = {"OUTLAST_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"}
+PER_PROCESS = {
+    *("OUTLAST_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"),
+    "TORCHINDUCTOR_CACHE_DIR",  # set by torch when its compiler is imported, here ahead of time
+}
 
 
 def standby_pid(run: Run, number: int = 0) -> int:

@@ -29,6 +29,7 @@ from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.distributed.connection import Connection, connect
+from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.environment import exported, is_host_server, read_launch
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.interrupter import Interrupter
@@ -200,7 +201,7 @@ class _Session:
         with contextlib.suppress(StoreError, RuntimeError):
             if not host.joining:
                 self.notice.completed()
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError), QuietTorchLog():
             drive(machine.membership.say_goodbye(machine.member, machine.iteration), direct)
         if not host.joining:
             host.run_at_end(self.settings.completion)
