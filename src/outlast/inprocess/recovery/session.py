@@ -235,8 +235,8 @@ class _Session:
             raise ValueError(f"OUTLAST_EVENTS_DIR={events_dir!r} cannot be used: {e}") from e
 
     def _store_kwargs(self) -> dict[str, Any]:
-        """Those of the settings. Under `outlast run` without an address: the launcher learns from
-        its own store that there is a wrapped call, whose dead workers it replaces.
+        """Those of the settings. Under `outlast run` with the address of the launcher's store: from
+        that store it learns that there is a wrapped call, whose dead workers it replaces.
         """
         factory, kwargs = self.settings.store_factory, dict(self.settings.store_kwargs)
         if self.launch.agent and isinstance(factory, type) and issubclass(factory, TCPStore):
