@@ -91,12 +91,14 @@ class RankHost(RankFaults):
         page: SharedPage,
         atomic_section: AtomicSection,
         emitter: Emitter,
+        call: int,
         prefix: str,
         address: str,
     ) -> None:
         state = State(launch.rank, launch.world_size, launch.rank, launch.world_size)
         super().__init__(page, emitter, state)
         self.settings, self.prefix = settings, prefix
+        self._call = launch.attempt, call
         self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
@@ -203,11 +205,10 @@ class RankHost(RankFaults):
         self.page.pings = self.page.step = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
         self.watch = self.monitor_thread.watch_iteration(f"{self.prefix}over/{iteration}")
-        _, attempt, call, _ = self.prefix.split("/")  # as made by the session
         publish_rank(
             self.state.rank,
             self.state.active_world_size,
-            (int(attempt), int(call), iteration),
+            (*self._call, iteration),
             self.iteration_store.endpoint,
         )
         where = "initialize: "

@@ -103,6 +103,7 @@ class _Session:
             self.page,
             self.atomic_section,
             self.emitter,
+            self.number,
             self.prefix,
             address,
         )
