@@ -14,6 +14,7 @@ import socket
 import time
 from pathlib import Path
 
+from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Endpoint, Refused
 from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
@@ -196,7 +197,7 @@ class EtcdGroup:
             time.sleep(0.5)
         self._client.repeat(
             "/v3/kv/range",
-            {"key": "L291dGxhc3Qv", "count_only": True},
+            {"key": layout.text(b"/outlast/"), "count_only": True},
             max(1.0, deadline - time.monotonic()),
         )
 
