@@ -132,7 +132,7 @@ class Job:
                 process.wait()
         left = self._reap_leftovers()
         if left and error is None:
-            raise AssertionError("processes outlived their job:\n" + "\n".join(left))
+            self._fail("processes outlived their job:\n" + "\n".join(left))
         if error is None:
             for rank in self._started:
                 assert not (noise := torch_noise(self.errors(rank))), f"rank {rank}:\n{noise}"
@@ -268,8 +268,9 @@ class Job:
     def _fail(self, why: str) -> None:
         parts = [why]
         for rank in sorted(self._started):
+            code = self._latest(rank).poll()
             for title, text in (("out", self.output(rank)), ("err", self.errors(rank))):
-                parts.append(f"---- rank {rank}, {title}, its last lines:\n{text[-4000:]}")
+                parts.append(f"---- rank {rank}, exit code {code}, {title}:\n{text[-4000:]}")
         raise AssertionError("\n".join(parts))
 
     def _reap_leftovers(self) -> list[str]:
