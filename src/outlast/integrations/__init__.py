@@ -1,0 +1,9 @@
+"""Adapters for training frameworks: one module per framework, each with an extra of its own.
+
+- `outlast.integrations.lightning`: a callback and a `CheckpointIO` for Lightning's Trainer.
+- `outlast.integrations.transformers`: a Trainer of Hugging Face's transformers.
+- `outlast.integrations.accelerate`: a `Job` of what an `Accelerator` has prepared.
+
+Importing this package imports no framework. Importing one of its modules without the framework
+raises an `ImportError` that names the extra to install.
+"""
