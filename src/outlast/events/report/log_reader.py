@@ -8,25 +8,16 @@ report can mention it.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from pathlib import Path
 
 from outlast.errors import EventLogError
+from outlast.events.log_lines import parse_line
 from outlast.events.run_folders import Run, choose_run, logs_in, runs_in
-from outlast.events.types import Event, Note, event_from_dict
+from outlast.events.types import Event, Note
 
 TORN_LINE = "outlast.torn_line"
 """Name of the note that replaces a torn last line; `data["file"]` is the name of the file."""
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "dict[str, Any]": (dict,),
-}
 
 
 def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
@@ -56,32 +47,10 @@ def _load_file(path: Path) -> list[Event]:
     events: list[Event] = []
     *lines, last = content.split(b"\n")  # a sink ends each line, so that `last` is empty or torn
     for number, line in enumerate(lines, start=1):
-        events.append(_parse(line, f"{path}, line {number}"))
+        events.append(parse_line(line, f"{path}, line {number}"))
     if last:
         try:
-            events.append(_parse(last, f"{path}, line {len(lines) + 1}"))
+            events.append(parse_line(last, f"{path}, line {len(lines) + 1}"))
         except EventLogError:
             events.append(Note(name=TORN_LINE, data={"file": path.name}))
     return events
-
-
-def _parse(line: bytes, place: str) -> Event:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise EventLogError(f"{place}: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise EventLogError(f"{place}: not a JSON object, but {type(values).__name__}")
-    try:
-        event = event_from_dict(values)
-    except EventLogError as error:
-        raise EventLogError(f"{place}: {error}") from error
-    for field in dataclasses.fields(event):
-        value = getattr(event, field.name)
-        # Python counts a bool as an int; a log must not.
-        wrong = isinstance(value, bool) != (field.type == "bool")
-        if wrong or not isinstance(value, _TYPES[str(field.type)]):
-            raise EventLogError(
-                f"{place}: {field.name!r} of {event.kind!r} is {value!r}, not {field.type}"
-            )
-    return event

@@ -1,0 +1,44 @@
+"""Parses one line of an event log, strictly: names, types and the place of what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from outlast.errors import EventLogError
+from outlast.events.types import Event, event_from_dict
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "dict[str, Any]": (dict,),
+}
+
+
+def parse_line(line: bytes, place: str) -> Event:
+    """The event of a line of a log; `place` is its file and line number, for the error.
+
+    Raises:
+        EventLogError: if the line is not an event; names the place.
+    """
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EventLogError(f"{place}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise EventLogError(f"{place}: not a JSON object, but {type(values).__name__}")
+    try:
+        event = event_from_dict(values)
+    except EventLogError as error:
+        raise EventLogError(f"{place}: {error}") from error
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        # Python counts a bool as an int; a log must not.
+        wrong = isinstance(value, bool) != (field.type == "bool")
+        if wrong or not isinstance(value, _TYPES[str(field.type)]):
+            raise EventLogError(
+                f"{place}: {field.name!r} of {event.kind!r} is {value!r}, not {field.type}"
+            )
+    return event
