@@ -231,7 +231,7 @@ def test_the_timer_fires_only_kinds_for_any_thread() -> None:
         fail_at(0, after_seconds=0.01, kind="sigterm"),
     ]
     injector = Injector(plan, rank=0, fired=MemoryFired(), action=act)
-    injector.start_timer()
+    injector.start()
     assert acted.wait(timeout=60)
     injector.close()
     assert done == [(Kind.SIGTERM, "outlast-chaos-timer")]
@@ -239,7 +239,7 @@ def test_the_timer_fires_only_kinds_for_any_thread() -> None:
 
 def test_close_ends_a_waiting_timer() -> None:
     injector = Injector([fail_at(0, after_seconds=1e5, kind="abort")], rank=0, fired=MemoryFired())
-    injector.start_timer()
+    injector.start()
     injector.close()
     assert "outlast-chaos-timer" not in [thread.name for thread in threading.enumerate()]
 

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.chaos import Kind, Moment, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.chaos import Kind, Moment, Phase, Plan, PlannedFault, RandomFaults, fail_at
 from outlast.errors import ChaosError
 
 RANDOM = {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}
 
 
-def at(rank: int = 0, iteration: int = 0, step: int = 0, seconds: float = 0.0) -> Moment:
-    return Moment(rank=rank, iteration=iteration, step=step, seconds=seconds)
+def at(
+    rank: int = 0,
+    iteration: int = 0,
+    step: int = 0,
+    seconds: float = 0.0,
+    phase: Phase = Phase.STEP,
+) -> Moment:
+    return Moment(rank=rank, iteration=iteration, step=step, seconds=seconds, phase=phase)
 
 
 def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
@@ -27,6 +33,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         {"rank": 1, "kind": "exception", "iteration": 0, "step": 20},
         {"rank": 2, "kind": "sigkill", "step": 60},
         {"rank": 0, "kind": "hang", "after_seconds": 3},
+        {"rank": 0, "kind": "slow_disk", "phase": "writing", "seconds": 2},
     ]
     path.write_text(json.dumps({"faults": faults, "random": {**RANDOM, "ranks": [1, 2]}}))
     plan = Plan.load(path)
@@ -34,6 +41,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         PlannedFault(rank=1, kind=Kind.EXCEPTION, iteration=0, step=20),
         fail_at(2, step=60, kind="sigkill"),
         fail_at(0, after_seconds=3.0, kind=Kind.HANG),
+        PlannedFault(rank=0, kind=Kind.SLOW_DISK, phase=Phase.WRITING, seconds=2.0),
     )
     assert plan.random == RandomFaults(
         seed=7, rate_per_step=0.01, kinds=(Kind.EXCEPTION,), max_faults=5, ranks=(1, 2)
@@ -67,6 +75,15 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         ),
         ({"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]}, "is nan"),
         ({"faults": [{"rank": 1, "kind": "hang", "setp": 1}]}, "unknown field 'setp'"),
+        (
+            {"faults": [{"rank": 1, "kind": "hang", "phase": "lunch"}]},
+            "faults[0]: field 'phase' is 'lunch'; it must be one of: step, entry, collective",
+        ),
+        (
+            {"faults": [{"rank": 1, "kind": "sigkill", "seconds": 1}]},
+            "faults[0]: kind 'sigkill' takes no 'seconds'; the kinds that do are: sigstop, ",
+        ),
+        ({"faults": [{"rank": 1, "kind": "slow_disk", "seconds": -1}]}, "'seconds' is -1"),
         ({"random": {**RANDOM, "rate_per_step": 2}}, "it must be a number from 0 to 1"),
         ({"random": {**RANDOM, "kinds": []}}, "it must be a list with at least one element"),
         ({"random": {**RANDOM, "kinds": ["x"]}}, "random: field 'kinds[0]' is 'x'"),
@@ -101,6 +118,10 @@ def test_all_conditions_must_hold() -> None:
     assert not fault.due(at(1, 2, 19, 3.0))
     assert not fault.due(at(1, 2, 20, 2.9))
     assert fail_at(1).due(at(1))
+    saving = fail_at(1, phase="save")
+    assert saving.due(at(1, phase=Phase.SAVE))
+    assert not saving.due(at(1))
+    assert not fail_at(1).due(at(1, phase=Phase.SAVE))
 
 
 kinds = st.sampled_from(Kind)
@@ -112,6 +133,13 @@ faults = st.builds(
     iteration=counts,
     step=counts,
     after_seconds=st.none() | st.floats(0, 1e9),
+    phase=st.sampled_from(Phase),
+)
+timed_faults = st.builds(
+    PlannedFault,
+    rank=st.integers(0, 10**6),
+    kind=st.sampled_from([kind for kind in Kind if kind.default_seconds is not None]),
+    seconds=st.floats(0, 1e9),
 )
 randoms = st.builds(
     RandomFaults,
@@ -123,7 +151,7 @@ randoms = st.builds(
 )
 
 
-@given(st.lists(faults, min_size=1).map(tuple), st.none() | randoms)
+@given(st.lists(faults | timed_faults, min_size=1).map(tuple), st.none() | randoms)
 def test_json_round_trip(faults: tuple[PlannedFault, ...], random: RandomFaults | None) -> None:
     plan = Plan(faults=faults, random=random)
     assert Plan.parse(json.loads(plan.to_json())) == plan

@@ -1,4 +1,4 @@
-"""Fault injection by plan (rank, kind and time of each fault), for tests and demonstrations.
+"""Fault injection by plan (rank, kind, time and phase of each fault), for tests and demonstrations.
 
 From the command line, `outlast run --chaos plan.json ...` (the format is in `plan.py`). From
 Python::
@@ -16,7 +16,7 @@ from outlast.chaos.actions import fire
 from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, MemoryFired
 from outlast.chaos.injector import Injector
 from outlast.chaos.install import install, installed, step, uninstall
-from outlast.chaos.kinds import Kind
+from outlast.chaos.kinds import Kind, Phase
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults, fail_at
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "MarkerDirectory",
     "MemoryFired",
     "Moment",
+    "Phase",
     "Plan",
     "PlannedFault",
     "RandomFaults",

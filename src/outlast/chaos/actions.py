@@ -1,7 +1,8 @@
 """Injects each kind of fault into the current process; all of them are real faults.
 
 `fire` returns only if the process survives: after a SIGTERM that is handled, after the SIGCONT that
-follows a SIGSTOP, and after it has killed another process (the monitor).
+follows a SIGSTOP, and after faults that hit something else than the thread: another process, the
+storage, the shared memory, the system calls of all threads.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from outlast.chaos.kinds import Kind
+from outlast.chaos.other_processes import freeze, start_signal_storm
 from outlast.errors import ChaosError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from outlast.chaos.writer.server import WriterServer
 
 UNSENT_TAG = 0x6F75_7461
 """Tag of the message that `HANG_COLLECTIVE` waits for, and that no rank sends."""
 
 HEADROOM_BYTES = 256 * 2**20
 """The maximum that is allocated before allocation fails."""
+
+SNAPSHOT_MEMORY = "memfd:outlast-snapshot"
+"""What the link of a descriptor of a snapshot's memory contains."""
 
 _CHUNK_BYTES = 8 * 2**20
 _A_LONG_TIME_S = 1e6
@@ -38,6 +45,9 @@ def fire(
     monitor_pid: int | None = None,
     group: dist.ProcessGroup | None = None,
     message: str = "a planned exception",
+    seconds: float | None = None,
+    writers: WriterServer | None = None,
+    store_pid: int | None = None,
 ) -> None:
     """Injects a fault into this process, now.
 
@@ -46,20 +56,39 @@ def fire(
         monitor_pid: the process that `KILL_MONITOR` kills.
         group: the process group in which `HANG_COLLECTIVE` hangs; the default one if `None`.
         message: the message of the exception of `EXCEPTION`.
+        seconds: how long the fault lasts, for kinds with a duration.
+        writers: the writer processes, which run under an injector.
+        store_pid: the process that `STORE_FROZEN` stops.
 
     Raises:
         ChaosError: for `EXCEPTION`; or, with the reason, if the fault is impossible.
         ValueError: if there is no such kind.
     """
     kind = Kind(kind)
-    if kind is Kind.EXCEPTION:
-        raise ChaosError(message)
-    if kind is Kind.KILL_MONITOR:
-        _kill_monitor(monitor_pid)
-    elif kind is Kind.HANG_COLLECTIVE:
-        _hang_collective(group)
-    else:
-        _ACTIONS[kind]()
+    lasts = kind.default_seconds or 0.0 if seconds is None else seconds
+    if kind.needs_writer and writers is None:
+        raise ChaosError(f"{kind}: the writer processes do not run under an injector")
+    match kind:
+        case Kind.EXCEPTION:
+            raise ChaosError(message)
+        case Kind.KILL_MONITOR:
+            _kill_monitor(monitor_pid)
+        case Kind.HANG_COLLECTIVE:
+            _hang_collective(group)
+        case Kind.SIGSTOP if lasts:
+            freeze(os.getpid(), lasts)
+        case Kind.STORE_FROZEN:
+            if store_pid is None:
+                raise ChaosError(f"{kind}: no process of this user serves the store on this host")
+            freeze(store_pid, lasts)
+        case Kind.SIGNAL_STORM:
+            start_signal_storm(lasts)
+        case Kind.KILL_WRITER if writers is not None:
+            writers.kill()
+        case _ if kind.is_of_storage and writers is not None:
+            writers.order(kind, lasts)
+        case _:
+            _ACTIONS[kind]()
 
 
 def _send_self(number: signal.Signals) -> Callable[[], None]:
@@ -115,6 +144,23 @@ def _hang() -> NoReturn:
         time.sleep(_A_LONG_TIME_S)
 
 
+def _hang_python() -> NoReturn:
+    while True:
+        pass
+
+
+def _lose_shared_memory() -> None:
+    """Truncates the memory of all snapshots of this process: its own, and those that it took over.
+    Whatever reads or writes it afterwards gets SIGBUS, or an error from the kernel.
+    """
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            if SNAPSHOT_MEMORY in os.readlink(entry.path):
+                os.truncate(entry.path, 0)
+        except OSError:
+            continue  # closed meanwhile by another thread
+
+
 def _hang_collective(group: dist.ProcessGroup | None) -> None:
     import torch
     import torch.distributed as dist
@@ -152,4 +198,6 @@ _ACTIONS: dict[Kind, Callable[[], object]] = {
     Kind.OOM_KILL: _oom_kill,
     Kind.HANG_GIL: _hang_gil,
     Kind.HANG: _hang,
+    Kind.HANG_PYTHON: _hang_python,
+    Kind.LOST_SHARED_MEMORY: _lose_shared_memory,
 }

@@ -15,21 +15,24 @@ class Environment:
         state: the directory of the records of fired faults (`OUTLAST_CHAOS_STATE`).
         rank: the rank that the launcher gave this process.
         job: values that identify this job among others on the same machine.
+        store_port: the port of the job's store (`MASTER_PORT`).
     """
 
     plan: str | None
     state: str | None
     rank: int | None
     job: tuple[str, ...]
+    store_port: int | None = None
 
     @classmethod
     def read(cls) -> Environment:
         """Reads the environment as it is now."""
-        rank = os.environ.get("RANK", "")
+        rank, port = os.environ.get("RANK", ""), os.environ.get("MASTER_PORT", "")
         names = ("OUTLAST_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return cls(
             plan=os.environ.get("OUTLAST_CHAOS") or None,
             state=os.environ.get("OUTLAST_CHAOS_STATE") or None,
             rank=int(rank) if rank.isdecimal() else None,
+            store_port=int(port) if port.isdecimal() else None,
             job=tuple(os.environ.get(name, "") for name in names),
         )

@@ -106,16 +106,16 @@ def job_directory(environment: Environment) -> Path:
         return Path(environment.state)
     root = Path(tempfile.gettempdir()) / f"outlast-chaos-{os.getuid()}"
     _make_private_directory(root)
-    launcher = _identity(os.getppid())
+    launcher = identity(os.getppid())
     for old in root.iterdir():
         pid = old.name.partition("-")[0]
-        if pid.isdecimal() and not old.name.startswith(_identity(int(pid)) + "-"):
+        if pid.isdecimal() and not old.name.startswith(identity(int(pid)) + "-"):
             shutil.rmtree(old, ignore_errors=True)
     digest = hashlib.sha256("\0".join(environment.job).encode()).hexdigest()[:16]
     return root / f"{launcher}-{digest}"
 
 
-def _identity(pid: int) -> str:
+def identity(pid: int) -> str:
     """The process id and start time, which together are never reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text()

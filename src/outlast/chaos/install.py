@@ -1,4 +1,6 @@
-"""The injector of the process: an observer of the restart wrapper, used by `chaos.step`."""
+"""The injector of the process: an observer of the restart wrapper and of checkpointers, used by
+`chaos.step`.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,45 @@ from contextlib import contextmanager
 from outlast.chaos.injector import Injector
 from outlast.chaos.plan import Plan, PlannedFault
 
+_WRITER = "outlast.chaos.writer.program"
+
 _installed: Injector | None = None
 
 
 def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
-    """Installs a plan for every wrapped function of the process, until `uninstall`.
+    """Installs a plan for every wrapped function and checkpointer of the process, until
+    `uninstall`. Writer processes that run already have no faults.
 
     Raises:
         RuntimeError: if an injector is already installed.
     """
     global _installed
     # Imported here: a script that only calls `step` needs neither torch nor the wrapper.
+    from outlast.async_checkpoint import observers as saves
     from outlast.inprocess.observers import add_observer
 
     if _installed is not None:
         raise RuntimeError("an injector is installed already: call uninstall() first")
     injector = plan if isinstance(plan, Injector) else Injector(plan)
+    injector.start()
     add_observer(injector)
+    saves.add_observer(injector)
+    if injector.writers is not None:
+        saves.set_writer_program(_WRITER)
     _installed = injector
-    injector.start_timer()
     return injector
 
 
 def uninstall() -> None:
-    """Removes the installed injector, if there is one, and ends its thread."""
+    """Removes the installed injector, if there is one, and ends its threads."""
     global _installed
+    from outlast.async_checkpoint import observers as saves
     from outlast.inprocess.observers import remove_observer
 
     injector, _installed = _installed, None
     if injector is not None:
+        saves.set_writer_program(None)
+        saves.remove_observer(injector)
         remove_observer(injector)
         injector.close()
 

@@ -1,17 +1,18 @@
-"""Fault plans: rank, kind and time of each fault; from Python or from a JSON file.
+"""Fault plans: rank, kind, time and phase of each fault; from Python or from a JSON file.
 
     {
       "faults": [
         {"rank": 1, "kind": "exception", "iteration": 0, "step": 20},
         {"rank": 2, "kind": "sigkill", "step": 60},
-        {"rank": 0, "kind": "hang", "after_seconds": 3}
+        {"rank": 0, "kind": "hang", "after_seconds": 3},
+        {"rank": 0, "kind": "slow_disk", "phase": "writing", "seconds": 2}
       ],
       "random": {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}
     }
 
 All conditions of an entry must hold. `iteration` must match exactly; `step` and `after_seconds` are
 minima, so that a fault is not missed when a restart resumes after its step. An entry without
-conditions fires when its rank first enters the training function.
+conditions fires when its rank first enters the training function; with a `phase`, when that begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast.chaos.kinds import Kind
+from outlast.chaos.kinds import Kind, Phase
 from outlast.chaos.plan_validation import Fields, load_json
 from outlast.errors import ChaosError
 from outlast.system.arguments import Duration, as_timedelta, seconds
@@ -39,6 +40,7 @@ class Moment:
     iteration: int
     step: int
     seconds: float
+    phase: Phase = Phase.STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,11 @@ class PlannedFault:
         iteration: the iteration in which it fires; any by default.
         step: the earliest step at which it fires.
         after_seconds: how long the process must have run.
+        phase: what the rank does when it fires.
+        seconds: how long it lasts, for kinds with a duration (`Kind.default_seconds`).
+
+    Raises:
+        ChaosError: if `seconds` is given for a kind that has no duration.
     """
 
     rank: int
@@ -57,8 +64,19 @@ class PlannedFault:
     iteration: int | None = None
     step: int | None = None
     after_seconds: Duration | None = None
+    phase: Phase = Phase.STEP
+    seconds: Duration | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "phase", Phase(self.phase))
+        if self.seconds is not None:
+            if self.kind.default_seconds is None:
+                timed = ", ".join(kind for kind in Kind if kind.default_seconds is not None)
+                raise ChaosError(
+                    f"kind {str(self.kind)!r} takes no 'seconds'; the kinds that do are: {timed}"
+                )
+            lasts = as_timedelta("seconds", self.seconds, allow_zero=True)
+            object.__setattr__(self, "seconds", lasts.total_seconds())
         if self.after_seconds is not None:
             after = as_timedelta("after_seconds", self.after_seconds, allow_zero=True)
             object.__setattr__(self, "after_seconds", after.total_seconds())
@@ -67,6 +85,7 @@ class PlannedFault:
         """Whether every condition holds."""
         return (
             moment.rank == self.rank
+            and moment.phase is self.phase
             and (self.iteration is None or moment.iteration == self.iteration)
             and (self.step is None or moment.step >= self.step)
             and (self.after_seconds is None or moment.seconds >= seconds(self.after_seconds))
@@ -142,10 +161,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as `load` reads it."""
-        faults = [_without_none(dataclasses.asdict(fault)) for fault in self.faults]
+        faults = [_without_defaults(dataclasses.asdict(fault)) for fault in self.faults]
         values: dict[str, Any] = {"faults": faults} if faults else {}
         if self.random is not None:
-            values["random"] = _without_none(dataclasses.asdict(self.random))
+            values["random"] = _without_defaults(dataclasses.asdict(self.random))
         return json.dumps(values, indent=2)
 
 
@@ -156,24 +175,42 @@ def fail_at(
     iteration: int | None = None,
     after_seconds: Duration | None = None,
     kind: Kind | str = Kind.EXCEPTION,
+    phase: Phase | str = Phase.STEP,
+    seconds: Duration | None = None,
 ) -> PlannedFault:
     """Makes a planned fault: `Plan(faults=(fail_at(1, step=20),))`."""
     return PlannedFault(
-        rank=rank, kind=Kind(kind), iteration=iteration, step=step, after_seconds=after_seconds
+        rank=rank,
+        kind=Kind(kind),
+        iteration=iteration,
+        step=step,
+        after_seconds=after_seconds,
+        phase=Phase(phase),
+        seconds=seconds,
     )
 
 
 def _parse_fault(values: Any, where: str) -> PlannedFault:
-    fields = Fields(values, where, ("rank", "kind", "iteration", "step", "after_seconds"))
-    return PlannedFault(
-        rank=fields.integer("rank"),
-        kind=fields.kind("kind"),
-        iteration=fields.integer("iteration") if fields.has("iteration") else None,
-        step=fields.integer("step") if fields.has("step") else None,
-        after_seconds=(
-            fields.number("after_seconds", 0, math.inf) if fields.has("after_seconds") else None
-        ),
-    )
+    names = tuple(field.name for field in dataclasses.fields(PlannedFault))
+    fields = Fields(values, where, names)
+
+    def duration(name: str) -> float | None:
+        return fields.number(name, 0, math.inf) if fields.has(name) else None
+
+    after, lasts = duration("after_seconds"), duration("seconds")
+    try:
+        return PlannedFault(
+            rank=fields.integer("rank"),
+            kind=fields.kind("kind"),
+            iteration=fields.integer("iteration") if fields.has("iteration") else None,
+            step=fields.integer("step") if fields.has("step") else None,
+            after_seconds=after,
+            phase=fields.choice("phase", Phase) if fields.has("phase") else Phase.STEP,
+            seconds=lasts,
+        )
+    except ChaosError as error:
+        text = str(error)
+        raise ChaosError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
 def _parse_random(values: Any, where: str) -> RandomFaults:
@@ -187,5 +224,5 @@ def _parse_random(values: Any, where: str) -> RandomFaults:
     )
 
 
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in values.items() if v is not None and v is not Phase.STEP}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outlast.chaos.kinds import Kind
 from outlast.errors import ChaosError
+
+E = TypeVar("E", bound=enum.Enum)
 
 
 def load_json(path: Path) -> Any:
@@ -64,11 +67,15 @@ class Fields:
 
     def kind(self, name: str) -> Kind:
         """A kind of fault."""
-        return self._kind(self._get(name), name)
+        return self._choice(self._get(name), name, Kind)
+
+    def choice(self, name: str, choices: type[E]) -> E:
+        """A member of an enumeration of strings."""
+        return self._choice(self._get(name), name, choices)
 
     def kinds(self, name: str) -> tuple[Kind, ...]:
         """A list of at least one kind of fault."""
-        return tuple(self._kind(value, f"{name}[{i}]") for i, value in self._list(name))
+        return tuple(self._choice(value, f"{name}[{i}]", Kind) for i, value in self._list(name))
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of at least one non-negative integer."""
@@ -97,11 +104,11 @@ class Fields:
             raise self._wrong(name, value, "an integer of at least 0")
         return value
 
-    def _kind(self, value: Any, name: str) -> Kind:
-        allowed = [kind.value for kind in Kind]
+    def _choice(self, value: Any, name: str, choices: type[E]) -> E:
+        allowed = [choice.value for choice in choices]
         if value not in allowed:
             raise self._wrong(name, value, f"one of: {_names(allowed)}")
-        return Kind(value)
+        return choices(value)
 
     def _wrong(self, name: str, value: Any, allowed: str) -> ChaosError:
         return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; it must be {allowed}")

@@ -19,6 +19,11 @@ class Observer(Protocol):
     def pinged(self, call: CallWrapper, pings: int) -> None:
         """Called at each `call.ping()`; `pings` counts from 1 in every iteration."""
 
+    def recovering(self, iteration: int, rank: int) -> None:
+        """Called in a restart in place, as part of finalize and of initialize, which have these
+        iterations: the one that has ended, and the one that begins.
+        """
+
 
 _observers: list[Observer] = []
 
@@ -36,3 +41,9 @@ def remove_observer(observer: Observer) -> None:
 def observers() -> tuple[Observer, ...]:
     """All observers, in the order in which they were added."""
     return tuple(_observers)
+
+
+def notify_recovering(iteration: int, rank: int) -> None:
+    """Calls `recovering` of every observer."""
+    for observer in tuple(_observers):
+        observer.recovering(iteration, rank)

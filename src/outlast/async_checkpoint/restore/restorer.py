@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.environment import position
+from outlast.async_checkpoint.observers import notify_restoring
 from outlast.async_checkpoint.restore.agreement import BROKEN, MISFIT, Agreement
 from outlast.async_checkpoint.restore.fit import (
     Fit,
@@ -159,6 +160,7 @@ class Restorer:
         errors: list[str] = []
         empty = empty_dicts(state_dict)
         request = _Request(state_dict, strict, optional, weights_only, empty)
+        notify_restoring()
         for candidate in found:
             began = self._emitter.clock.now()
             failure = self._load(candidate, snapshots, request)

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.observers import notify_committing
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.save import (
@@ -89,8 +90,7 @@ class SavePipeline:
         self._exchange = exchange
         self._snapshotter = snapshotter
         self._outcomes = outcomes
-        self._clock = clock
-        self._timeout = timeout_s
+        self._clock, self._timeout = clock, timeout_s
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
@@ -224,9 +224,8 @@ class SavePipeline:
         buffer = save.snapshot.buffer
         if error is None:
             save.snapshot.description["committed"] = True
-            self._session.writer.tell(
-                SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
-            )
+            done = SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
+            self._session.writer.tell(done)
         self._session.pool.give_back(buffer, save.snapshot.turn)
         save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
@@ -342,6 +341,7 @@ class SavePipeline:
 
     def _await_conclusion(self, save: Save) -> dict[str, Any]:
         """The result that rank 0 sends: see `_commit`. `unknown`: why it has sent none."""
+        notify_committing()
         try:
             return dict(json.loads(self._ledger.await_conclusion(save.index, self._timeout)))
         except KeyTimeout:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from outlast.async_checkpoint.observers import notify_saving
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
 from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, are_private
@@ -119,6 +120,7 @@ class Snapshotter:
         buffer = self._session.pool.take(structure, timeout_s)
         try:
             snapshot = self._describe(index, step, state_dict, structure, buffer)
+            notify_saving()
             self._copy(snapshot, leaves, structure)
         except BaseException:
             self._session.pool.give_back(buffer)

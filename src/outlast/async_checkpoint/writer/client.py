@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
+from outlast.async_checkpoint.observers import writer_program
 from outlast.async_checkpoint.writer.messages import (
     AwaitRemovals,
     BufferReused,
@@ -115,7 +116,7 @@ class WriterClient:
                 _end(self._process)
                 self._process = None
             process = start_process(
-                "outlast.async_checkpoint.writer.main",
+                writer_program(),
                 arguments=[pack(self._config).decode().rstrip("\n")],
             )
             process.channel.limit(max(self.timeout_s, _LEAST_S))

@@ -25,7 +25,7 @@ from typing import Any
 
 from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.open import open_storage
-from outlast.async_checkpoint.storage.protocol import is_temporary
+from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
 from outlast.async_checkpoint.writer import messages
 from outlast.async_checkpoint.writer.handover import Announcement, hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
@@ -45,13 +45,18 @@ _LAST_REQUEST_S = 10.0  # a disk that hangs must not keep this process forever
 class Writer:
     """The writer process: its buffers and its threads."""
 
-    def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: dict[str, Any],
+        wrap: Callable[[Storage], Storage] = lambda storage: storage,
+    ) -> None:
         self.channel = channel
         parent = os.getppid()
         self.main_process = open_process(parent) if parent == config["main"] else None
         self._lingers = config["linger_s"] > 0
         self.threads = config["threads"]
-        self.storage = open_storage(config["url"])
+        self.storage = wrap(open_storage(config["url"]))
         self.buffers = HeldBuffers()
         self.announcement = Announcement(config["main"])
         self.dropped = threading.Event()
@@ -273,14 +278,14 @@ class Writer:
         return messages.RemovalErrors(errors=errors)
 
 
-def main() -> None:
-    """Runs the writer process."""
+def main(wrap: Callable[[Storage], Storage] = lambda storage: storage) -> None:
+    """Runs the writer process, which uses what `wrap` makes of its storage."""
     # Lower than training, but not so low that a save takes very long on a busy machine: training
     # would have to wait for it in the end.
     channel = settle(nice=5, ends_with_parent=False)
     config = unpack(sys.argv[1].encode())[0]
     launcher = open_process(config["launcher"])
-    writer = Writer(channel, config)
+    writer = Writer(channel, config, wrap)
     try:
         if not writer.serve() and writer.main_process is not None and config["linger_s"] > 0:
             # The channel may end before the process does.

@@ -44,6 +44,7 @@ from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
+from outlast.inprocess.observers import notify_recovering
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.recovery.faults.rank_faults import RankFaults
 from outlast.inprocess.recovery.host_protocol import (
@@ -213,6 +214,9 @@ class RankHost(RankFaults):
         )
         where = "initialize: "
         try:
+            if iteration > 0:
+                with self._user_code():
+                    notify_recovering(iteration, self.state.rank)
             if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(InitializeDone):
                     self.state = self._kept(self.settings.initialize(self.state))
@@ -282,6 +286,7 @@ class RankHost(RankFaults):
             release_frames(error)
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
         with self._user_code(), self.emitter.span(FinalizeDone):
+            notify_recovering(iteration, self.state.rank)
             self.releaser.release()
             if self.settings.finalize is not None:
                 result = self.settings.finalize(self.state, train_ex)

@@ -37,6 +37,7 @@ KILL_S = 30.0
 SNAPSHOT_HOLDERS = (
     "outlast.async_checkpoint.writer.main",
     "outlast.async_checkpoint.peer_copies.keeper",
+    "outlast.chaos.writer.program",
 )
 """The modules that processes with snapshots run: `python -m MODULE`."""
 

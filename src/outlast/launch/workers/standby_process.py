@@ -38,7 +38,11 @@ PACKET = 128 * 1024
 """No message is longer: the launcher does not send one that does not fit."""
 
 _ENVIRONMENT = "outlast.launch.environment"
-_CHAOS = ("outlast.chaos.bootstrap", "outlast.inprocess.observers")
+_CHAOS = (
+    "outlast.chaos.bootstrap",
+    "outlast.inprocess.observers",
+    "outlast.async_checkpoint.observers",
+)
 _LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
 """Packages that import some of their modules on use: a standby imports all that are exported."""
 

@@ -1,0 +1,83 @@
+"""Observers of saves and restores, and another program for the writer process: for fault injection.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = [
+    "Observer",
+    "add_observer",
+    "notify_committing",
+    "notify_restoring",
+    "notify_saving",
+    "remove_observer",
+    "set_writer_program",
+    "writer_program",
+]
+
+_WRITER = "outlast.async_checkpoint.writer.main"
+
+
+class Observer(Protocol):
+    """Called as part of a save or restore: an exception of an observer is one of the save or the
+    restore.
+    """
+
+    def saving(self) -> None:
+        """Called in a save, on the training thread, before the snapshot is copied."""
+
+    def committing(self) -> None:
+        """Called on ranks other than 0, in the thread of the saves, when all ranks have written
+        their files, and rank 0 commits the checkpoint.
+        """
+
+    def restoring(self) -> None:
+        """Called in a restore, on the training thread, before the first tensor is loaded."""
+
+
+_observers: list[Observer] = []
+_program = _WRITER
+
+
+def add_observer(observer: Observer) -> None:
+    """Adds an observer to every checkpointer of this process."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Removes an observer; a `ValueError` if it was not added."""
+    _observers.remove(observer)
+
+
+def notify_saving() -> None:
+    """Calls `saving` of every observer."""
+    for observer in tuple(_observers):
+        observer.saving()
+
+
+def notify_committing() -> None:
+    """Calls `committing` of every observer."""
+    for observer in tuple(_observers):
+        observer.committing()
+
+
+def notify_restoring() -> None:
+    """Calls `restoring` of every observer."""
+    for observer in tuple(_observers):
+        observer.restoring()
+
+
+def set_writer_program(module: str | None) -> None:
+    """Makes later writer processes run `python -m module`, which calls `run_writer` (in
+    `faulty_writer.py`); `None` for the default.
+    """
+    global _program
+    _program = module or _WRITER
+
+
+def writer_program() -> str:
+    """The module that a new writer process runs."""
+    return _program
