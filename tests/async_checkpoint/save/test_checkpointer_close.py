@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
+import psutil
 import pytest
 
 from async_checkpoint.checkpoints import NET, state_of
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.writer.client import WriterClient
 
 
 class Interrupt(BaseException):
@@ -74,6 +80,62 @@ def test_an_interrupted_close_waits_for_removals_the_next_time(
         controller.join()
         signal.signal(signal.SIGUSR2, before)
     assert events == ["removed", "closed"]
+
+
+class InterruptAtLine:
+    """Raises `Interrupt` before the `number`-th line that the end of a session executes."""
+
+    CODES = (FolderSession.close.__code__, WriterClient.close.__code__)
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.seen: set[tuple[CodeType, int]] = set()
+
+    def __enter__(self) -> None:
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _: Any) -> Any:
+        return self._line if frame.f_code in self.CODES else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        line = frame.f_code, frame.f_lineno
+        # A `with` is traced again at its end, before `__exit__`, where no signal is handled.
+        if event == "line" and line not in self.seen:
+            self.seen.add(line)
+            self.left -= 1
+            if self.left == 0:
+                raise Interrupt
+        return self._line
+
+
+@pytest.mark.parametrize("then", ["a checkpointer follows", "the program ends"])
+def test_an_interrupt_anywhere_in_the_end_of_a_session_leaves_no_writer(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", lambda f: at_exit.remove(f) if f in at_exit else None)
+    line, interrupted = 0, True
+    while interrupted:
+        line, interrupted = line + 1, False
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.save(line, state_of(line)).result(NET)
+        try:
+            with InterruptAtLine(line):
+                checkpointer.close()
+        except Interrupt:
+            interrupted = True
+        if then == "the program ends":
+            for function in reversed(list(at_exit)):
+                function()
+            assert not psutil.Process().children(), f"left by an interrupt at line {line}"
+    assert line > 15  # lines of both functions
+    assert not psutil.Process().children()
+    for function in at_exit:  # after the last line but one: that has no effect
+        function()
 
 
 def test_a_close_in_a_callback_is_refused(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class FolderSession:
         self.identity = ""
         self.credentials = Credentials()  # on rank 0
         self.owner: Checkpointer | None = None
+        self.closing = False
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
@@ -97,8 +98,13 @@ class FolderSession:
             self.close(_AT_EXIT_S)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the writer and gives all memory back."""
-        atexit.unregister(self._close_at_exit)
+        """Ends the writer and gives all memory back.
+
+        A restart in place may interrupt this anywhere. So every part of it may be repeated, and
+        `closing` stays set: the next checkpointer for the folder, or else the end of the program,
+        completes it. Without that, a writer that got no goodbye would linger for a replacement.
+        """
+        self.closing = True
         self.pool.end_copies()  # their memory is released below
         if self.copies is not None:
             self.copies.close()
@@ -116,6 +122,7 @@ class FolderSession:
         with _lock:
             if _sessions.get(self.url) is self:
                 del _sessions[self.url]
+        atexit.unregister(self._close_at_exit)  # last: see above
 
 
 def check_unused(url: str) -> None:
@@ -138,10 +145,11 @@ def session_for(
     url: str, *, threads: int, linger_s: float, replicas: int
 ) -> tuple[FolderSession, bool]:
     """The session of a folder, and whether it existed before. One that was made with other options
-    ends.
+    ends, and so does one whose end was interrupted.
     """
     present = _sessions.get(url)
-    if present is not None and present.options != (threads, linger_s, replicas):
+    options = (threads, linger_s, replicas)
+    if present is not None and (present.closing or present.options != options):
         if present.owner is not None:
             present.owner.abort()
         present.close(0.0)
