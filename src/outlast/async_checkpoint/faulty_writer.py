@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
 from outlast.async_checkpoint.writer.main import main
 
-__all__ = ["FileWriter", "Storage", "run_writer"]
+__all__ = ["MANIFEST", "FileWriter", "Storage", "run_writer"]
 
 
 def run_writer(wrap: Callable[[Storage], Storage]) -> None:

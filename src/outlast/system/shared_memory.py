@@ -50,6 +50,13 @@ class SharedMemory:
         self.address = ctypes.addressof(anchor)
         del anchor
 
+    @property
+    def intact(self) -> bool:
+        """Whether all of it is still there. An access to memory that is not there ends the process
+        by SIGBUS.
+        """
+        return self.descriptor >= 0 and os.fstat(self.descriptor).st_size >= self.size_bytes
+
     def close(self) -> None:
         """Releases the memory. Its pages stay until all tensors in it are gone too."""
         if self.descriptor < 0:

@@ -5,6 +5,7 @@ writer.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from outlast.async_checkpoint.writer.messages import (
     SnapshotSealed,
 )
 from outlast.system.shared_memory import SharedMemory, populate
+
+log = logging.getLogger("outlast.checkpoint")
 
 
 class NoFreeBuffer(Exception):
@@ -188,7 +191,17 @@ class BufferPool:
     def take_over(self, socket: Path) -> None:
         """Takes over the snapshots that a dead process of this rank left in memory."""
         for handed in take_over(socket):
-            memory = SharedMemory(os.fstat(handed.descriptor).st_size, handed.descriptor)
+            size_bytes = os.fstat(handed.descriptor).st_size
+            if size_bytes < max(
+                (at + size for _, at, size in handed.snapshot["layout"]), default=1
+            ):
+                log.warning(
+                    "the memory with the snapshot of step %d is lost; a checkpoint is used instead",
+                    handed.snapshot["step"],
+                )
+                os.close(handed.descriptor)
+                continue
+            memory = SharedMemory(size_bytes, handed.descriptor)
             self.adopt(handed.snapshot, handed.values, memory, handed.snapshot["index"])
 
     def adopt(
@@ -245,12 +258,14 @@ class BufferPool:
         # Before the first byte is overwritten: see `Writer._note`.
         buffer.snapshot = None
         self._writer.tell(BufferReused(buffer=buffer.number))
-        if buffer.structure is structure:
+        memory = buffer.memory
+        intact = memory is not None and memory.intact
+        if buffer.structure is structure and intact:
             return
         buffer.targets, buffer.structure = (), None
         needed = structure.layout.size_bytes
-        memory = buffer.memory
-        if memory is None or not needed <= memory.size_bytes <= 2 * needed + (1 << 20):
+        fits = memory is not None and needed <= memory.size_bytes <= 2 * needed + (1 << 20)
+        if memory is None or not intact or not fits:
             if memory is not None:
                 self._writer.forget(buffer.number)
                 buffer.drop_memory()

@@ -122,7 +122,8 @@ class WriterClient:
             process.channel.limit(max(self.timeout_s, _LEAST_S))
             try:
                 for number, (memory, index) in self._buffers.items():
-                    _share(process, number, memory, index)
+                    if memory.intact:
+                        _share(process, number, memory, index)
                 # A notification sent meanwhile follows these, to the new process.
                 with self._telling:
                     for message in self._ends.values():

@@ -119,7 +119,7 @@ class HeldBuffers:
         found: list[HeldSnapshot] = []
         for number, buffer in list(self._buffers.items()):
             snapshot, memory = buffer.snapshot, buffer.memory
-            if snapshot is None or memory is None:
+            if snapshot is None or memory is None or not memory.intact:
                 continue
             if snapshot.get("files") is None:  # sealed, but not yet written and hashed
                 values = {snapshot["values"]: buffer.values} if snapshot["values"] else {}

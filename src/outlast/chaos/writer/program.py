@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.async_checkpoint.faulty_writer import FileWriter, Storage, run_writer
+from outlast.async_checkpoint.faulty_writer import MANIFEST, FileWriter, Storage, run_writer
 from outlast.chaos.kinds import Kind
 from outlast.chaos.storage import flip_byte
 from outlast.chaos.writer.server import PUBLISH, PUBLISHED, PUT, WRITE, address_of
@@ -74,7 +74,7 @@ class FaultyStorage:
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         """See `Storage`."""
-        kind, seconds = self._injector.ask(PUT)
+        kind, seconds = self._injector.ask(PUT) if name == MANIFEST else (None, 0.0)
         half = content[: len(content) // 2]
         match kind:
             case Kind.DISK_FULL:

@@ -22,7 +22,7 @@ from outlast.chaos.kinds import Kind
 from outlast.clock import Clock
 
 WRITE, PUT, PUBLISH, PUBLISHED = "write", "put", "publish", "published"
-"""When a writer asks: in the middle of a write, before a file of the commit is written, before the
+"""When a writer asks: in the middle of a write, before the manifest is written, before the
 checkpoint becomes visible, and after that.
 """
 
