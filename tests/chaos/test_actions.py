@@ -158,18 +158,19 @@ def test_memory_is_exhausted_and_freed(tmp_path: Path, victim: Path) -> None:
         assert events(job) == ["before", "refused", "after"]
 
 
+@pytest.mark.parametrize("kind", ["hang", "hang_python"])
 def test_a_hang_without_the_gil_lets_other_code_run(
-    tmp_path: Path, victim: Path, pipe: int
+    tmp_path: Path, victim: Path, pipe: int, kind: str
 ) -> None:
-    with Job(tmp_path, victim, nprocs=1, args=["hang"]) as job:
+    with Job(tmp_path, victim, nprocs=1, args=[kind]) as job:
         job.start_all()
         job.wait_for_line(0, lambda line: line["event"] == "before")
-        wait_for_stack(job, 0, "_hang", "fire")
+        wait_for_stack(job, 0, f"_{kind}", "fire")
         job.send(0, signal.SIGUSR2)
         job.wait_for_line(0, lambda line: line["event"] == "handled")
         os.write(pipe, b"!")
         job.wait_for_line(0, lambda line: line["event"] == "heard")
-        wait_for_stack(job, 0, "_hang", "fire")  # still hangs
+        wait_for_stack(job, 0, f"_{kind}", "fire")  # still hangs
         job.kill(0)
 
 
@@ -215,5 +216,7 @@ def test_impossible_faults_raise_with_the_reason() -> None:
         fire(Kind.KILL_MONITOR)
     with pytest.raises(ChaosError, match="not initialized"):
         fire("hang_collective")
+    with pytest.raises(ChaosError, match="disk_full: the writer processes do not run under"):
+        fire("disk_full")
     with pytest.raises(ValueError, match="meteorite"):
         fire("meteorite")

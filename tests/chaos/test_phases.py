@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,18 @@ import torch.distributed as dist
 
 from outlast.chaos import Injector, Kind, MemoryFired, Phase, PlannedFault, fail_at
 from outlast.errors import ChaosError
+
+
+@dataclass
+class State:
+    rank: int = 0
+
+
+@dataclass
+class Call:
+    iteration: int = 0
+    state: State = field(default_factory=State)
+    monitor_pid: int | None = None
 
 
 class Bench:
@@ -54,6 +67,19 @@ def test_recovery_has_the_numbers_of_both_iterations() -> None:
     assert bench.done == [("abort", True)]
     bench.injector.recovering(2, 1)  # as another rank
     assert bench.done == [("abort", True)]
+
+
+def test_a_restore_counts_from_the_last_step_before_the_restart() -> None:
+    bench = Bench(fail_at(0, phase="restore", step=5), fail_at(0, step=6, kind="sigterm"))
+    bench.injector.entered(Call())
+    bench.injector.restoring()
+    bench.injector.step(5)
+    bench.injector.entered(Call(iteration=1))
+    assert bench.done == []
+    bench.injector.restoring()
+    assert bench.done == [("exception", True)]
+    bench.injector.step(5)
+    assert len(bench.done) == 1
 
 
 @pytest.mark.parametrize("kind", ["sigkill", "exception"])

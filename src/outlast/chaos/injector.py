@@ -82,6 +82,7 @@ class Injector:
         self._store_port = environment.store_port
         self._iteration = 0
         self._step = 0
+        self._step_before = 0  # the last one of the iteration before
         self._own_steps = False  # the script reports steps; pings do not count
         self._monitor_pid: int | None = None
         self._closed = threading.Event()
@@ -119,7 +120,7 @@ class Injector:
         self._rank = call.state.rank
         self._iteration = call.iteration
         self._monitor_pid = call.monitor_pid
-        self._step = 0
+        self._step, self._step_before = 0, self._step
         self._fire_due(phase=Phase.ENTRY)
         self._fire_due()
         self._await_collective()
@@ -145,7 +146,12 @@ class Injector:
 
     def restoring(self) -> None:
         """Observer method: a checkpoint is about to be loaded."""
-        self._fire_due(phase=Phase.RESTORE)
+        # At the beginning of an iteration, its own steps have not been reported.
+        step, self._step = self._step, max(self._step, self._step_before)
+        try:
+            self._fire_due(phase=Phase.RESTORE)
+        finally:
+            self._step = step
 
     def committing(self) -> None:
         """Observer method: rank 0 commits a checkpoint, while this rank waits."""

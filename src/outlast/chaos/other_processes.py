@@ -13,6 +13,7 @@ import time
 import psutil
 
 _SIGNALS_PER_SECOND = 2000
+_one_storm = threading.Lock()
 _FREEZE = """
 import os, signal, sys, time
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -63,19 +64,23 @@ def start_signal_storm(seconds: float) -> None:
     threads that know nothing of Python. Python's own handler and the default action, both of which
     leave the process alone, are restored at the end.
     """
-    # The thread counts: each signal of a round goes to one thread.
     threading.Thread(
         target=_storm, args=(seconds,), name="outlast-chaos-storm", daemon=True
     ).start()
 
 
 def _storm(seconds: float) -> None:
+    with _one_storm:  # each restores what it has found
+        _send_signals(seconds)
+
+
+def _send_signals(seconds: float) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     number = signal.SIGWINCH
     # Any function with one integer argument and no effect is a valid handler. `sigaction` replaces
     # what Python has installed, without SA_RESTART: system calls return EINTR.
-    action = _SigAction(ctypes.cast(libc.abs, ctypes.c_void_p).value)
-    before = _SigAction()
+    action = SigAction(ctypes.cast(libc.abs, ctypes.c_void_p).value)
+    before = SigAction()
     if libc.sigaction(number, ctypes.byref(action), ctypes.byref(before)):
         raise OSError(ctypes.get_errno(), "sigaction")
     own, pid = threading.get_native_id(), os.getpid()
@@ -91,7 +96,7 @@ def _storm(seconds: float) -> None:
         libc.sigaction(number, ctypes.byref(before), None)
 
 
-class _SigAction(ctypes.Structure):
+class SigAction(ctypes.Structure):
     """`struct sigaction` of glibc, the same on x86-64 and arm64."""
 
     _fields_ = (
