@@ -18,6 +18,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- LaunchError                  a job could not be started
         +-- ChaosError                   an invalid fault plan, or a planned exception
         +-- EventLogError                an event log cannot be read
+        +-- ReplicasDiffer               replicas differ, and no majority says which is wrong
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
@@ -26,6 +27,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- FolderInUse              another job saves into the same folder
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
+    +-- RankExcluded                     this rank's replica is wrong: it leaves the job
     +-- RestartAbort                     ends the job on every rank
         +-- UnrecoverableFault           restarts do not help; exit code 93 (also a `SystemExit`)
 
@@ -56,9 +58,11 @@ __all__ = [
     "LaunchError",
     "OutlastError",
     "RankDiscarded",
+    "RankExcluded",
     "RankFault",
     "RankLostError",
     "RankShouldRestart",
+    "ReplicasDiffer",
     "RestartAbort",
     "RestartError",
     "SaveCancelled",
@@ -146,6 +150,12 @@ class EventLogError(OutlastError):
     """An event log cannot be read; names the file and the line."""
 
 
+class ReplicasDiffer(OutlastError):
+    """Parameters differ between ranks that must hold the same ones, and no majority says which rank
+    is wrong; names the ranks, their hosts and the parameters.
+    """
+
+
 class AsyncCallError(OutlastError):
     """A background call failed on some rank; names the call, the rank and the cause."""
 
@@ -181,6 +191,13 @@ class RankShouldRestart(BaseException):
 
     The function may raise it to request a restart. It derives from `BaseException`, so that `except
     Exception` in user code does not catch it.
+    """
+
+
+class RankExcluded(BaseException):
+    """This rank's parameters differ from those of the other replicas: it leaves the job, and the
+    others restart without it, or with its replacement. Names the ranks, their hosts and the
+    parameters.
     """
 
 

@@ -197,6 +197,10 @@ class CallLedger:
         """Waits for the coordinator's `conclude`; a `KeyTimeout` after `timeout` seconds."""
         return self._store.wait_for(self._key(index, "conclusion"), timeout)
 
+    def conclusion(self, index: int) -> bytes | None:
+        """The coordinator's result; `None` before its `conclude`. Does not wait."""
+        return self._store.read(self._key(index, "conclusion"))
+
     def forget(self, index: int) -> None:
         """Announces that this rank will no longer read or write keys of the call: it has the
         verdict, and the conclusion if there is one. At most once per call. The last rank deletes

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     )
     from outlast.elastic.job.job import Job
     from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+    from outlast.elastic.silent_faults.replica_check import ReplicaCheck
+    from outlast.elastic.silent_faults.straggler_check import StragglerCheck
     from outlast.elastic.states.load import load_all_states, load_state
     from outlast.elastic.states.pending_save import PendingSave
     from outlast.elastic.states.random_state import RandomState
@@ -49,12 +51,14 @@ __all__ = [
     "OptimizerState",
     "PendingSave",
     "RandomState",
+    "ReplicaCheck",
     "ScalerState",
     "SchedulerState",
     "ShardedState",
     "ShardedStream",
     "State",
     "StateDictState",
+    "StragglerCheck",
     "checkpoint_path",
     "from_ray",
     "load_all_states",
@@ -78,11 +82,13 @@ _MODULES = {
     "PendingSave": "states.pending_save",
     "RandomState": "states.random_state",
     "ScalerState": "states.ready_made",
+    "ReplicaCheck": "silent_faults.replica_check",
     "SchedulerState": "states.ready_made",
     "ShardedState": "states.sharded_state",
     "ShardedStream": "data.stream",
     "State": "states.state",
     "StateDictState": "states.ready_made",
+    "StragglerCheck": "silent_faults.straggler_check",
     "checkpoint_path": "environment",
     "from_ray": "environment",
     "load_all_states": "states.load",

@@ -38,6 +38,7 @@ from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.elastic.job.training_state import TrainingState, check_stateful
+from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.elastic.wrapped_modules import with_old_names
 from outlast.errors import CheckpointError
 from outlast.events import StopRequested
@@ -76,6 +77,7 @@ class Job:
         min_ranks: the smallest number of ranks with which a restart in place may continue. By
             default all ranks are needed: the job ends with an error if a lost rank is not replaced.
             (A new job may have any number of ranks.)
+        checks: a `ReplicaCheck`, a `StragglerCheck` or both: faults that raise no error.
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
     """
@@ -96,6 +98,7 @@ class Job:
         grace: Duration = datetime.timedelta(seconds=30),
         exit_code: int = PREEMPTED,
         min_ranks: int | None = None,
+        checks: Check | Iterable[Check] = (),
         **options: Any,
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
@@ -113,9 +116,10 @@ class Job:
         self._call = running_call()
         if self._call is not None:
             self._call.require_ranks(min_ranks)
+        self._checks = JobChecks(check_of(checks))
         self.checkpointer = Checkpointer(
             path,
-            keep=2 if keep is None else keep,
+            keep=self._checks.retention(2 if keep is None else keep),
             overlap=optimizer if overlap is True else overlap,
             **options,
         )
@@ -194,6 +198,8 @@ class Job:
             SystemExit: if the job was told to stop before a restart in place, after a state that
                 was in memory only has been saved.
         """
+        trusted = TrustedRestore(self.checkpointer, step)
+        step = trusted.step
         backup, counters = self._training.backup(), self._counters()
         try:
             state, optional = self._training.load_target()
@@ -214,6 +220,8 @@ class Job:
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
             self._last_saved, self._restored = -1, self.steps
+        trusted.finish(self.save)
+        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
         if self._call is not None and self._call.stop is not None:
@@ -242,6 +250,7 @@ class Job:
         self._step_events.completed(self.steps)
         self._samples.add_step(samples)
         report_step(self.steps)
+        self._checks.completed(self.steps)
         if agreement.is_last(self.steps, self._grace.total_seconds()):
             self._exit(agreement.reason)
         elif self._schedule.is_due(self.steps):
@@ -279,6 +288,7 @@ class Job:
         """
         self._step_events.write()
         self._stop_listening()
+        self._checks.close()
         self._release()
         self.checkpointer.close()
 
@@ -288,6 +298,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._step_events.write()  # first: a restart may interrupt the rest
         self._stop_listening()
+        self._checks.close()
         try:
             if kind is None and self.steps and not self._is_saved():
                 self.save()
@@ -365,6 +376,7 @@ class Job:
         if self._may_save:
             return
         check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
+        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
         self._may_save = True
 
     def _counters(self) -> dict[str, Any]:

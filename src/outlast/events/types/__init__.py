@@ -43,6 +43,7 @@ from outlast.events.types.recovery import (
     MonitorRestarted,
     Seen,
 )
+from outlast.events.types.silent_faults import ReplicaMismatch, StragglerFound
 from outlast.events.types.training import (
     StepsDone,
     StopRequested,
@@ -78,9 +79,11 @@ __all__ = [
     "MonitorRestarted",
     "Note",
     "NothingToRestore",
+    "ReplicaMismatch",
     "Seen",
     "StepsDone",
     "StopRequested",
+    "StragglerFound",
     "WorkerExited",
     "WorkerFailed",
     "WorkerStarted",

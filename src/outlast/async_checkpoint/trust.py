@@ -1,0 +1,98 @@
+"""Which checkpoints may be restored, once a fault that raises no error was found late.
+
+A checkpoint that was saved after such a fault is complete and verified, and still wrong. A small
+file beside the checkpoints says up to which step they can be trusted; it is written before any rank
+acts on the fault, so that a job that is started anew finds it too. It is removed when a trusted
+checkpoint was restored and the later ones are deleted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outlast.async_checkpoint.checkpointer import Checkpointer
+
+__all__ = ["Trusted", "limit_trust", "remove_distrusted", "trusted"]
+
+_FOLDER, _FILE = "trust", "limit.json"
+
+
+def limit_trust(checkpointer: Checkpointer, step: int, why: str) -> None:
+    """Records, durably, that checkpoints of later steps than `step` are wrong. Any thread of one
+    rank may call this.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    storage = checkpointer._session.storage
+    storage.make(_FOLDER)
+    storage.put(_FOLDER, _FILE, json.dumps({"step": step, "why": why}).encode())
+    storage.sync(_FOLDER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trusted:
+    """Up to which step checkpoints can be trusted, and the newest one of these."""
+
+    limit: int
+    step: int
+
+
+def trusted(checkpointer: Checkpointer) -> Trusted | None:
+    """What may be restored, the same on all ranks; `None` if all checkpoints can be trusted. All
+    ranks call this.
+
+    Raises:
+        CheckpointError: if none can be trusted, or the record cannot be read.
+    """
+
+    def look(_: list[Any]) -> list[int] | None:
+        limit = _limit(checkpointer)
+        return None if limit is None else [limit, _newest(checkpointer, limit)]
+
+    found = checkpointer._restorer.ranks.gather(None, look)
+    return None if found is None else Trusted(*found)
+
+
+def _limit(checkpointer: Checkpointer) -> int | None:
+    storage = checkpointer._session.storage
+    try:
+        return int(json.loads(storage.get(_FOLDER, _FILE))["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        where = f"{storage.where}/{_FOLDER}/{_FILE}"
+        raise CheckpointError(
+            f"{where}, which limits what can be restored, cannot be read: {e}"
+        ) from e
+
+
+def _newest(checkpointer: Checkpointer, limit: int) -> int:
+    steps = [info.step for info in checkpointer.checkpoints()]
+    if not any(step <= limit for step in steps):
+        where = checkpointer._session.storage.where
+        raise CheckpointError(
+            f"{where} has no checkpoint that can be trusted: those of steps {sorted(steps)} were "
+            f"saved after step {limit}, the last one at which all replicas were equal. To restore "
+            f"one of them, pass its step to restore, or delete {where}/{_FOLDER}"
+        )
+    return max(step for step in steps if step <= limit)
+
+
+def remove_distrusted(checkpointer: Checkpointer, limit: int) -> list[int]:
+    """Deletes the checkpoints of steps after `limit`, then the limit; returns these steps. Call it
+    on one rank, when a trusted state is the newest one in memory and no save is in progress.
+
+    Raises:
+        CheckpointError, OSError: if a checkpoint cannot be deleted; the limit then stays.
+    """
+    later = [info.step for info in checkpointer.checkpoints() if info.step > limit]
+    for step in later:
+        checkpointer.delete(step)
+    checkpointer._session.storage.remove(_FOLDER)
+    return later

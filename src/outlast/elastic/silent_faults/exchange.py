@@ -1,0 +1,125 @@
+"""Exchanges one record of each rank per round, in the background, without waiting for a rank.
+
+Round i of the ledger:
+
+    1. Every rank publishes its record (`CallLedger.finish`).
+    2. Rank 0 sees that all have, compares the records, and publishes the result (`conclude`).
+    3. Every rank reads the result, and gives up the keys (`forget`).
+
+A rank looks for what the others have published when its training thread calls `poke`, once per
+step: there is nothing to wait for, and no thread to wake up at the end. The training thread only
+puts work into a queue, and takes results that have arrived. A rank that dies leaves its round
+without a result; the next iteration of a restart in place has a new ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from outlast.coordination.call_ledger import CallLedger
+from outlast.errors import StoreError
+
+log = logging.getLogger("outlast.elastic")
+
+Judge = Callable[[Sequence[str]], str]
+"""Compares the records of all ranks, in the order of the ranks; returns the result, not empty. It
+is called on rank 0 alone, for one round after the other.
+"""
+
+_CLOSE_S = 5.0  # one store operation may be in progress
+
+
+class Exchange:
+    """One rank's part. `name` says in the log what ends if the store is lost."""
+
+    def __init__(self, ledger: CallLedger, name: str, judge: Judge) -> None:
+        self._ledger = ledger
+        self._name = name
+        self._judge = judge
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: deque[str] = deque()
+        self._next = 0
+        self._open: list[int] = []  # rounds in which this rank has published; its thread's own
+        self._unread = 0  # the same, as the training thread counts them
+        self._poked = False
+        self._lost = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"outlast-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        return self._ledger.rank
+
+    def publish(self, record: Callable[[], str]) -> None:
+        """Publishes the record that `record`, called in the background, returns."""
+        self._unread += 1
+        self._work.put(lambda: self._publish(record()))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Calls `work` in the background, after all that was given before."""
+        self._work.put(work)
+
+    def results(self) -> list[str]:
+        """The results that have arrived since the last call, oldest first. Looks for more in the
+        background if a round is open. Call it on the training thread.
+        """
+        found = []
+        while self._results:
+            found.append(self._results.popleft())
+        self._unread -= len(found)
+        if self._unread and not self._poked and not self._lost:
+            self._poked = True
+            self._work.put(self._look)
+        return found
+
+    def close(self) -> None:
+        """Ends the thread, after the work that it has."""
+        self._closing = True
+        self._work.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._lost:
+                continue
+            try:
+                work()
+            except StoreError as e:
+                # The job itself needs the store too: what ends here alone is a check. At the end of
+                # a job, another rank may have taken the store along.
+                self._lost = True
+                level = logging.DEBUG if self._closing else logging.WARNING
+                log.log(level, "%s: no longer checked: %s", self._name, e)
+            except Exception:
+                self._lost = True
+                log.exception("%s: no longer checked", self._name)
+
+    def _publish(self, record: str) -> None:
+        index, self._next = self._next, self._next + 1
+        self._ledger.finish(index, record.encode())
+        self._open.append(index)
+        self._look()
+
+    def _look(self) -> None:
+        self._poked = False
+        while self._open:
+            result = self._result(self._open[0])
+            if result is None:
+                return
+            self._ledger.forget(self._open.pop(0))
+            self._results.append(result)
+
+    def _result(self, index: int) -> str | None:
+        if self._ledger.rank != 0:
+            payload = self._ledger.conclusion(index)
+            return None if payload is None else payload.decode()
+        if self._ledger.verdict(index) is None:
+            return None
+        result = self._judge([part.decode() for part in self._ledger.parts(index)])
+        self._ledger.conclude(index, result.encode())
+        return result

@@ -1,0 +1,150 @@
+"""The checks of a `Job`: what they do with its steps and its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from outlast.async_checkpoint import CheckpointInfo, Retention
+from outlast.async_checkpoint.trust import limit_trust, remove_distrusted, trusted
+from outlast.coordination.call_ledger import CallLedger
+from outlast.elastic.silent_faults.comparison import Result
+from outlast.elastic.silent_faults.replica_check import ReplicaCheck, RunningReplicaCheck
+from outlast.elastic.silent_faults.straggler_check import RunningStragglerCheck, StragglerCheck
+
+if TYPE_CHECKING:
+    from outlast.async_checkpoint import Checkpointer, SaveHandle
+
+log = logging.getLogger("outlast.elastic")
+
+Check: TypeAlias = ReplicaCheck | StragglerCheck
+_Running: TypeAlias = RunningReplicaCheck | RunningStragglerCheck
+
+
+def check_of(checks: Check | Iterable[Check]) -> tuple[Check, ...]:
+    """Checks the argument `checks` of `Job`.
+
+    Raises:
+        TypeError: if one is not a check.
+        ValueError: if there are two of one kind.
+    """
+    found: tuple[Any, ...] = (checks,) if isinstance(checks, Check) else tuple(checks)
+    for each in found:
+        if not isinstance(each, Check):
+            raise TypeError(f"checks must be ReplicaCheck and StragglerCheck, not {each!r}")
+    if len({type(each) for each in found}) < len(found):
+        raise ValueError("checks has two of one kind")
+    return found
+
+
+class JobChecks:
+    """The checks of one `Job` on one rank. They begin at the first step, or at a restore."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self._checks = checks
+        self._running: list[_Running] = []
+        self._clean_step: Callable[[], int] = lambda: -1
+
+    def retention(self, keep: Retention | int) -> Retention:
+        """What a job keeps, and the newest checkpoint that is known to be from before any
+        difference, if ranks that differ are excluded.
+        """
+        kept = Retention.of(keep)
+        if not any(isinstance(check, ReplicaCheck) and check.excludes for check in self._checks):
+            return kept
+        return _KeepsVerified(kept, lambda: self._clean_step())
+
+    def start(
+        self, module: nn.Module, checkpointer: Checkpointer, ledger: CallLedger, step: int
+    ) -> None:
+        """Starts the checks, or starts them anew, after `step` steps. Call it on all ranks at the
+        same point.
+        """
+        began = bool(self._running)
+        self.close()
+        for check in self._checks:
+            emitter = checkpointer.emitter
+            if isinstance(check, StragglerCheck):
+                own = ledger.child(f"stragglers/{step}/{began}")
+                self._running.append(RunningStragglerCheck(check, module, own, emitter, step))
+                continue
+            distrust = _distrust(checkpointer) if check.excludes else None
+            own = ledger.child(f"replicas/{step}/{began}")
+            running = RunningReplicaCheck(check, module, own, emitter, step, distrust)
+            self._clean_step = lambda running=running: running.clean_step  # type: ignore[misc]
+            self._running.append(running)
+
+    def completed(self, step: int) -> None:
+        """Notes that a step is completed; raises what the checks raise."""
+        for check in self._running:
+            check.step(step)
+
+    def close(self) -> None:
+        """Ends the checks."""
+        running, self._running = self._running, []
+        for check in running:
+            check.close()
+
+
+class TrustedRestore:
+    """A restore in a folder whose newest checkpoints may be wrong. Create it on all ranks.
+
+    Attributes:
+        step: the step to restore: `step`, if given; `None` for the newest, if all checkpoints can
+            be trusted.
+
+    Raises:
+        CheckpointError: if there is no checkpoint that can be trusted.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None) -> None:
+        self._checkpointer = checkpointer
+        self._found = trusted(checkpointer) if step is None else None
+        self.step = step if self._found is None else self._found.step
+
+    def finish(self, save: Callable[[], SaveHandle]) -> None:
+        """Makes the restored state the newest one, in memory too, and deletes the later ones. A
+        fault in between is harmless: the limit is removed last.
+        """
+        if self._found is None:
+            return
+        save().wait()
+        if self._checkpointer.rank == 0:
+            removed = remove_distrusted(self._checkpointer, self._found.limit)
+            log.warning(
+                "restored step %d, from before the replicas differed; deleted the checkpoints of "
+                "later steps: %s",
+                self._found.step,
+                ", ".join(map(str, removed)) or "none",
+            )
+
+
+def _distrust(checkpointer: Checkpointer) -> Callable[[Result], None]:
+    def limit(result: Result) -> None:
+        ranks = sorted(rank for each in result.differences for rank in each.ranks)
+        why = f"after step {result.first}, the parameters of ranks {ranks} differed"
+        try:
+            limit_trust(checkpointer, result.clean_step, why)
+        except OSError as e:
+            log.error("%s, but that could not be noted beside the checkpoints: %s", why, e)
+
+    return limit
+
+
+class _KeepsVerified(Retention):
+    """Another retention, and the newest checkpoint up to the step that `clean_step` returns."""
+
+    def __init__(self, kept: Retention, clean_step: Callable[[], int]) -> None:
+        super().__init__(last=kept.last, every=kept.every, best=kept.best, mode=kept.mode)
+        object.__setattr__(self, "_clean_step", clean_step)
+
+    def removable(
+        self, checkpoints: Sequence[CheckpointInfo], committed: int
+    ) -> list[CheckpointInfo]:
+        clean_step: int = object.__getattribute__(self, "_clean_step")()
+        verified = max((c.step for c in checkpoints if c.step <= clean_step), default=None)
+        found = super().removable(checkpoints, committed)
+        return [info for info in found if info.step != verified]

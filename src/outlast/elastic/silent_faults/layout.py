@@ -1,0 +1,168 @@
+"""Which parameters a rank holds, and how they are divided into the slices that are hashed in turn.
+
+A *piece* is a part of a large parameter, or one or more small ones: it has one digest. A *slice* is
+the pieces that are hashed during one step. Both depend only on names, shapes and data types, so
+that all ranks that hold the same parameters divide them in the same way, and hash the same slice
+after the same step.
+
+Ranks are compared if they hold the same parameters, and of each DTensor the same shard: if their
+coordinates are equal in all mesh dimensions along which a placement is not `Replicate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+_MOST_PIECES = 512
+_LEAST_BYTES = 1 << 20  # of a slice: a small model is hashed during one step
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The bytes `begin` to `end` of the parameter with this number."""
+
+    parameter: int
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one digest covers; `label` names it in messages."""
+
+    label: str
+    parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The parameters of this rank.
+
+    Attributes:
+        parameters: those that this rank holds a part of.
+        slices: the pieces, by the step of a cycle after which they are hashed.
+        signature: equal on ranks that hold the same.
+        size_bytes: of this rank's parts.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    slices: tuple[tuple[Piece, ...], ...]
+    signature: str
+    size_bytes: int
+
+    @classmethod
+    def of(cls, module: nn.Module, every: int) -> Layout:
+        """Divides the parameters of `module` into at most `every` slices.
+
+        Raises:
+            ValueError: if `module` is in a wrapper whose parameters cannot be compared.
+        """
+        held: list[tuple[str, nn.Parameter, int]] = []
+        described: list[str] = []
+        for name, parameter in module.named_parameters():
+            _check_comparable(name, parameter)
+            where = _shard(parameter)
+            if where is None:
+                continue
+            local = local_tensor(parameter)
+            held.append((name, parameter, local.nbytes))
+            described.append(
+                f"{name} {local.dtype} {tuple(local.shape)} {local.device.type} {where}"
+            )
+        sizes = [(name, nbytes) for name, _, nbytes in held]
+        total = sum(nbytes for _, nbytes in sizes)
+        return cls(
+            parameters=tuple(parameter for _, parameter, _ in held),
+            slices=_slices(_pieces(sizes, total), total, every),
+            signature=xxhash.xxh3_64_hexdigest("\n".join(described).encode()),
+            size_bytes=total,
+        )
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of all pieces, in the order of their digests."""
+        return [piece.label for pieces in self.slices for piece in pieces]
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor in this rank's memory."""
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _shard(parameter: torch.Tensor) -> str | None:
+    """Which shard this rank holds; `None` if none."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    pairs: Any = zip(coordinate, parameter.placements, strict=True)
+    places = [str(at) for at, placement in pairs if not isinstance(placement, Replicate)]
+    return ",".join(places) or "-"
+
+
+def _check_comparable(name: str, parameter: torch.Tensor) -> None:
+    if getattr(parameter, "_is_flat_param", False) or type(parameter).__name__ == "FlatParameter":
+        raise ValueError(
+            f"the parameter {name!r} is a part of a FullyShardedDataParallel module, whose ranks "
+            "cannot be compared: use fully_shard (FSDP2)"
+        )
+
+
+def _pieces(sizes: Sequence[tuple[str, int]], total: int) -> list[Piece]:
+    """One piece for each parameter, except that large ones are cut and small ones are joined."""
+    limit = max(total // _MOST_PIECES, 1)
+    longest = max(limit, _LEAST_BYTES)
+    found: list[Piece] = []
+    names: list[str] = []
+    parts: list[Part] = []
+    size = 0
+
+    def flush() -> None:
+        nonlocal size
+        if parts:
+            label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            found.append(Piece(label, tuple(parts)))
+        names.clear()
+        parts.clear()
+        size = 0
+
+    joins = len(sizes) > _MOST_PIECES
+    for number, (name, nbytes) in enumerate(sizes):
+        if nbytes > longest:
+            flush()
+            for begin in range(0, nbytes, longest):
+                end = min(begin + longest, nbytes)
+                found.append(Piece(f"{name} (bytes {begin} to {end})", (Part(number, begin, end),)))
+            continue
+        names.append(name)
+        parts.append(Part(number, 0, nbytes))
+        size += nbytes
+        if not joins or size >= limit:
+            flush()
+    flush()
+    return found
+
+
+def _slices(pieces: Sequence[Piece], total: int, every: int) -> tuple[tuple[Piece, ...], ...]:
+    """At most `every` slices of about equal size."""
+    limit = max(-(-total // every), _LEAST_BYTES)
+    slices: list[list[Piece]] = []
+    size = limit
+    for piece in pieces:
+        nbytes = sum(part.end - part.begin for part in piece.parts)
+        # With the last slice that a cycle has room for, the rest goes into that one.
+        if size + nbytes > limit and len(slices) < every:
+            slices.append([])
+            size = 0
+        slices[-1].append(piece)
+        size += nbytes
+    return tuple(tuple(each) for each in slices)

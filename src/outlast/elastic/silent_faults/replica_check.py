@@ -1,0 +1,300 @@
+"""`ReplicaCheck`: finds parameters that differ between ranks that must hold the same ones.
+
+Data-parallel replicas apply the same gradients to the same parameters, so their parameters are
+equal, bit by bit. A bit that flips in one replica's memory, or a wrong result of its processor,
+makes them differ for good, and no error is raised. The check hashes the parameters, a slice per
+step, and compares the digests of all replicas.
+
+Why hashing in the background is correct: between two steps of the optimizer the parameters are
+constant. The training thread hands a slice to the background thread after a step; a torch hook
+before the next step of any optimizer waits for the digest. The hook, and the next call of `step`,
+also compare the write counters of torch (`_version`) with those at the handover: a slice that was
+written to in between, by user code, is left out of this cycle on that rank. A write that torch does
+not count (through `.data` or NumPy) between two steps is not detected, and may be reported as a
+difference.
+
+Not hashed: buffers, which differ between replicas legitimately (batch-norm statistics), and the
+state of the optimizer, which is twice as large and shows in the parameters after its next step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.elastic.silent_faults.comparison import Difference, Judge, Record, Result
+from outlast.elastic.silent_faults.digests import Digest, SideStream, cpu_digest
+from outlast.elastic.silent_faults.exchange import Exchange
+from outlast.elastic.silent_faults.layout import Layout, local_tensor
+from outlast.errors import RankExcluded, ReplicasDiffer
+from outlast.events import Emitter, ReplicaMismatch, Sink
+from outlast.system.arguments import as_int
+
+__all__ = ["ReplicaCheck", "RunningReplicaCheck"]
+
+log = logging.getLogger("outlast.elastic")
+
+_NAMED = 4  # parameters in a message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaCheck:
+    """Compares the parameters of data-parallel replicas every `every` steps.
+
+    Pass it to `outlast.Job(checks=...)`, or `start` it in a program without `Job`.
+
+    Attributes:
+        every: a cycle begins every so many steps, and takes at most as many: each step hashes one
+            slice of the parameters. A model of up to 1 MiB is one slice.
+        on_mismatch: what to do when replicas differ, beside the event and the message in the log.
+            `"report"`: nothing. `"exclude"`: the ranks that differ from the majority leave the job
+            with `RankExcluded`; without a majority, as with two replicas, all ranks raise
+            `ReplicasDiffer`. A `Job` then restores the newest checkpoint from before the
+            difference. Or a function, called with the `ReplicaMismatch` on every rank, in the
+            training thread, not after the same step on all ranks; it may raise.
+    """
+
+    every: int = 100
+    on_mismatch: str | Callable[[ReplicaMismatch], object] = "report"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", as_int("every", self.every, at_least=1))
+        if self.on_mismatch not in ("report", "exclude") and not callable(self.on_mismatch):
+            raise ValueError(
+                f"on_mismatch must be 'report', 'exclude' or a function, not {self.on_mismatch!r}"
+            )
+
+    @property
+    def excludes(self) -> bool:
+        """Whether ranks that differ leave the job."""
+        return self.on_mismatch == "exclude"
+
+    def start(
+        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    ) -> RunningReplicaCheck:
+        """Starts the check of a module's parameters, which are equal now; a collective.
+
+        Args:
+            module: the module; wrappers such as DDP make no difference.
+            group: the ranks to compare; the default process group by default.
+            events: the sink of events.
+            step: the number of steps so far.
+
+        Raises:
+            ValueError: if the parameters of `module` cannot be compared; names one.
+        """
+        ledger = connect_ledger("replicas", group)
+        emitter = Emitter(events)
+        emitter.place(rank=ledger.rank)
+        return RunningReplicaCheck(self, module, ledger, emitter, step)
+
+
+class RunningReplicaCheck:
+    """The check of one module. Close it, or use it in a `with` block.
+
+    `before_result`, if given, is called on rank 0 with each result that has differences, in the
+    background, before any other rank knows of it.
+    """
+
+    def __init__(
+        self,
+        check: ReplicaCheck,
+        module: nn.Module,
+        ledger: CallLedger,
+        emitter: Emitter,
+        step: int,
+        before_result: Callable[[Result], None] | None = None,
+    ) -> None:
+        self._check = check
+        self._emitter = emitter
+        self._layout = Layout.of(module, check.every)
+        self._judge = Judge(step)
+        self._before_result = before_result
+        self._alone = ledger.world_size == 1
+        self._exchange = Exchange(ledger, "replicas", self._compare)
+        self._step = step
+        self._slice = len(self._layout.slices)  # the next one to hash; none
+        self._first = step
+        self._digests: list[list[Digest] | None] = []
+        self._handover: _Handover | None = None
+        self._told_of_writes = False
+        devices = {local_tensor(p).device for p in self._layout.parameters}
+        self._streams = {d: SideStream(d) for d in devices if d.type == "cuda"}
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    @property
+    def clean_step(self) -> int:
+        """The last step after which the replicas are known to have been equal; on rank 0."""
+        return self._judge.clean_step
+
+    def step(self, step: int | None = None) -> None:
+        """Call it after each step of the optimizer, with the number of steps so far.
+
+        Raises:
+            RankExcluded: with `"exclude"`, if this rank differs from the majority.
+            ReplicasDiffer: with `"exclude"`, if replicas differ and there is no majority.
+        """
+        self._step = self._step + 1 if step is None else step
+        if self._alone:
+            return
+        self._settle()
+        if self._slice == len(self._layout.slices) and self._step % self._check.every == 0:
+            self._slice, self._first, self._digests = 0, self._step, []
+        if self._slice < len(self._layout.slices):
+            self._hand_over(self._slice)
+            self._slice += 1
+        elif self._digests:
+            self._publish()
+        for text in self._exchange.results():
+            self._act_on(Result.decode(text))
+
+    def close(self) -> None:
+        """Ends the check; what was not compared yet is not."""
+        self._hook.remove()
+        self._settle()
+        self._exchange.close()
+
+    def __enter__(self) -> RunningReplicaCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------- digests
+
+    def _hand_over(self, number: int) -> None:
+        """Lets the digests of a slice be made, until `_settle`."""
+        pieces = self._layout.slices[number]
+        used = {part.parameter for piece in pieces for part in piece.parts}
+        parameters = self._layout.parameters
+        tensors = [local_tensor(p) if i in used else p for i, p in enumerate(parameters)]
+        self._handover = handover = _Handover([parameters[i] for i in sorted(used)])
+        device = local_tensor(parameters[min(used)]).device
+        stream = self._streams.get(device)
+        if stream is not None:
+            self._digests.append(list(stream.start(pieces, tensors)))
+            handover.ended.set()
+            return
+        results: list[str] = []
+
+        def hash_slice() -> None:
+            try:
+                results.extend(cpu_digest(piece, tensors) for piece in pieces)
+            finally:
+                handover.ended.set()
+
+        self._digests.append([lambda i=i: results[i] for i in range(len(pieces))])  # type: ignore[misc]
+        self._exchange.run(hash_slice)
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the digests in progress, and drops them if the parameters were written to. On
+        the training thread, where no write is in progress.
+        """
+        handover, self._handover = self._handover, None
+        if handover is None:
+            return
+        for stream in self._streams.values():
+            stream.hold_training()
+        handover.ended.wait()
+        if not handover.written():
+            return
+        self._digests[-1] = None
+        if not self._told_of_writes:
+            self._told_of_writes = True
+            log.warning(
+                "parameters were written to between two optimizer steps, after step %d: the "
+                "replicas are not compared where that happens",
+                self._step,
+            )
+
+    def _publish(self) -> None:
+        digests, self._digests = self._digests, []
+        layout, first = self._layout, self._first
+
+        def record() -> str:
+            found: list[str | None] = []
+            for pieces, made in zip(layout.slices, digests, strict=True):
+                found += [None] * len(pieces) if made is None else [digest() for digest in made]
+            sizes = [len(pieces) for pieces in layout.slices]
+            return Record(layout.signature, socket.gethostname(), first, sizes, found).encode()
+
+        self._exchange.publish(record)
+
+    # ------------------------------------------------------------------------- results
+
+    def _compare(self, texts: Sequence[str]) -> str:
+        result = self._judge(texts)
+        if self._before_result is not None and (decoded := Result.decode(result)).differences:
+            self._before_result(decoded)
+        return result
+
+    def _act_on(self, result: Result) -> None:
+        mine = self._exchange.rank
+        for difference in result.differences:
+            mismatch = self._mismatch(difference, result.clean_step)
+            text = describe(mismatch)
+            if mine in difference.replicas:
+                log.error("%s", text)
+            if mine == difference.replicas[0]:  # one event; this rank knows the names
+                self._emitter.emit(mismatch)
+            if callable(self._check.on_mismatch):
+                self._check.on_mismatch(mismatch)
+            elif self._check.excludes and mine in difference.ranks:
+                raise RankExcluded(text) if difference.majority else ReplicasDiffer(text)
+
+    def _mismatch(self, difference: Difference, clean_step: int) -> ReplicaMismatch:
+        labels = self._layout.labels if self._exchange.rank in difference.replicas else []
+        return ReplicaMismatch(
+            step=difference.step,
+            clean_step=clean_step,
+            replicas=len(difference.replicas),
+            ranks=difference.ranks,
+            hosts=difference.hosts,
+            majority=difference.majority,
+            parameters=[labels[piece] for piece in difference.pieces if piece < len(labels)],
+        )
+
+
+class _Handover:
+    """Parameters whose digests are being made, with their write counters."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = [p for p in parameters if not p.is_inference()]
+        self._versions = [p._version for p in self._parameters]
+        self.ended = threading.Event()
+
+    def written(self) -> bool:
+        """Whether torch has counted a write since."""
+        return self._versions != [p._version for p in self._parameters]
+
+
+def describe(mismatch: ReplicaMismatch) -> str:
+    """A mismatch in a sentence."""
+    named = mismatch.parameters[:_NAMED]
+    more = len(mismatch.parameters) - len(named)
+    what = ", ".join(named) + (f" and {more} more" if more else "")
+    each = [
+        f"rank {rank} on {host}" for rank, host in zip(mismatch.ranks, mismatch.hosts, strict=True)
+    ]
+    which = ", ".join(each)
+    if mismatch.majority:
+        verb = "differs" if len(each) == 1 else "differ"
+        found = f"{which} {verb} from the other {mismatch.replicas - len(each)} replicas"
+    else:
+        found = f"{which} differ, and no majority of replicas says which is wrong"
+    return (
+        f"after step {mismatch.step}: {found}, in {what or 'parameters'}; they were equal after "
+        f"step {mismatch.clean_step}"
+    )

@@ -1,0 +1,238 @@
+"""`StragglerCheck`: finds ranks that are slower than the others, from their own times of a step.
+
+With data parallelism, all ranks wait for the slowest one in the gradient all-reduce, so all see the
+same step time, and it does not tell who is slow. What differs is a rank's *own* time: from the end
+of a step to the moment when its own gradients are complete, before it waits for those of others.
+That moment is a torch hook of the parameter whose gradient comes last in the backward pass. Loading
+data, the forward and the backward pass are part of it.
+
+On a GPU, the two moments are events on the training stream, which are read when the window ends:
+nothing is synchronized.
+
+Where parameters are sharded (FSDP2), each layer waits for other ranks, and the hook of a shard is
+not called: there are no times, and the log says so once. Nor are there times of a step that does
+not use the parameter with the hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.elastic.silent_faults.exchange import Exchange
+from outlast.elastic.silent_faults.slow_ranks import SlowRank, SlowRanks
+from outlast.events import Emitter, Sink, StragglerFound
+from outlast.system.arguments import as_int
+from outlast.system.units import duration_text
+
+__all__ = ["RunningStragglerCheck", "StragglerCheck"]
+
+log = logging.getLogger("outlast.elastic")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StragglerCheck:
+    """Compares the ranks' own times of a step.
+
+    Pass it to `outlast.Job(checks=...)`, or `start` it in a program without `Job`.
+
+    Attributes:
+        window: the number of steps whose median counts.
+        factor: a rank is slow if its median is more than so many times that of the other ranks, and
+            far from it compared with how much these differ from one another.
+        windows: a rank is a straggler after so many slow windows in a row.
+        on_straggler: called with the `StragglerFound` on every rank, in the training thread, not
+            after the same step on all ranks; it may raise. By default there is only the event and
+            the message in the log. A straggler is reported once, and again if it has recovered in
+            between.
+    """
+
+    window: int = 50
+    factor: float = 1.3
+    windows: int = 3
+    on_straggler: Callable[[StragglerFound], object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "windows"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), at_least=1))
+        if not self.factor > 1:
+            raise ValueError(f"factor must be greater than 1, not {self.factor!r}")
+        if self.on_straggler is not None and not callable(self.on_straggler):
+            raise TypeError(f"on_straggler must be a function, not {self.on_straggler!r}")
+
+    def start(
+        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    ) -> RunningStragglerCheck:
+        """Starts the check of the ranks of a process group; a collective.
+
+        Args:
+            module: the module that all ranks train.
+            group: the ranks to compare; the default process group by default.
+            events: the sink of events.
+            step: the number of steps so far.
+        """
+        ledger = connect_ledger("stragglers", group)
+        emitter = Emitter(events)
+        emitter.place(rank=ledger.rank)
+        return RunningStragglerCheck(self, module, ledger, emitter, step)
+
+
+class RunningStragglerCheck:
+    """The check of one rank. Close it, or use it in a `with` block."""
+
+    def __init__(
+        self,
+        check: StragglerCheck,
+        module: nn.Module,
+        ledger: CallLedger,
+        emitter: Emitter,
+        step: int,
+    ) -> None:
+        self._check = check
+        self._emitter = emitter
+        self._alone = ledger.world_size == 1
+        self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
+        self._step = step
+        parameters = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+        cuda = any(p.is_cuda for p in parameters)
+        self._now: Callable[[], Any] = _cuda_moment if cuda else time.perf_counter
+        self._last_of_backward = _LastGradient(() if self._alone else parameters, self._now)
+        self._began: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+        self._told_of_no_times = False
+
+    def step(self, step: int | None = None) -> None:
+        """Call it after each step of the optimizer, with the number of steps so far."""
+        self._step = self._step + 1 if step is None else step
+        if self._alone:
+            return
+        ended = self._last_of_backward.take()
+        if self._began is not None and ended is not None:
+            self._steps.append((self._began, ended))
+        if self._step % self._check.window == 0:
+            self._publish()
+        for text in self._exchange.results():
+            for slow in SlowRanks.decode(text):
+                self._report(slow)
+        self._began = self._now()
+
+    def close(self) -> None:
+        """Ends the check."""
+        self._last_of_backward.remove()
+        self._exchange.close()
+
+    def __enter__(self) -> RunningStragglerCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publish(self) -> None:
+        steps, self._steps = self._steps, []
+        at = self._step
+        if not steps and not self._told_of_no_times:
+            self._told_of_no_times = True
+            log.warning(
+                "stragglers cannot be found: no gradient was computed by the backward pass of this "
+                "rank in the steps up to %d (parameters sharded by FSDP?)",
+                at,
+            )
+        host = socket.gethostname()
+
+        def record() -> str:
+            seconds = [_seconds(began, ended) for began, ended in steps]
+            median = statistics.median(seconds) if seconds else None
+            return json.dumps({"step": at, "host": host, "median": median})
+
+        self._exchange.publish(record)
+
+    def _report(self, slow: SlowRank) -> None:
+        found = StragglerFound(
+            step=slow.step,
+            straggler=slow.rank,
+            straggler_host=slow.host,
+            seconds=slow.seconds,
+            typical_seconds=slow.typical_seconds,
+            windows=slow.windows,
+        )
+        if self._exchange.rank == 0:
+            log.warning("%s", describe(found, self._check.window))
+            self._emitter.emit(found)
+        if self._check.on_straggler is not None:
+            self._check.on_straggler(found)
+
+
+class _LastGradient:
+    """The moment at which the last gradient of a backward pass is complete.
+
+    In the first steps, every parameter has a hook, to learn whose gradient comes last; then only
+    that one has.
+    """
+
+    _LEARNING_STEPS = 3
+
+    def __init__(self, parameters: Sequence[torch.Tensor], now: Callable[[], Any]) -> None:
+        self._now = now
+        self._moment: Any = None
+        self._last: torch.Tensor | None = None
+        self._left = self._LEARNING_STEPS
+        self._hooks = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+
+    def take(self) -> Any:
+        """The moment in the step that has ended; `None` if there was none, or while learning."""
+        moment, self._moment = self._moment, None
+        if self._left and self._last is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.remove()
+                self._hooks = [self._last.register_post_accumulate_grad_hook(self._note)]
+                self._last = None
+            return None
+        return moment
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _learn(self, parameter: torch.Tensor) -> None:
+        self._last = parameter
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        # With gradient accumulation, the last of several backward passes counts.
+        self._moment = self._now()
+
+
+def _cuda_moment() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
+
+
+def describe(found: StragglerFound, window: int) -> str:
+    """A straggler in a sentence."""
+    times = found.seconds / found.typical_seconds
+    return (
+        f"rank {found.straggler} on {found.straggler_host} is a straggler after step {found.step}: "
+        f"{duration_text(found.seconds)} for its own part of a step, {times:.1f} times the "
+        f"{duration_text(found.typical_seconds)} of the other ranks, in {found.windows} windows of "
+        f"{window} steps in a row"
+    )

@@ -1,0 +1,141 @@
+"""One rank of a wrapped training with faults that raise no error: `python silent_faults.py PLAN`.
+
+The plan is JSON. `flip` is the rank that flips a bit of a parameter, once, after the optimizer's
+step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`. `checks` are the
+arguments of the checks; `steps` how many to train.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import outlast
+from outlast import inprocess
+from outlast.elastic import ReplicaCheck, StragglerCheck
+
+PLAN: dict[str, Any] = {
+    "steps": 12,
+    "every": 4,
+    "flip": -1,
+    "flip_at": 0,
+    "flip_again": -1,
+    "slow": -1,
+    "slow_s": 0.0,
+    "min_ranks": None,
+    "until_found": False,
+    "job": {},
+}
+PLAN.update(json.loads(sys.argv[1]))
+RANK = int(os.environ["RANK"])
+MARKS = Path(PLAN["path"] + "-marks")
+found: list[str] = []
+
+
+def say(event: str, **fields: Any) -> None:
+    """Prints an event as one line, in one write."""
+    os.write(1, json.dumps({"event": event, "of": RANK, **fields}).encode() + b"\n")
+
+
+def flip_bit(parameter: torch.Tensor) -> None:
+    """Flips the lowest bit of the first element, as a fault of the memory does: torch does not see
+    a write.
+    """
+    words = parameter.detach().view(torch.int32).view(-1)
+    words.numpy()[0] ^= 1
+
+
+def once(name: str) -> bool:
+    """Whether this is the first time, over all processes."""
+    try:
+        (MARKS / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def tell(event: Any) -> None:
+    found.append(event.kind)
+    fields = {"mismatch": event.ranks} if event.kind == "replica_mismatch" else {}
+    say("told", kind=event.kind, **fields)
+
+
+def checks() -> list[Any]:
+    made: list[Any] = []
+    if "replicas" in PLAN:
+        options = dict(PLAN["replicas"])
+        if options.get("on_mismatch") == "call":
+            options["on_mismatch"] = tell
+        made.append(ReplicaCheck(**options))
+    if "stragglers" in PLAN:
+        made.append(StragglerCheck(**PLAN["stragglers"], on_straggler=tell))
+    return made
+
+
+class Model(nn.Module):
+    """Two layers; the forward pass of the slow rank takes longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if PLAN["slow"] == RANK:
+            time.sleep(PLAN["slow_s"])
+        result: torch.Tensor = self.second(torch.relu(self.first(inputs)))
+        return result
+
+
+@inprocess.Wrapper()
+def train(call: inprocess.CallWrapper) -> str:
+    dist.init_process_group("gloo")
+    say("entered", iteration=call.iteration, size=dist.get_world_size())
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": PLAN["every"]}
+    if PLAN["min_ranks"]:
+        parts["min_ranks"] = PLAN["min_ranks"]
+    with outlast.Job(PLAN["path"], **parts, **PLAN["job"], checks=checks()) as job:
+        say("restored", step=job.restore(), iteration=call.iteration)
+        ddp = DistributedDataParallel(model)
+        generator = torch.Generator()
+        while job.steps < PLAN["steps"] and not (PLAN["until_found"] and found):
+            call.ping()
+            generator.manual_seed(job.steps)
+            inputs = torch.randn(8, 4, generator=generator)
+            ddp(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (
+                job.steps + 1 == PLAN["flip_at"]
+                and RANK in (PLAN["flip"], PLAN["flip_again"])
+                and once(f"flipped {RANK}")
+            ):
+                flip_bit(model.second.weight)
+                say("flipped", step=job.steps + 1)
+            job.step(samples=8)
+        say("left", step=job.steps)
+    content = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        content.update(tensor.numpy().tobytes())
+    return content.hexdigest()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(name)s %(message)s")
+    torch.set_num_threads(1)
+    MARKS.mkdir(parents=True, exist_ok=True)
+    say("ended", weights=train())
