@@ -35,10 +35,17 @@ def parse_line(line: bytes, place: str) -> Event:
         raise EventLogError(f"{place}: {error}") from error
     for field in dataclasses.fields(event):
         value = getattr(event, field.name)
-        # Python counts a bool as an int; a log must not.
-        wrong = isinstance(value, bool) != (field.type == "bool")
-        if wrong or not isinstance(value, _TYPES[str(field.type)]):
+        if not _is_of(value, str(field.type)):
             raise EventLogError(
                 f"{place}: {field.name!r} of {event.kind!r} is {value!r}, not {field.type}"
             )
     return event
+
+
+def _is_of(value: object, kind: str) -> bool:
+    """Whether `value` is of the type that a field has by this name."""
+    if kind.startswith("list["):
+        element = kind.removeprefix("list[").removesuffix("]")
+        return isinstance(value, list) and all(_is_of(each, element) for each in value)
+    # Python counts a bool as an int; a log must not.
+    return isinstance(value, bool) == (kind == "bool") and isinstance(value, _TYPES[kind])

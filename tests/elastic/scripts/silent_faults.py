@@ -1,8 +1,10 @@
 """One rank of a wrapped training with faults that raise no error: `python silent_faults.py PLAN`.
 
 The plan is JSON. `flip` is the rank that flips a bit of a parameter, once, after the optimizer's
-step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`. `checks` are the
-arguments of the checks; `steps` how many to train.
+step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`. `replicas` and
+`stragglers` are the arguments of the checks; `steps` how many to train at least. With `await`,
+training goes on until every rank was told of something; with `raises`, until the first iteration
+ends with an exception. With `shards`, the model is sharded over so many ranks, and replicated.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
@@ -30,14 +35,16 @@ PLAN: dict[str, Any] = {
     "every": 4,
     "flip": -1,
     "flip_at": 0,
-    "flip_again": -1,
     "slow": -1,
     "slow_s": 0.0,
     "min_ranks": None,
-    "until_found": False,
+    "await": False,
+    "raises": False,
+    "shards": 0,
     "job": {},
 }
 PLAN.update(json.loads(sys.argv[1]))
+MOST_STEPS = 3000  # for what does not come
 RANK = int(os.environ["RANK"])
 MARKS = Path(PLAN["path"] + "-marks")
 found: list[str] = []
@@ -49,11 +56,16 @@ def say(event: str, **fields: Any) -> None:
 
 
 def flip_bit(parameter: torch.Tensor) -> None:
-    """Flips the lowest bit of the first element, as a fault of the memory does: torch does not see
-    a write.
+    """Flips a bit of the first element, as a fault of the memory does: torch does not see a write.
+    Not the lowest bit, since a rounding of the next step may make that one equal again.
     """
-    words = parameter.detach().view(torch.int32).view(-1)
-    words.numpy()[0] ^= 1
+    local_part(parameter).view(torch.int32).view(-1).numpy()[0] ^= 1 << 20
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def once(name: str) -> bool:
@@ -83,6 +95,13 @@ def checks() -> list[Any]:
     return made
 
 
+def all_told() -> bool:
+    """Whether all ranks were told of something."""
+    told = torch.tensor([float(bool(found))])
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    return bool(told.item())
+
+
 class Model(nn.Module):
     """Two layers; the forward pass of the slow rank takes longer."""
 
@@ -104,33 +123,36 @@ def train(call: inprocess.CallWrapper) -> str:
     say("entered", iteration=call.iteration, size=dist.get_world_size())
     torch.manual_seed(0)
     model = Model()
+    if PLAN["shards"]:
+        shape = (dist.get_world_size() // PLAN["shards"], PLAN["shards"])
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": PLAN["every"]}
     if PLAN["min_ranks"]:
         parts["min_ranks"] = PLAN["min_ranks"]
     with outlast.Job(PLAN["path"], **parts, **PLAN["job"], checks=checks()) as job:
         say("restored", step=job.restore(), iteration=call.iteration)
-        ddp = DistributedDataParallel(model)
+        parallel = model if PLAN["shards"] else DistributedDataParallel(model)
         generator = torch.Generator()
-        while job.steps < PLAN["steps"] and not (PLAN["until_found"] and found):
+        goes_on = PLAN["raises"] and call.iteration == 0
+        while job.steps < PLAN["steps"] or (
+            job.steps < MOST_STEPS and (goes_on or (PLAN["await"] and not all_told()))
+        ):
             call.ping()
             generator.manual_seed(job.steps)
             inputs = torch.randn(8, 4, generator=generator)
-            ddp(inputs).square().sum().backward()
+            parallel(inputs).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if (
-                job.steps + 1 == PLAN["flip_at"]
-                and RANK in (PLAN["flip"], PLAN["flip_again"])
-                and once(f"flipped {RANK}")
-            ):
-                flip_bit(model.second.weight)
+            if job.steps + 1 == PLAN["flip_at"] and PLAN["flip"] == RANK and once("flipped"):
+                flip_bit(model.first.weight)
                 say("flipped", step=job.steps + 1)
             job.step(samples=8)
         say("left", step=job.steps)
     content = hashlib.sha256()
     for tensor in model.state_dict().values():
-        content.update(tensor.numpy().tobytes())
+        content.update(local_part(tensor).numpy().tobytes())
     return content.hexdigest()
 
 

@@ -16,6 +16,19 @@ from procs import Job, Line
 
 Ranks = Callable[..., Job]
 HOST = socket.gethostname()
+TOLD: dict[str, Any] = {
+    "flip_at": 6,
+    "replicas": {"every": 4, "on_mismatch": "call"},
+    "every": None,
+    "await": True,
+}
+EXCLUDE: dict[str, Any] = {
+    "steps": 24,
+    "every": 3,
+    "replicas": {"every": 4, "on_mismatch": "exclude"},
+    "job": {"keep": 1},
+}
+FLIP: dict[str, Any] = {"flip": 1, "flip_at": 7, "raises": True}
 
 
 class Run:
@@ -47,25 +60,77 @@ class Run:
         return str(weights)
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_majority_names_the_rank_the_host_and_the_parameter(
     ranks: Ranks, tmp_path: Path, culprit: int
 ) -> None:
-    run = Run(
-        ranks, tmp_path, 3, steps=40, flip=culprit, flip_at=6, replicas={"every": 4}, every=None
-    )
+    run = Run(ranks, tmp_path, 3, flip=culprit, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors
     first = run.mismatches[0]
     assert (first.ranks, first.hosts, first.majority) == ([culprit], [HOST], True)
     assert (first.step, first.clean_step, first.replicas) == (8, 4, 3)
-    assert first.parameters == ["second.weight"]
-    text = f"after step 8: rank {culprit} on {HOST} differs from the other 2 replicas, in second.we"
+    assert first.parameters == ["first.weight"]
+    text = f"after step 8: rank {culprit} on {HOST} differs from the other 2 replicas, in first.we"
     assert all(text in errors for errors in run.errors)
 
 
+@pytest.mark.slow
 def test_two_replicas_have_no_majority(ranks: Ranks, tmp_path: Path) -> None:
-    run = Run(ranks, tmp_path, 2, steps=30, flip=1, flip_at=6, replicas={"every": 4}, every=None)
+    run = Run(ranks, tmp_path, 2, flip=1, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors
     first = run.mismatches[0]
     assert (first.ranks, first.hosts, first.majority) == ([0, 1], [HOST, HOST], False)
     assert "no majority of replicas says which is wrong" in run.errors[0]
+
+
+def test_an_excluded_rank_leaves_and_the_others_go_back_to_before_the_flip(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, 3, min_ranks=2, **EXCLUDE, **FLIP)
+    assert run.codes == {0: 0, 1: 1, 2: 0}, run.errors
+    assert f"RankExcluded: after step 8: rank 1 on {HOST} differs" in run.errors[1]
+    assert f"rank 1 on {HOST} differs from the other 2 replicas" in run.errors[0]
+    # The newest checkpoint from before the difference, which one of the later ones has outlived.
+    assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} == {3}
+    assert "restored step 3, from before the replicas differed" in run.errors[0]
+    (mismatch,) = run.mismatches
+    assert mismatch.clean_step == 4
+    assert [line["size"] for line in run.of("entered") if line["iteration"] == 1] == [2, 2]
+    assert not (tmp_path / "checkpoints" / "trust").exists()
+    assert run.weights
+
+
+@pytest.mark.slow
+def test_without_a_majority_all_ranks_go_back_to_before_the_flip(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    undisturbed = Run(ranks, tmp_path / "undisturbed", 2, **EXCLUDE)
+    run = Run(ranks, tmp_path / "flip", 2, **EXCLUDE, **FLIP)
+    assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
+    assert not undisturbed.mismatches
+    assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} == {3}
+    assert run.weights == undisturbed.weights
+
+
+@pytest.mark.slow
+def test_a_job_started_anew_does_not_restore_what_was_saved_after_the_flip(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """All processes end before one of them has restored: only the folder tells."""
+    first = Run(ranks, tmp_path, 3, **EXCLUDE, **FLIP)  # no replacement comes: it ends
+    assert 0 not in first.codes.values(), first.errors
+    assert (tmp_path / "checkpoints" / "trust").exists()
+    again = Run(ranks, tmp_path, 3, **EXCLUDE)
+    assert set(again.codes.values()) == {0}, again.errors
+    assert {line["step"] for line in again.of("restored")} == {3}
+    assert not (tmp_path / "checkpoints" / "trust").exists()
+
+
+@pytest.mark.slow
+def test_only_ranks_with_the_same_shard_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    """Two shards, each on two ranks: 0 and 2 hold one, 1 and 3 the other."""
+    run = Run(ranks, tmp_path, 4, shards=2, flip=3, **TOLD)
+    assert set(run.codes.values()) == {0}, run.errors
+    first = run.mismatches[0]
+    assert (first.ranks, first.majority, first.replicas) == ([1, 3], False, 2)
+    assert first.parameters == ["first.weight"]

@@ -1,0 +1,78 @@
+"""A rank that is slower than the others is found, and named."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast.elastic.silent_faults.slow_ranks import SlowRanks
+from outlast.events import StragglerFound
+from outlast.events.report import load
+from procs import Job
+
+Ranks = Callable[..., Job]
+HOST = socket.gethostname()
+
+
+def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    plan = {
+        "path": str(tmp_path / "checkpoints"),
+        "every": None,
+        "slow": 1,
+        "slow_s": 0.05,
+        "await": True,
+        "stragglers": {"window": 5, "windows": 2},
+    }
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("silent_faults", json.dumps(plan), nprocs=3, env=env) as job:
+        job.start_all()
+        codes = job.wait_all()
+        errors = [job.errors(rank) for rank in range(3)]
+        told = [line for rank in range(3) for line in job.lines(rank) if line["event"] == "told"]
+    assert set(codes.values()) == {0}, errors
+    first, *_ = [event for event in load(logs) if isinstance(event, StragglerFound)]
+    assert (first.rank, first.straggler, first.straggler_host) == (0, 1, HOST)
+    assert first.seconds > 0.05 > first.typical_seconds
+    assert f"rank 1 on {HOST} is a straggler after step {first.step}" in errors[0]
+    assert {line["of"] for line in told} == {0, 1, 2}
+
+
+def windows(judge: SlowRanks, *medians: list[float | None]) -> list[list[int]]:
+    """The ranks that are found after each window."""
+    found = []
+    for number, each in enumerate(medians):
+        records = [json.dumps({"step": number, "host": "h", "median": m}) for m in each]
+        found.append([slow.rank for slow in SlowRanks.decode(judge(records))])
+    return found
+
+
+def test_a_rank_is_found_after_several_slow_windows_in_a_row() -> None:
+    slow, well = [0.010, 0.015, 0.010, 0.010], [0.010] * 4
+    judge = SlowRanks(factor=1.3, windows=3)
+    assert windows(judge, slow, slow, well, slow, slow, slow) == [[], [], [], [], [], [1]]
+    assert windows(judge, slow, slow) == [[], []], "once, until it has recovered"
+    assert windows(judge, well, slow, slow, slow) == [[], [], [], [1]]
+
+
+@pytest.mark.parametrize(
+    "medians",
+    [
+        [0.010, 0.0125, 0.010],  # less than the factor
+        [0.010, 0.030, 0.020, 0.024],  # the others differ as much
+        [0.0001, 0.0004, 0.0001],  # too short to say
+        [0.010, None, 0.010],  # no times
+        [None, 0.010, None],  # nothing to compare with
+    ],
+)
+def test_what_is_not_a_straggler(medians: list[float | None]) -> None:
+    assert windows(SlowRanks(factor=1.3, windows=1), medians) == [[]]
+
+
+def test_one_of_two_ranks_can_be_slow() -> None:
+    assert windows(SlowRanks(factor=1.3, windows=1), [0.020, 0.010]) == [[0]]
