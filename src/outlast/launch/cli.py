@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import outlast
-from outlast.launch.commands import checkpoint, report, run
+from outlast.launch.commands import chaos, checkpoint, report, run
 
 app = typer.Typer(
     name="outlast",
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, report, checkpoint):
+for command in (run, report, checkpoint, chaos):
     command.register(app)
 
 

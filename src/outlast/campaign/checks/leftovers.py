@@ -1,0 +1,62 @@
+"""What a round has left behind: temporary files, unfinished checkpoints, open descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from pathlib import Path
+
+from outlast.async_checkpoint import named_files
+from outlast.campaign.records import Entry, read_entries
+from outlast.errors import CheckpointError
+
+_GROWTH = 8
+"""A process may have this many more descriptors than before; each leak repeats at each restart."""
+_WARM = 2
+"""Entries of a process before its resources are compared: some are opened once."""
+
+
+def temporary_files(folder: Path) -> list[str]:
+    """Files and sockets in the folder of temporary files; empty folders do not count."""
+    return [
+        f"temporary file {path.relative_to(folder)}"
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir() or path.is_symlink()
+    ]
+
+
+def unfinished_checkpoints(folder: Path) -> list[str]:
+    """Working folders of saves that were neither committed nor removed."""
+    with contextlib.closing(named_files.open_storage(str(folder))) as storage:
+        return [f"{one.folder}: {one.wrong}" for one in named_files.survey(storage) if not one.step]
+
+
+def damaged_checkpoints(folder: Path) -> list[str]:
+    """Committed checkpoints of which some byte is not the one that was saved."""
+    found = []
+    with contextlib.closing(named_files.open_storage(str(folder))) as storage:
+        for one in named_files.survey(storage):
+            if one.step is None:
+                continue
+            try:
+                named_files.verify(storage, one.step)
+            except CheckpointError as error:
+                found.append(f"{one.folder}: {error}")
+    return found
+
+
+def leaks(records: Path) -> list[str]:
+    """Processes whose descriptors or threads grew with each restart in place."""
+    entries: dict[int, list[Entry]] = defaultdict(list)
+    for entry in read_entries(records):
+        entries[entry.pid].append(entry)
+    found = []
+    for pid, of_process in entries.items():
+        if len(of_process) < 2 * _WARM:
+            continue
+        for what in ("descriptors", "threads"):
+            counts = [getattr(entry, what) for entry in of_process[_WARM:]]
+            if counts[-1] - counts[0] > _GROWTH and counts[-1] == max(counts):
+                counted = ", ".join(map(str, counts))
+                found.append(f"rank {of_process[-1].rank} (process {pid}): {what}: {counted}")
+    return found

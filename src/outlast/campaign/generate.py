@@ -1,0 +1,105 @@
+"""The plans of a campaign's rounds: all from the seed, so that a round can be repeated.
+
+Kinds are dealt like cards: every kind comes once before any comes again. A card is a kind in one
+phase. Some faults come at the same step as the one before, on another rank: then the second hits a
+job that recovers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+
+from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.chaos import Kind, PlannedFault
+
+GAP_STEPS = 10
+"""Steps between two faults, about twice those between two saves."""
+_UNDISTURBED_STEPS = 20
+"""At the end of a round: a save after the last fault."""
+_TOGETHER = 0.2
+"""The share of faults that come at the same step as the one before."""
+
+Card = Kind | Action
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the rounds of a campaign have in common.
+
+    Attributes:
+        ranks: how many.
+        faults: in each round.
+        kinds: which ones; the names of kinds of fault plans and of actions on the launcher.
+    """
+
+    ranks: int
+    faults: int
+    kinds: tuple[Card, ...] = (*Kind, *Action)
+
+    @property
+    def steps(self) -> int:
+        """The steps of the training."""
+        return self.faults * GAP_STEPS + _UNDISTURBED_STEPS
+
+
+def parse_kinds(names: Sequence[str]) -> tuple[Card, ...]:
+    """The kinds of these names; all without names.
+
+    Raises:
+        ValueError: for an unknown name; lists the known ones.
+    """
+    cards: dict[str, Card] = {str(card): card for card in (*Kind, *Action)}
+    for name in names:
+        if name not in cards:
+            raise ValueError(f"unknown kind {name!r}; the kinds are: {', '.join(cards)}")
+    return tuple(cards[name] for name in names) or tuple(cards.values())
+
+
+def reference_plan(seed: int, shape: Shape) -> RoundPlan:
+    """The undisturbed run."""
+    return RoundPlan(seed=seed, number=0, ranks=shape.ranks, steps=shape.steps)
+
+
+def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
+    """The plans of the rounds, numbered from 1, without end."""
+    deck = _deal(seed, shape)
+    number = 0
+    while True:
+        number += 1
+        cards = [next(deck) for _ in range(shape.faults)]
+        yield _plan(seed, number, shape, cards)
+
+
+def _deal(seed: int, shape: Shape) -> Iterator[Card]:
+    cycle = 0
+    while True:
+        cards = list(shape.kinds)
+        random.Random(f"{seed}/deck/{cycle}").shuffle(cards)
+        yield from cards
+        cycle += 1
+
+
+def _plan(seed: int, number: int, shape: Shape, cards: Sequence[Card]) -> RoundPlan:
+    draw = random.Random(f"{seed}/round/{number}")
+    faults: list[PlannedFault] = []
+    launcher: list[LauncherFault] = []
+    for index, card in enumerate(cards):
+        step = index * GAP_STEPS + draw.randrange(GAP_STEPS)
+        if isinstance(card, Action):
+            launcher.append(LauncherFault(card, max(step, 1)))
+            continue
+        rank = draw.randrange(shape.ranks)
+        if faults and draw.random() < _TOGETHER:
+            step = faults[-1].step or 0
+            rank = (faults[-1].rank + 1 + draw.randrange(max(shape.ranks - 1, 1))) % shape.ranks
+        faults.append(PlannedFault(rank=rank, kind=card, step=step))
+    return RoundPlan(
+        seed=seed,
+        number=number,
+        ranks=shape.ranks,
+        steps=shape.steps,
+        faults=tuple(faults),
+        launcher=tuple(sorted(launcher, key=lambda one: one.step)),
+    )

@@ -1,0 +1,141 @@
+"""The plan of one round: a job, the faults inside its ranks, and what happens to its launcher.
+
+    {
+      "seed": 7, "number": 3, "ranks": 4, "steps": 200,
+      "faults": [{"rank": 1, "kind": "sigkill", "step": 40}],
+      "launcher": [{"action": "stop", "step": 90}]
+    }
+
+`faults` has the entries of a fault plan (`outlast.chaos`). `launcher` has what the campaign does to
+the launcher when the training has reached a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+from outlast import chaos
+from outlast.errors import ChaosError
+
+
+class Action(str, enum.Enum):
+    """What happens to the launcher; the job is then resumed by another launcher."""
+
+    STOP = "stop"
+    """SIGTERM: all ranks save after the same step, and the job exits with code 143."""
+    KILL_LAUNCHER = "kill_launcher"
+    """SIGKILL: all processes of the job must end, without a last save."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherFault:
+    """An action on the launcher, once a rank has completed `step`."""
+
+    action: Action
+    step: int
+
+
+Fault = chaos.PlannedFault | LauncherFault
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """The plan of a round.
+
+    Attributes:
+        seed: of the campaign; also that of the training.
+        number: of the round in the campaign.
+        ranks: how many.
+        steps: of the training.
+        faults: inside the ranks.
+        launcher: to the launcher, in the order of their steps.
+    """
+
+    seed: int
+    number: int
+    ranks: int
+    steps: int
+    faults: tuple[chaos.PlannedFault, ...] = ()
+    launcher: tuple[LauncherFault, ...] = ()
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        """Those inside the ranks, and those to the launcher."""
+        return (*self.faults, *self.launcher)
+
+    def only(self, faults: list[Fault]) -> RoundPlan:
+        """The same round with these of its faults."""
+        return dataclasses.replace(
+            self,
+            faults=tuple(f for f in self.faults if f in faults),
+            launcher=tuple(f for f in self.launcher if f in faults),
+        )
+
+    def to_json(self) -> str:
+        """The plan as `load` reads it."""
+        inside = json.loads(chaos.Plan(faults=self.faults).to_json()).get("faults", [])
+        return json.dumps(
+            {
+                "seed": self.seed,
+                "number": self.number,
+                "ranks": self.ranks,
+                "steps": self.steps,
+                "faults": inside,
+                "launcher": [{"action": f.action.value, "step": f.step} for f in self.launcher],
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> RoundPlan:
+        """Reads the plan of a round.
+
+        Raises:
+            ChaosError: if it cannot be read or is invalid; names the file and the field.
+        """
+        try:
+            values = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ChaosError(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ChaosError(f"{path}: not JSON: {error}") from error
+        try:
+            return cls._parse(values)
+        except ChaosError as error:
+            raise ChaosError(f"{path}: {error}") from error
+
+    @classmethod
+    def _parse(cls, values: Any) -> RoundPlan:
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
+            raise ChaosError(f"the plan of a round has exactly these fields: {', '.join(names)}")
+        numbers = {name: values[name] for name in ("seed", "number", "ranks", "steps")}
+        for name, value in numbers.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ChaosError(
+                    f"field {name!r} is {value!r}; it must be an integer of at least 0"
+                )
+        faults: tuple[chaos.PlannedFault, ...] = ()
+        if values["faults"]:
+            faults = chaos.Plan.parse({"faults": values["faults"]}).faults
+        return cls(**numbers, faults=faults, launcher=_parse_launcher(values["launcher"]))
+
+
+def _parse_launcher(values: Any) -> tuple[LauncherFault, ...]:
+    found = []
+    for index, entry in enumerate(values):
+        try:
+            found.append(LauncherFault(Action(entry["action"]), int(entry["step"])))
+        except (KeyError, TypeError, ValueError) as error:
+            allowed = ", ".join(Action)
+            raise ChaosError(
+                f"launcher[{index}] is {entry!r}; it must have an 'action' ({allowed}) and a 'step'"
+            ) from error
+    return tuple(found)

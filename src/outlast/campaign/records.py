@@ -1,0 +1,126 @@
+"""What the ranks of a round's training write down, for the comparison with the undisturbed run.
+
+One file for each kind of record, to which all processes append; a record is one line, written by
+one `write`, so that a process that is killed leaves whole lines.
+
+    steps.jsonl     {"step": 3, "rank": 1, "loss": "0x1.8p+0"}   after the optimizer's step
+    entries.jsonl   {"pid": 17, "descriptors": 40, ...}          at each entry into the function
+    ends.jsonl      {"rank": 1, "weights": "ab12...", ...}       at the end of the training
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from outlast.errors import EventLogError
+
+_STEPS, _ENTRIES, _ENDS = "steps.jsonl", "entries.jsonl", "ends.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A completed step of one rank; `loss` is the exact value, from `float.hex`."""
+
+    step: int
+    rank: int
+    loss: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An entry of a process into the training function, and the resources it had open."""
+
+    pid: int
+    rank: int
+    iteration: int
+    descriptors: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """The result of a rank: the SHA-256 of the weights, of the optimizer's state, and the place in
+    the data.
+    """
+
+    rank: int
+    steps: int
+    samples: int
+    weights: str
+    optimizer: str
+
+
+class Records:
+    """Writes the records of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def write(self, record: Step | Entry | End) -> None:
+        """Appends a record to the file of its kind."""
+        name = {Step: _STEPS, Entry: _ENTRIES, End: _ENDS}[type(record)]
+        line = json.dumps(dataclasses.asdict(record)) + "\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self._folder / name, flags, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+class Progress:
+    """Follows the steps of a running job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _STEPS
+        self._offset = 0
+        self.last = 0
+        """The highest step that a rank has completed."""
+        self.records = 0
+
+    def update(self) -> bool:
+        """Reads what is new; whether there was anything."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return False
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self.last = max(self.last, int(json.loads(line)["step"]))
+            self.records += 1
+        return bool(whole)
+
+
+def read_steps(folder: Path) -> list[Step]:
+    """The steps of all ranks, in the order in which they were written."""
+    return [Step(**values) for values in _lines(folder / _STEPS)]
+
+
+def read_entries(folder: Path) -> list[Entry]:
+    """The entries of all processes."""
+    return [Entry(**values) for values in _lines(folder / _ENTRIES)]
+
+
+def read_ends(folder: Path) -> list[End]:
+    """The results of all ranks that completed."""
+    return [End(**values) for values in _lines(folder / _ENDS)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise EventLogError(f"{path}, line {number} is not a record: {error}") from error
+    return found

@@ -1,0 +1,188 @@
+"""Runs one round: its job, disturbed as the plan says, and the checks of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from outlast.campaign.checks.leftovers import (
+    damaged_checkpoints,
+    leaks,
+    temporary_files,
+    unfinished_checkpoints,
+)
+from outlast.campaign.checks.processes import reap_orphans
+from outlast.campaign.checks.result import Reference, differences
+from outlast.campaign.environment import job_environment
+from outlast.campaign.figures import (
+    Stage,
+    believed_partial,
+    fired_faults,
+    job_times,
+    read_stages,
+)
+from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.campaign.records import Progress
+from outlast.campaign.results import Fired, Problems, RoundResult
+from outlast.campaign.rounds.launcher import Follower, LauncherProcess
+from outlast.chaos import Kind, Plan
+from outlast.errors import EventLogError
+
+STOPPED = 143
+_LINGER_S = 15.0
+_TAIL_LINES = 15
+_DAMAGING = ("torn_write", "flipped_byte")
+"""Kinds after which a committed checkpoint may be damaged: a restore must pass over it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """How rounds are run.
+
+    Attributes:
+        script: the training.
+        standby: how many standby processes each job has.
+        stall_s: a job in which no rank completes a step for this long is ended, and has failed.
+    """
+
+    script: Path
+    standby: int
+    stall_s: float
+
+
+def run_round(
+    plan: RoundPlan,
+    folder: Path,
+    reference: Reference | None,
+    surroundings: Surroundings,
+    follower: Follower = lambda step: None,
+) -> RoundResult:
+    """Runs a round in `folder`, which must not exist yet.
+
+    Args:
+        reference: the result to compare with; `None` for the run that makes it.
+        follower: hears of the progress.
+    """
+    since = time.monotonic()
+    round_ = _Round(plan, folder, surroundings, follower)
+    try:
+        wrong = round_.run()
+        if reference is not None:
+            wrong += differences(reference, round_.records)
+        try:
+            stages = read_stages(folder / "events")
+        except EventLogError as error:
+            wrong.append(f"its events cannot be read: {error}")
+            stages = []
+        return round_.result(wrong, stages, since)
+    finally:
+        shutil.rmtree(round_.temporary, ignore_errors=True)
+
+
+class _Round:
+    def __init__(
+        self, plan: RoundPlan, folder: Path, surroundings: Surroundings, follower: Follower
+    ) -> None:
+        folder.mkdir(parents=True)
+        self._plan = plan
+        self._folder = folder.absolute()
+        self._surroundings = surroundings
+        self._follower = follower
+        self.records = self._folder / "records"
+        self._fired = self._folder / "fired"
+        self._fired.mkdir(mode=0o700)
+        # Not in `folder`: the path of a Unix socket is limited to 107 bytes.
+        self.temporary = Path(tempfile.mkdtemp(prefix="outlast-round-"))
+        self._exit_codes: list[int] = []
+        self._taken: list[LauncherFault] = []
+        self._orphans: list[str] = []
+
+    def run(self) -> list[str]:
+        """Runs launchers until the training has ended; returns why it did not, if so."""
+        (self._folder / "plan.json").write_text(self._plan.to_json())
+        faults = self._plan.faults
+        if faults:
+            (self._folder / "chaos.json").write_text(Plan(faults=faults).to_json())
+        progress = Progress(self.records)
+        # A rank that gets SIGTERM ends the job like a launcher that gets it.
+        most = 1 + len(self._plan.launcher) + sum(f.kind is Kind.SIGTERM for f in faults)
+        for number in range(most):
+            wrong, ended = self._run_launcher(number, progress)
+            if wrong or ended:
+                return wrong
+        return [f"the job was stopped {most} times, more often than planned"]
+
+    def _run_launcher(self, number: int, progress: Progress) -> tuple[list[str], bool]:
+        mark = uuid.uuid4().hex
+        log = self._folder / f"launcher-{number}.log"
+        environment = job_environment(mark, self.temporary, self._fired)
+        launcher = LauncherProcess(self._command(), environment, mark, log)
+        left = self._plan.launcher[len(self._taken) :]
+        try:
+            code, taken = launcher.follow(
+                progress, left, self._surroundings.stall_s, self._follower
+            )
+        finally:
+            launcher.end()
+            found = reap_orphans(mark, _LINGER_S)
+        self._exit_codes.append(code)
+        self._taken += taken
+        if launcher.stalled:
+            stall = f"no rank completed a step for {self._surroundings.stall_s:.0f} s"
+            return [f"{stall}, after step {progress.last}; see {log.name}"], True
+        self._orphans += [f"launcher {number}: {one}" for one in found]
+        if code == 0:
+            return [], True
+        killed = bool(taken) and taken[0].action is Action.KILL_LAUNCHER
+        if code == STOPPED or (killed and code == -signal.SIGKILL):
+            return [], False
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return [f"launcher {number} ended with exit code {code}:\n{tail}"], True
+
+    def _command(self) -> list[str]:
+        plan = self._plan
+        return [
+            f"--nproc-per-node={plan.ranks}",
+            "--max-restarts=100000",
+            "--backoff=0",
+            f"--standby={self._surroundings.standby}",
+            f"--events-dir={self._folder / 'events'}",
+            *([f"--chaos={self._folder / 'chaos.json'}"] if plan.faults else []),
+            str(self._surroundings.script),
+            f"--folder={self._folder}",
+            f"--steps={plan.steps}",
+            f"--seed={plan.seed}",
+        ]
+
+    def result(self, wrong: list[str], stages: list[Stage], since: float) -> RoundResult:
+        """The result, with everything that is wrong."""
+        inside = fired_faults(self._plan, self._fired, stages)
+        outside = [Fired(kind=one.action.value, step=one.step) for one in self._taken]
+        checkpoints = self._folder / "checkpoints"
+        leftovers = temporary_files(self.temporary)
+        believed = believed_partial(stages)
+        if checkpoints.exists():
+            leftovers += unfinished_checkpoints(checkpoints)
+            if not any(one.kind in _DAMAGING for one in inside):
+                believed += damaged_checkpoints(checkpoints)
+        wall, productive = job_times(stages)
+        return RoundResult(
+            plan=self._plan,
+            fired=(*inside, *outside),
+            problems=Problems(
+                differences=tuple(wrong),
+                orphans=tuple(self._orphans),
+                leaks=tuple(leaks(self.records)),
+                leftovers=tuple(leftovers),
+                believed=tuple(believed),
+            ),
+            exit_codes=tuple(self._exit_codes),
+            wall_seconds=wall,
+            productive_seconds=productive,
+            seconds=time.monotonic() - since,
+        )

@@ -1,0 +1,79 @@
+"""The table of a campaign: what each kind of fault has cost; and its totals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from outlast.campaign.results import CampaignResult, Fired, Problems, percentile
+
+HEADINGS = ("kind", "count", "seen within", "back within", "steps redone")
+_NOTE = "seen, back: median and maximum, in seconds from the fault"
+
+
+def rows(fired: Sequence[Fired]) -> list[tuple[str, ...]]:
+    """A row for each kind, by name, and one for all."""
+    kinds: dict[str, list[Fired]] = defaultdict(list)
+    for one in fired:
+        kinds[one.kind].append(one)
+    return [_row(kind, of_kind) for kind, of_kind in sorted(kinds.items())] + [_row("all", fired)]
+
+
+def totals(result: CampaignResult) -> list[tuple[str, str]]:
+    """The totals, each with its name."""
+    count = len(result.fired)
+    rate = f" ({result.seconds / count:.1f} s each)" if count else ""
+    goodput = "unknown" if result.goodput is None else f"{result.goodput:.0%}"
+    problems = [
+        (field.name, str(result.count(field.name))) for field in dataclasses.fields(Problems)
+    ]
+    return [
+        ("faults", str(count)),
+        ("rounds", str(len(result.rounds))),
+        ("time", f"{result.seconds / 60:.1f} min{rate}"),
+        ("goodput", goodput),
+        *problems,
+    ]
+
+
+def print_table(result: CampaignResult, console: Console) -> None:
+    """Prints both to a terminal."""
+    table = Table(title=f"Campaign with seed {result.seed}, {result.ranks} ranks", caption=_NOTE)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    found = rows(result.fired)
+    for row in found[:-1]:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*found[-1])
+    console.print(table)
+    console.print(", ".join(f"{name}: {value}" for name, value in totals(result)))
+
+
+def markdown(result: CampaignResult) -> str:
+    """Both as Markdown."""
+    lines = [f"| {' | '.join(HEADINGS)} |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
+    lines += [f"| {' | '.join(row)} |" for row in rows(result.fired)]
+    lines += ["", f"({_NOTE.capitalize()}.)", "", "| | |", "|---|--:|"]
+    lines += [f"| {name} | {value} |" for name, value in totals(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(kind: str, fired: Sequence[Fired]) -> tuple[str, ...]:
+    redone = [one.redone for one in fired if one.redone is not None]
+    return (
+        kind.replace("_", " "),
+        str(len(fired)),
+        _spread([one.seen for one in fired]),
+        _spread([one.back for one in fired]),
+        str(sum(redone)) if redone else "-",
+    )
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{percentile(known, 0.5):.2f} / {max(known):.2f}" if known else "-"

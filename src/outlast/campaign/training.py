@@ -1,0 +1,130 @@
+"""The training that a campaign disturbs: a small model with dropout, Adam, DDP and `outlast.Job`.
+
+    outlast run --nproc-per-node 4 training.py --folder DIR --steps 200 --seed 7
+
+Its result depends on the seed, the number of ranks and the number of steps alone. It records the
+exact loss of every step on every rank, and the SHA-256 of the final weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import outlast
+from outlast import chaos, inprocess
+from outlast.campaign.records import End, Entry, Records, Step
+from outlast.elastic import ElasticLoader
+
+SAMPLES = 1024
+FEATURES, HIDDEN, CLASSES = 64, 512, 4  # the hidden layer is large enough that all ranks write it
+GLOBAL_BATCH = 32
+SAVE_EVERY = 5
+
+
+def make_loader(seed: int) -> ElasticLoader:
+    """The data: random samples."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = torch.randn(SAMPLES, FEATURES, generator=generator)
+    labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return ElasticLoader(TensorDataset(samples, labels), global_batch_size=GLOBAL_BATCH, seed=seed)
+
+
+def make_model(seed: int) -> nn.Module:
+    """The model, with dropout: its masks come from each rank's own random generator."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(FEATURES, HIDDEN),
+        nn.LayerNorm(HIDDEN),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(HIDDEN, CLASSES),
+    )
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """The SHA-256 of the exact values."""
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.detach().contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+@inprocess.Wrapper(soft_timeout=4, hard_timeout=7, termination_grace_time=1, repeated_faults=None)
+def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> None:
+    """Trains to the last step, from the newest state."""
+    assert call is not None
+    records = Records(options.folder / "records")
+    rank = int(os.environ["RANK"])
+    records.write(
+        Entry(
+            pid=os.getpid(),
+            rank=rank,
+            iteration=call.iteration,
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=len(os.listdir("/proc/self/task")),
+        )
+    )
+    dist.init_process_group("gloo")
+    model = make_model(options.seed)
+    torch.manual_seed(options.seed * 1000 + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loader = make_loader(options.seed)
+    checkpoints = options.folder / "checkpoints"
+    with outlast.Job(
+        checkpoints, model=model, optimizer=optimizer, loader=loader, every=SAVE_EVERY, linger=10
+    ) as job:
+        job.restore()
+        # Otherwise DDP rebuilds its buckets after the first pass, and then adds the gradients of
+        # three or more ranks in another order.
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        while job.steps < options.steps:
+            for samples, labels in loader:
+                chaos.step(job.steps)
+                call.ping()
+                loss = nn.functional.cross_entropy(ddp(samples), labels)
+                (loader.weight * loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                records.write(Step(step=job.steps + 1, rank=rank, loss=float(loss.item()).hex()))
+                with call.long_phase():  # a save waits for the one before it
+                    job.step()
+                if job.steps >= options.steps:
+                    break
+        samples_seen = job.samples
+    del ddp
+    # Sorted: after a restore, the optimizer's entries may be in another order.
+    states = [sorted(optimizer.state[p].items()) for p in model.parameters()]
+    records.write(
+        End(
+            rank=rank,
+            steps=job.steps,
+            samples=samples_seen,
+            weights=digest(model.state_dict().values()),
+            optimizer=digest(value for state in states for _, value in state),
+        )
+    )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Parses the options, and trains."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="records and checkpoints")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    torch.set_num_threads(1)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""`outlast chaos campaign`: a training under many faults, compared with an undisturbed run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outlast.errors import ChaosError
+from outlast.launch.commands.error_exit import exit_on
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    group = typer.Typer(help="Inject faults, and check what they do.", no_args_is_help=True)
+    # A group of one command would otherwise become that command.
+    group.callback()(lambda: None)
+    group.command("campaign")(campaign)
+    app.add_typer(group, name="chaos")
+
+
+def campaign(
+    faults: Annotated[
+        int | None,
+        typer.Option(
+            "--faults",
+            min=1,
+            help="How many faults to fire. Default: 1000, or no limit with --seconds.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", min=1, help="End after about this time.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the plans and the training.")] = 0,
+    ranks: Annotated[int, typer.Option("--nproc-per-node", min=1, help="Ranks of each job.")] = 4,
+    kinds: Annotated[
+        str,
+        typer.Option("--kinds", metavar="KIND,...", help="Only these kinds. Default: all."),
+    ] = "",
+    per_round: Annotated[
+        int, typer.Option("--faults-per-round", min=1, help="Faults in one job.")
+    ] = 20,
+    standby: Annotated[
+        int, typer.Option("--standby", min=0, help="Standby processes of each job.")
+    ] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Write results.json, and keep failed rounds. Default: a new temporary folder.",
+            show_default=False,
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay", metavar="FILE", help="Run the plan of one round.", show_default=False
+        ),
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink/--no-shrink", help="Shorten the plans of failed rounds.")
+    ] = True,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            "--markdown", metavar="FILE", help="Write the table there too.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Train through planned faults, and compare each loss and the final weights, bit by bit, with
+    an undisturbed run. The exit code is 1 if anything differs or is left over.
+    """
+    from rich.console import Console
+
+    from outlast.campaign.campaign import Campaign, CampaignError, Options
+    from outlast.campaign.generate import parse_kinds
+    from outlast.campaign.output import ProgressLine, print_result
+    from outlast.campaign.plan import RoundPlan
+    from outlast.campaign.table import markdown as as_markdown
+
+    try:
+        chosen = parse_kinds([name for name in kinds.split(",") if name])
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint="--kinds") from e
+    options = Options(
+        out=out if out is not None else Path(tempfile.mkdtemp(prefix="outlast-campaign-")),
+        faults=1000 if faults is None and seconds is None else faults,
+        seconds=seconds,
+        seed=seed,
+        ranks=ranks,
+        kinds=chosen,
+        per_round=per_round,
+        standby=standby,
+        shrink=shrink,
+    )
+    console = Console()
+    with exit_on(ChaosError, CampaignError, OSError):
+        options.out.mkdir(parents=True, exist_ok=True)
+        with console.status("starting") as status:
+            running = Campaign(options, ProgressLine(console, status, options.faults))
+            result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
+        (options.out / "results.json").write_text(result.to_json())
+        if markdown is not None:
+            markdown.write_text(as_markdown(result))
+    print_result(result, console)
+    if result.failures:
+        raise typer.Exit(1)
+    if out is None:
+        shutil.rmtree(options.out)
