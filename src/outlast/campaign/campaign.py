@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -36,9 +37,12 @@ class Options:
         kinds: all by default.
         per_round: the number of faults in a round.
         standby: how many standby processes each job has.
+        keep: whether to keep the folders of all rounds.
         shrink: whether to shorten the plans of failed rounds.
         script: the training.
         stall_s: a job in which no rank completes a step for this long has failed.
+        linger_s: how long after the end of a launcher its job's other processes may end.
+        launcher: the command `outlast run`.
     """
 
     out: Path
@@ -49,9 +53,12 @@ class Options:
     kinds: tuple[Card, ...] = parse_kinds([])
     per_round: int = 20
     standby: int = 2
+    keep: bool = False
     shrink: bool = True
     script: Path = TRAINING
     stall_s: float = 150.0
+    linger_s: float = 15.0
+    launcher: tuple[str, ...] = (sys.executable, "-m", "outlast.launch", "run")
 
     @property
     def shape(self) -> Shape:
@@ -86,7 +93,11 @@ class Campaign:
         self._options = options
         self._observer = observer or Observer()
         self._surroundings = Surroundings(
-            script=options.script, standby=options.standby, stall_s=options.stall_s
+            script=options.script,
+            standby=options.standby,
+            stall_s=options.stall_s,
+            linger_s=options.linger_s,
+            launcher=options.launcher,
         )
         self._since = time.monotonic()
         self._rounds: list[RoundResult] = []
@@ -136,7 +147,7 @@ class Campaign:
         self._observer.ended(result)
         if result.problems:
             self._failures.append(self._shorten(result, folder, reference))
-        else:
+        elif not self._options.keep:
             shutil.rmtree(folder)
 
     def _shorten(self, result: RoundResult, folder: Path, reference: Reference) -> Failure:

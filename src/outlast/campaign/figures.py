@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import Fired
@@ -52,7 +51,7 @@ def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> lis
         fault = plan.faults[int(key.removeprefix("planned-"))]
         at = float(record["time"])
         one = Fired(
-            kind=record["kind"], phase=_phase(fault), rank=record["rank"], step=record["step"]
+            kind=record["kind"], phase=fault.phase.value, rank=record["rank"], step=record["step"]
         )
         match = _restart_after(at, int(record["pid"]), stages)
         if match is not None:
@@ -105,10 +104,6 @@ def _restart_after(at: float, pid: int, stages: Sequence[Stage]) -> tuple[float,
 
 def _since(at: float, origin: float, restart: Restart, length: float | None) -> float | None:
     return None if length is None else max(0.0, restart.at + origin + length - at)
-
-
-def _phase(fault: Any) -> str:
-    return str(getattr(fault, "phase", None) or "step")
 
 
 def job_times(stages: Sequence[Stage]) -> tuple[float, float]:

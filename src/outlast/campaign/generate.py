@@ -1,8 +1,8 @@
 """The plans of a campaign's rounds: all from the seed, so that a round can be repeated.
 
-Kinds are dealt like cards: every kind comes once before any comes again. A card is a kind in one
-phase. Some faults come at the same step as the one before, on another rank: then the second hits a
-job that recovers.
+Kinds are dealt like cards: every kind comes once before any comes again. So are the phases of each
+kind. Some faults come at the same step as the one before, on another rank: then the second hits a
+job that is recovering.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
-from outlast.chaos import Kind, PlannedFault
+from outlast.chaos import Kind, Phase, PlannedFault
 
 GAP_STEPS = 10
 """Steps between two faults, about twice those between two saves."""
@@ -21,7 +22,13 @@ _UNDISTURBED_STEPS = 20
 _TOGETHER = 0.2
 """The share of faults that come at the same step as the one before."""
 
+_PHASES = (Phase.STEP, *Phase)
+"""The phases of each kind; a step comes twice, since training is mostly steps."""
+_OF_RANK_0 = Phase.COMMITTED
+"""Only rank 0 commits."""
+
 Card = Kind | Action
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,28 +71,29 @@ def reference_plan(seed: int, shape: Shape) -> RoundPlan:
 
 def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
     """The plans of the rounds, numbered from 1, without end."""
-    deck = _deal(seed, shape)
+    deck = _deal(f"{seed}/kinds", shape.kinds)
+    phases = {card: _deal(f"{seed}/phases/{card}", _PHASES) for card in shape.kinds}
     number = 0
     while True:
         number += 1
         cards = [next(deck) for _ in range(shape.faults)]
-        yield _plan(seed, number, shape, cards)
+        yield _plan(seed, number, shape, [(card, next(phases[card])) for card in cards])
 
 
-def _deal(seed: int, shape: Shape) -> Iterator[Card]:
+def _deal(seed: str, cards: Sequence[T]) -> Iterator[T]:
     cycle = 0
     while True:
-        cards = list(shape.kinds)
-        random.Random(f"{seed}/deck/{cycle}").shuffle(cards)
-        yield from cards
+        shuffled = list(cards)
+        random.Random(f"{seed}/{cycle}").shuffle(shuffled)
+        yield from shuffled
         cycle += 1
 
 
-def _plan(seed: int, number: int, shape: Shape, cards: Sequence[Card]) -> RoundPlan:
+def _plan(seed: int, number: int, shape: Shape, cards: Sequence[tuple[Card, Phase]]) -> RoundPlan:
     draw = random.Random(f"{seed}/round/{number}")
     faults: list[PlannedFault] = []
     launcher: list[LauncherFault] = []
-    for index, card in enumerate(cards):
+    for index, (card, phase) in enumerate(cards):
         step = index * GAP_STEPS + draw.randrange(GAP_STEPS)
         if isinstance(card, Action):
             launcher.append(LauncherFault(card, max(step, 1)))
@@ -94,7 +102,8 @@ def _plan(seed: int, number: int, shape: Shape, cards: Sequence[Card]) -> RoundP
         if faults and draw.random() < _TOGETHER:
             step = faults[-1].step or 0
             rank = (faults[-1].rank + 1 + draw.randrange(max(shape.ranks - 1, 1))) % shape.ranks
-        faults.append(PlannedFault(rank=rank, kind=card, step=step))
+        rank = 0 if phase is _OF_RANK_0 else rank
+        faults.append(PlannedFault(rank=rank, kind=card, step=step, phase=phase))
     return RoundPlan(
         seed=seed,
         number=number,

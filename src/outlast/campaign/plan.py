@@ -129,6 +129,8 @@ class RoundPlan:
 
 
 def _parse_launcher(values: Any) -> tuple[LauncherFault, ...]:
+    if not isinstance(values, list):
+        raise ChaosError(f"field 'launcher' is {values!r}; it must be a list")
     found = []
     for index, entry in enumerate(values):
         try:

@@ -4,15 +4,17 @@ One file for each kind of record, to which all processes append; a record is one
 one `write`, so that a process that is killed leaves whole lines.
 
     steps.jsonl     {"step": 3, "rank": 1, "loss": "0x1.8p+0"}   after the optimizer's step
-    entries.jsonl   {"pid": 17, "descriptors": 40, ...}          at each entry into the function
+    entries.jsonl   {"pid": 17, "threads": 4, ...}             at each entry into the function
     ends.jsonl      {"rank": 1, "weights": "ab12...", ...}       at the end of the training
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,29 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An entry of a process into the training function, and the resources it had open."""
+    """An entry of a process into the training function, and the resources it had: how many of each
+    kind of descriptor (a file's name, a socket, a pipe, ...), and how many threads.
+    """
 
     pid: int
     rank: int
     iteration: int
-    descriptors: int
+    descriptors: dict[str, int]
     threads: int
+
+    @classmethod
+    def now(cls, rank: int, iteration: int) -> Entry:
+        """That of this process, now. What only the garbage collector holds does not count."""
+        gc.collect()
+        kinds = Counter(map(_kind_of_descriptor, os.listdir("/proc/self/fd")))
+        threads = len(os.listdir("/proc/self/task"))
+        return cls(
+            pid=os.getpid(),
+            rank=rank,
+            iteration=iteration,
+            descriptors=dict(kinds),
+            threads=threads,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,3 +142,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise EventLogError(f"{path}, line {number} is not a record: {error}") from error
     return found
+
+
+def _kind_of_descriptor(descriptor: str) -> str:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return "closed"  # that of the folder itself
+    return target.partition(":[")[0] if target.startswith(("socket:", "pipe:")) else target

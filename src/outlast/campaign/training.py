@@ -65,15 +65,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     assert call is not None
     records = Records(options.folder / "records")
     rank = int(os.environ["RANK"])
-    records.write(
-        Entry(
-            pid=os.getpid(),
-            rank=rank,
-            iteration=call.iteration,
-            descriptors=len(os.listdir("/proc/self/fd")),
-            threads=len(os.listdir("/proc/self/task")),
-        )
-    )
+    records.write(Entry.now(rank, call.iteration))
     dist.init_process_group("gloo")
     model = make_model(options.seed)
     torch.manual_seed(options.seed * 1000 + rank)

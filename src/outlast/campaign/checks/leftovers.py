@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.async_checkpoint import named_files
@@ -54,9 +55,21 @@ def leaks(records: Path) -> list[str]:
     for pid, of_process in entries.items():
         if len(of_process) < 2 * _WARM:
             continue
-        for what in ("descriptors", "threads"):
-            counts = [getattr(entry, what) for entry in of_process[_WARM:]]
-            if counts[-1] - counts[0] > _GROWTH and counts[-1] == max(counts):
-                counted = ", ".join(map(str, counts))
-                found.append(f"rank {of_process[-1].rank} (process {pid}): {what}: {counted}")
+        where = f"rank {of_process[-1].rank} (process {pid})"
+        counts = [sum(entry.descriptors.values()) for entry in of_process[_WARM:]]
+        if _grows(counts):
+            first, last = of_process[_WARM].descriptors, of_process[-1].descriptors
+            more = ", ".join(
+                f"{kind}: {first.get(kind, 0)} to {count}"
+                for kind, count in sorted(last.items())
+                if count > first.get(kind, 0)
+            )
+            found.append(f"{where} has more descriptors with each restart ({more})")
+        if _grows([entry.threads for entry in of_process[_WARM:]]):
+            threads = f"{of_process[_WARM].threads} to {of_process[-1].threads}"
+            found.append(f"{where} has more threads with each restart ({threads})")
     return found
+
+
+def _grows(counts: Sequence[int]) -> bool:
+    return counts[-1] - counts[0] > _GROWTH and counts[-1] == max(counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,19 +31,19 @@ class LauncherProcess:
     """A launcher, and the output of its job.
 
     Args:
-        options: of `outlast run`, its script, and the script's arguments.
+        command: `outlast run`, its options, its script, and the script's arguments.
         environment: of the launcher.
         mark: the value of the mark in `environment`.
         log: the file of its output.
     """
 
     def __init__(
-        self, options: Sequence[str], environment: Mapping[str, str], mark: str, log: Path
+        self, command: Sequence[str], environment: Mapping[str, str], mark: str, log: Path
     ) -> None:
         self._mark = mark
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outlast.launch", "run", *options],
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -34,7 +34,6 @@ from outlast.chaos import Kind, Plan
 from outlast.errors import EventLogError
 
 STOPPED = 143
-_LINGER_S = 15.0
 _TAIL_LINES = 15
 _DAMAGING = ("torn_write", "flipped_byte")
 """Kinds after which a committed checkpoint may be damaged: a restore must pass over it."""
@@ -46,6 +45,8 @@ class Surroundings:
 
     Attributes:
         script: the training.
+        linger_s: how long after the end of a launcher its job's other processes may end.
+        launcher: the command `outlast run`.
         standby: how many standby processes each job has.
         stall_s: a job in which no rank completes a step for this long is ended, and has failed.
     """
@@ -53,6 +54,8 @@ class Surroundings:
     script: Path
     standby: int
     stall_s: float
+    linger_s: float
+    launcher: tuple[str, ...]
 
 
 def run_round(
@@ -129,7 +132,7 @@ class _Round:
             )
         finally:
             launcher.end()
-            found = reap_orphans(mark, _LINGER_S)
+            found = reap_orphans(mark, self._surroundings.linger_s)
         self._exit_codes.append(code)
         self._taken += taken
         if launcher.stalled:
@@ -147,6 +150,7 @@ class _Round:
     def _command(self) -> list[str]:
         plan = self._plan
         return [
+            *self._surroundings.launcher,
             f"--nproc-per-node={plan.ranks}",
             "--max-restarts=100000",
             "--backoff=0",

@@ -63,6 +63,10 @@ def campaign(
             "--replay", metavar="FILE", help="Run the plan of one round.", show_default=False
         ),
     ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", help="Keep the folders of all rounds, not only of failed ones."),
+    ] = False,
     shrink: Annotated[
         bool, typer.Option("--shrink/--no-shrink", help="Shorten the plans of failed rounds.")
     ] = True,
@@ -97,6 +101,7 @@ def campaign(
         kinds=chosen,
         per_round=per_round,
         standby=standby,
+        keep=keep,
         shrink=shrink,
     )
     console = Console()

@@ -1,0 +1,104 @@
+"""The plans of the rounds: the same for a seed, with all kinds in all phases on all ranks."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from outlast.campaign.generate import Shape, parse_kinds, plans, reference_plan
+from outlast.campaign.plan import Action, RoundPlan
+from outlast.chaos import Kind, Phase
+from outlast.errors import ChaosError
+
+SHAPE = Shape(ranks=4, faults=20)
+
+
+def first(count: int, seed: int = 0, shape: Shape = SHAPE) -> list[RoundPlan]:
+    return list(islice(plans(seed, shape), count))
+
+
+def test_a_seed_always_gives_the_same_plans() -> None:
+    assert first(10) == first(10)
+    assert first(10) != first(10, seed=1)
+
+
+def test_every_kind_comes_before_any_comes_again() -> None:
+    kinds = [str(getattr(f, "kind", None) or f.action) for p in first(30) for f in p.all_faults]
+    counts = [kinds.count(str(kind)) for kind in (*Kind, *Action)]
+    assert len(kinds) == 600
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_thousand_faults_have_every_kind_in_every_phase_and_on_every_rank() -> None:
+    faults = [fault for plan in first(50) for fault in plan.faults]
+    assert {(f.kind, f.phase) for f in faults} == {(k, p) for k in Kind for p in Phase}
+    assert {(f.kind, f.rank) for f in faults} == {(k, r) for k in Kind for r in range(4)}
+
+
+def test_only_rank_0_commits() -> None:
+    faults = [fault for plan in first(50) for fault in plan.faults]
+    assert {f.rank for f in faults if f.phase is Phase.COMMITTED} == {0}
+
+
+def test_some_faults_come_together_on_different_ranks() -> None:
+    for plan in first(5):
+        steps = [fault.step for fault in plan.faults]
+        together = [
+            (one, other)
+            for one, other in zip(plan.faults, plan.faults[1:], strict=False)
+            if one.step == other.step and Phase.COMMITTED not in (one.phase, other.phase)
+        ]
+        assert steps == sorted(steps, key=int)
+        assert all(one.rank != other.rank for one, other in together)
+    assert any(len({f.step for f in plan.faults}) < len(plan.faults) for plan in first(5))
+
+
+def test_a_round_ends_after_its_last_fault() -> None:
+    for plan in first(20):
+        assert all(0 <= (fault.step or 0) < plan.steps - 10 for fault in plan.all_faults)
+        assert all(fault.step >= 1 for fault in plan.launcher)
+    assert reference_plan(7, SHAPE).all_faults == ()
+    assert reference_plan(7, SHAPE).steps == first(1)[0].steps
+
+
+def test_only_the_chosen_kinds() -> None:
+    shape = Shape(ranks=1, faults=6, kinds=parse_kinds(["hang", "stop"]))
+    plan = first(1, shape=shape)[0]
+    assert [fault.kind for fault in plan.faults] == [Kind.HANG] * 3
+    assert [fault.action for fault in plan.launcher] == [Action.STOP] * 3
+    with pytest.raises(ValueError, match=r"unknown kind 'explosion'; the kinds are: exception, "):
+        parse_kinds(["explosion"])
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for plan in (*first(5), reference_plan(3, SHAPE)):
+        path = tmp_path / "plan.json"
+        path.write_text(plan.to_json())
+        assert RoundPlan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("{}", "has exactly these fields: seed, number, ranks, steps, faults, launcher"),
+        ('"seed": -1', "field 'seed' is -1; it must be an integer of at least 0"),
+        ('"faults": [{"rank": 0}]', r"faults\[0\]: field 'kind' is missing"),
+        ('"launcher": [{"action": "no"}]', r"launcher\[0\] is .*\(stop, kill_launcher\)"),
+        ('"launcher": 7', "field 'launcher' is 7; it must be a list"),
+    ],
+)
+def test_an_invalid_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    valid = '"seed": 1, "number": 1, "ranks": 2, "steps": 9, "faults": [], "launcher": []'
+    path.write_text(text if text.startswith("{") else f"{{{valid}, {text}}}")
+    with pytest.raises(ChaosError, match=message) as raised:
+        RoundPlan.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ChaosError, match=r"none\.json: cannot be read: No such file"):
+        RoundPlan.load(tmp_path / "none.json")
