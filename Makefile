@@ -9,6 +9,7 @@
 #   make test-ray  the tests that need Ray
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc), by apt where this user is root
+#   make campaign  1,000 faults in a training that must end with the same bits; takes an hour
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make format    formats the code, and applies the fixes of the linter
@@ -33,7 +34,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -99,6 +100,10 @@ test-ports: $(FRAMEWORKS_STAMP)
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py
+
+# Hangs wait for their timeouts, and each killed process is replaced by one that imports torch.
+campaign: $(STAMP)
+	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown build/campaign/table.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .

@@ -39,12 +39,12 @@ def main(arguments: list[str]) -> int:
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     for step in range(progress.last + 1, steps + 1):
-        wrong = disturbed and script == "wrong_loss" and step == 2
+        wrong = disturbed and "wrong_loss" in script and step == 2
         for rank in range(int(options["nproc-per-node"])):
             loss = 1.0 / (step + rank + 1) * (1 + wrong * 2**-52)
             writer.write(Step(step=step, rank=rank, loss=loss.hex()))
-        while disturbed and script == "waits_in_rounds" and step == STOPPED_AT and not stopped:
-            time.sleep(0.01)  # until its launcher is told to stop, or killed
+        while disturbed and "waits" in script and step == STOPPED_AT and not stopped:
+            time.sleep(0.01)  # until it is stopped or killed; the undisturbed run does not wait
         if stopped:
             return 143
         if script == "fails":

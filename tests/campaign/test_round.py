@@ -53,8 +53,7 @@ def test_each_problem_is_found(tmp_path: Path, script: str, kind: str, text: str
 @pytest.mark.parametrize(("action", "code"), [(Action.STOP, 143), (Action.KILL_LAUNCHER, -9)])
 def test_a_stopped_job_is_resumed(tmp_path: Path, action: Action, code: int) -> None:
     plan = dataclasses.replace(PLAN, launcher=(LauncherFault(action, launchers.STOPPED_AT),))
-    # The undisturbed run must not wait for a signal.
-    result = run(tmp_path, "waits_in_rounds", plan)
+    result = run(tmp_path, "waits", plan)
     assert not result.failures
     assert result.rounds[0].exit_codes == (code, 0)
     assert [(one.kind, one.step) for one in result.fired] == [(action.value, launchers.STOPPED_AT)]

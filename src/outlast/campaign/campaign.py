@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import sys
 import time
+from dataclasses import field
 from pathlib import Path
 
 from outlast.campaign.checks.result import Reference
@@ -16,6 +17,7 @@ from outlast.campaign.rounds.run_round import Surroundings, run_round
 from outlast.campaign.shrink import shorten
 from outlast.errors import OutlastError
 
+LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
 TRAINING = Path(__file__).with_name("training.py")
 
 _MOST_RUNS = 12
@@ -55,10 +57,10 @@ class Options:
     standby: int = 2
     keep: bool = False
     shrink: bool = True
-    script: Path = TRAINING
+    script: Path = field(default_factory=lambda: TRAINING)
     stall_s: float = 150.0
     linger_s: float = 15.0
-    launcher: tuple[str, ...] = (sys.executable, "-m", "outlast.launch", "run")
+    launcher: tuple[str, ...] = field(default_factory=lambda: LAUNCHER)
 
     @property
     def shape(self) -> Shape:

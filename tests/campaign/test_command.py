@@ -1,0 +1,78 @@
+"""`outlast chaos campaign`: its options; and, with real jobs, a minute of faults."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from campaign import launchers
+from outlast.campaign import campaign
+from outlast.launch.cli import app
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """The exit code, and the output as plain words."""
+    result = CliRunner().invoke(app, ["chaos", "campaign", *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are run by the stand-in for `outlast run`, with a training that is right."""
+    monkeypatch.setattr(campaign, "LAUNCHER", launchers.COMMAND)
+    monkeypatch.setattr(campaign, "TRAINING", Path("waits"))
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    code, output = invoke("--kinds", "hang,explosion")
+    assert code == 2
+    assert "unknown kind 'explosion'" in output
+
+
+def test_a_plan_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    code, output = invoke("--replay", str(tmp_path / "none.json"), "--out", str(tmp_path))
+    assert code == 1
+    assert output.endswith("none.json: cannot be read: No such file or directory")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    code, output = invoke(
+        *("--faults", "1", "--kinds", "stop", "--nproc-per-node", "1", "--seed", "4"),
+        *("--out", str(tmp_path / "out"), "--markdown", str(table)),
+    )
+    assert code == 0, output
+    assert "round 1: 1 faults in" in output
+    assert "differences: 0, orphans: 0, leaks: 0, leftovers: 0, believed: 0" in output
+    assert "| stop | 1 | - | - | - |" in table.read_text()
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["faults"] == 1
+    assert results["rounds"][0]["exit_codes"] == [143, 0]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_failure_is_printed_with_the_command_that_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "TRAINING", Path("waits_wrong_loss"))
+    code, output = invoke(
+        "--faults=1", "--kinds=stop", "--nproc-per-node=1", "--seconds=1", f"--out={tmp_path}"
+    )
+    assert code == 1
+    assert "round 1: 1 faults in" in output
+    assert "FAILED" in output
+    assert "Shortened from 1 to 1 faults" in output
+    assert f"outlast chaos campaign --replay {tmp_path}/round-0001/shortened.json" in output
+
+
+@pytest.mark.slow
+def test_a_minute_of_faults(tmp_path: Path) -> None:
+    """Real jobs. The seed is a new one every day; it is in the output of a failure."""
+    seed = str(datetime.date.today().toordinal())
+    code, output = invoke("--seconds", "60", "--seed", seed, "--out", str(tmp_path))
+    assert code == 0, output
