@@ -50,6 +50,9 @@ def lost(report: Report) -> dict[str, float]:
     (host,) = report.hosts
     parts = dataclasses.asdict(host.lost)
     waiting = parts.pop("replacements")
+    of_restarts = parts.pop("restart_parts")
+    assert sum(of_restarts.values()) == pytest.approx(parts["restart"])
+    assert of_restarts["replacements"] == waiting
     assert host.productive_seconds + sum(parts.values()) == pytest.approx(host.wall_seconds)
     return {name: value for name, value in {**parts, "waiting": waiting}.items() if value}
 
@@ -264,6 +267,9 @@ def test_the_parts_of_any_log_add_up(events: list[Event]) -> None:
     report = build(events)
     for host in report.hosts:
         parts = dataclasses.asdict(host.lost)
+        of_restarts = parts.pop("restart_parts")
+        assert sum(of_restarts.values()) == pytest.approx(parts["restart"])
+        assert all(value >= 0 for value in of_restarts.values())
         assert all(value >= -1e-9 for value in parts.values())
         assert parts.pop("replacements") <= parts["restart"] + 1e-9
         assert host.productive_seconds + sum(parts.values()) == pytest.approx(host.wall_seconds)

@@ -12,7 +12,7 @@ from rich.console import Console
 from events.synthetic_run import SyntheticRun
 from outlast.events import BarrierPassed, JsonlSink, Note, WorkerExited
 from outlast.events.report import build, load, render, to_json
-from outlast.events.report.sentences import one_line, plural, share
+from outlast.events.report.words import one_line, plural, share
 from outlast.system.units import duration_text
 
 

@@ -45,6 +45,11 @@ def names_chaos_state() -> bool:
     return bool(os.environ.get(_CHAOS_STATE))
 
 
+def chaos_state() -> Path:
+    """The folder of fired faults that the user has set."""
+    return Path(os.environ[_CHAOS_STATE])
+
+
 def etcd_password() -> str:
     """The password of the user of etcd: never an argument, which other users could read."""
     return os.environ.get(_ETCD_PASSWORD, "")

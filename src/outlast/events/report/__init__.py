@@ -1,7 +1,7 @@
 """The report of a run, computed from its event logs: faults, durations of the restarts, losses.
 
     events = load("build/demo")          # the newest run there; one JSONL file per process
-    report = build(events)               # dataclasses, see `report/model.py`
+    report = build(events)               # dataclasses, see `report/model/`
     print(to_json(report))
     render(Path("build/demo"), Console())
 
@@ -13,6 +13,7 @@ before its monitor process reports the death.
 """
 
 from outlast.events.report.builder import build
+from outlast.events.report.html import render_html
 from outlast.events.report.log_reader import load, load_run
 from outlast.events.report.model import Cause, HostTime, Party, Phases, Report, Restart, Saves
 from outlast.events.report.render import render, render_report, to_json
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "load_run",
     "render",
+    "render_html",
     "render_report",
     "to_json",
 ]

@@ -6,28 +6,39 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from outlast.errors import NO_RESTART
+from outlast.events.report.figures.causes import count_causes, count_hosts
 from outlast.events.report.figures.goodput import measure
 from outlast.events.report.figures.phases import measure_phases
+from outlast.events.report.figures.recoveries import distributions, recoveries_of, recovery_of
 from outlast.events.report.figures.redone_steps import any_restored, redone_steps
 from outlast.events.report.figures.saves import summarize_saves
+from outlast.events.report.figures.timeline import timeline_of
 from outlast.events.report.history.call_history import CallHistory, exits_of, launcher_ranks_of
+from outlast.events.report.history.host_losses import (
+    find_losses,
+    name_lost_hosts,
+    waits_for_lost_hosts,
+)
+from outlast.events.report.history.lanes import lanes_of
 from outlast.events.report.history.launcher_history import LauncherHistory
 from outlast.events.report.history.split_calls import split_calls
 from outlast.events.report.history.stops import ended_by_stop, find_stop
 from outlast.events.report.history.stretches import Stretch, stretches_of
 from outlast.events.report.intervals import Interval
 from outlast.events.report.log_reader import TORN_LINE
-from outlast.events.report.model import HostLoss, Party, Report, Restart
+from outlast.events.report.model import InjectedFault, Party, Report, Restart
 from outlast.events.types import (
     Completed,
     Entered,
     Event,
-    HostLost,
     InterruptSwallowed,
     Joined,
     MonitorRestarted,
     Note,
+    PlannedFault,
     Seen,
+    WorkerExited,
 )
 
 
@@ -38,6 +49,7 @@ class _Course:
     Attributes:
         segments: when each iteration (or round of processes) began, by host.
         numbers: the position of each restart's iteration in `segments`.
+        gone: for each restart, the hosts whose members were all lost in it.
     """
 
     source: str
@@ -46,6 +58,7 @@ class _Course:
     completed: int
     segments: Sequence[Mapping[str, float]]
     numbers: Sequence[int]
+    gone: Sequence[frozenset[str]]
     stretches: dict[str, list[Stretch]]
     walls: dict[str, list[Interval]]
 
@@ -66,12 +79,24 @@ def build(events: Iterable[Event]) -> Report:
     wrapped = any(call.views for call in calls) or not launcher.rounds
     course = _course_of_calls(calls, events) if wrapped else _course_of_launcher(launcher, events)
     counts, steps_from = redone_steps(course.segments, events)
+    losses = find_losses(events, origins)
+    named = name_lost_hosts(course.restarts, course.numbers, course.segments, course.gone, losses)
+    stretches = waits_for_lost_hosts(course.stretches, course.restarts, named)
+    recoveries = recoveries_of(stretches, events)
     restarts = tuple(
-        dataclasses.replace(restart, redone_steps=counts[number])
-        for restart, number in zip(course.restarts, course.numbers, strict=True)
+        dataclasses.replace(
+            restart,
+            redone_steps=counts[number],
+            host_loss=None if loss is None else loss.loss,
+            recovery=recovery_of(restart, recoveries) if restart.resumed else None,
+        )
+        for restart, number, loss in zip(course.restarts, course.numbers, named, strict=True)
     )
-    hosts = measure(course.stretches, course.walls, events)
+    hosts = measure(stretches, course.walls, events)
     longest = max(hosts, key=lambda host: host.wall_seconds, default=None)
+    stop, saves = find_stop(events, origins), summarize_saves(events, origins)
+    injected = _injected(events, origins)
+    tracks = lanes_of(events, ranks, wrapped, stopped=stop is not None)
     lost = sum(len(restart.lost) for restart in restarts)
     joined = sum(len(restart.joined) for restart in restarts)
     return Report(
@@ -89,14 +114,36 @@ def build(events: Iterable[Event]) -> Report:
         redone_steps=_sum([restart.redone_steps for restart in restarts if restart.resumed]),
         steps_from=steps_from,
         redone_known=any_restored(course.segments, events),
-        stop=find_stop(events, origins),
+        stop=stop,
         waiting=_waiting(calls),
         completed=course.completed,
         monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
-        saves=summarize_saves(events),
-        hosts_lost=_hosts_lost(events, origins),
+        saves=saves,
+        hosts_lost=tuple(each.loss for each in losses),
+        recovery=distributions(restarts),
+        causes=count_causes(restarts),
+        host_counts=count_hosts(restarts),
+        injected=injected,
+        no_restart=tuple(
+            sorted(
+                event.rank
+                for event in events
+                if isinstance(event, WorkerExited) and event.exit_code == NO_RESTART
+            )
+        ),
+        timeline=timeline_of(
+            tracks,
+            events,
+            origins,
+            course.segments,
+            reference="" if longest is None else longest.host,
+            restarts=restarts,
+            saves=saves,
+            injected=injected,
+            losses=[each.loss for each in losses],
+        ),
     )
 
 
@@ -124,6 +171,7 @@ def _course_of_calls(calls: Sequence[CallHistory], events: Sequence[Event]) -> _
         completed=len({e.member for e in calls[-1].events if isinstance(e, Completed)}),
         segments=[call.begins(k) for call, k in iterations],
         numbers=[places[restart.call, restart.iteration] for restart in restarts],
+        gone=[calls[restart.call].lost_hosts(restart.iteration) for restart in restarts],
         stretches=stretches,
         walls=walls,
     )
@@ -138,6 +186,7 @@ def _course_of_launcher(launcher: LauncherHistory, events: Sequence[Event]) -> _
         completed=launcher.completed,
         segments=launcher.segments(),
         numbers=[restart.iteration for restart in restarts],
+        gone=[frozenset() for _ in restarts],
         stretches=launcher.stretches(),
         walls=launcher.walls(),
     )
@@ -177,21 +226,21 @@ def _restarts(call: CallHistory) -> list[Restart]:
     return found
 
 
-def _hosts_lost(events: Sequence[Event], origins: Mapping[str, float]) -> tuple[HostLoss, ...]:
-    """Each lost host once: every launcher has recorded it."""
-    found: dict[str, HostLoss] = {}
+def _injected(events: Iterable[Event], origins: Mapping[str, float]) -> tuple[InjectedFault, ...]:
+    """The planned faults, each once: every launcher writes those that it knows of."""
+    found: dict[str, InjectedFault] = {}
     for event in events:
-        if isinstance(event, HostLost):
-            loss = HostLoss(
-                name=event.name,
-                address=event.address,
-                reason=event.reason,
-                left=event.left,
-                seen_by=event.host,
+        if isinstance(event, PlannedFault) and (event.fired or event.key not in found):
+            found[event.key] = InjectedFault(
+                key=event.key,
+                kind=event.name,
+                rank=event.rank,
+                due=event.due,
+                fired=event.fired,
+                host=event.host,
                 at=event.time - origins[event.host],
             )
-            found.setdefault(event.host_id, loss)
-    return tuple(sorted(found.values(), key=lambda loss: loss.at))
+    return tuple(found.values())
 
 
 def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:

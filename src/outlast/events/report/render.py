@@ -24,16 +24,15 @@ from outlast.events.report.log_reader import load
 from outlast.events.report.model import HostTime, Party, Report, Restart
 from outlast.events.report.sentences import (
     cause_text,
-    describe_host_loss,
-    describe_redone,
     describe_restart,
-    describe_saves,
-    describe_stop,
-    one_line,
-    plural,
     restart_title,
-    share,
 )
+from outlast.events.report.totals import (
+    describe_goodput,
+    describe_recovery,
+    ending,
+)
+from outlast.events.report.words import one_line, plural, share
 from outlast.system.units import duration_text
 
 _PHASES = {
@@ -79,11 +78,15 @@ def render_report(report: Report, console: Console) -> None:
         console.print(Text(_ONLY_CHECKPOINTS))
     else:
         console.print(_summary(report))
+    if goodput := describe_goodput(report):
+        console.print(Text(goodput))
     if report.restarts:
         console.print()
         console.print(_restart_table(report.restarts))
         if report.source == "wrapper":
             console.print(_phase_table(report.restarts))
+        if recovery := describe_recovery(report):
+            console.print(Text(recovery))
         console.print()
         for number, restart in enumerate(report.restarts, start=1):
             console.print(Text(restart_title(number, restart, report), style="bold"))
@@ -93,7 +96,7 @@ def render_report(report: Report, console: Console) -> None:
     for host in report.hosts:
         if host.goodput is not None:
             console.print(_time_table(host, report))
-    for sentence in _ending(report):
+    for sentence in ending(report):
         console.print(Text(sentence))
 
 
@@ -149,7 +152,7 @@ def _time_table(host: HostTime, report: Report) -> Table:
         "productive": host.productive_seconds,
         outside: lost.restart,
         "  of it, waiting for replacements": lost.replacements,
-        "hangs, until the timeout": lost.hang,
+        "no progress (hangs, lost hosts)": lost.hang,
         "set-up and restore": lost.setup,
         "blocked by saves": lost.saves,
         "done again after a restore": lost.redone,
@@ -185,36 +188,6 @@ def _table(title: str) -> Table:
         collapse_padding=True,
         expand=False,
     )
-
-
-def _ending(report: Report) -> list[str]:
-    sentences = [one_line(describe_host_loss(loss)) for loss in report.hosts_lost]
-    if report.stop is not None:
-        sentences.append(describe_stop(report.stop))
-    if report.source == "launcher" and (report.completed or report.stop is None):
-        sentences.append(f"{plural(report.completed, 'process')} ended with exit code 0.")
-    if report.source == "wrapper" and (report.completed or report.stop is None):
-        who = plural(report.completed, "rank") if report.completed else "No rank is known to have"
-        sentences.append(f"{who} completed the function.")
-    if redone := describe_redone(report):
-        sentences.append(redone)
-    if report.saves is not None:
-        sentences += [one_line(sentence) for sentence in describe_saves(report.saves)]
-    if report.monitors_restarted:
-        sentences.append(f"{plural(report.monitors_restarted, 'monitor process')} restarted.")
-    for party in report.waiting:
-        sentences.append(
-            f"A process on {one_line(party.host)} asked to join and was never admitted."
-        )
-    if report.notes:
-        counted = ", ".join(f"{one_line(name)} {count}" for name, count in report.notes.items())
-        sentences.append(f"Notes: {counted}.")
-    for file in report.torn_logs:
-        sentences.append(
-            f"{one_line(file)}: the last line is torn (its process died while writing it) and was "
-            "skipped."
-        )
-    return sentences
 
 
 def _ranks(parties: Iterable[Party]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from outlast.events.report.figures.causes import kind_of, what_failed, what_happened
 from outlast.events.report.model import Cause, HostLoss, Party, Report, Restart, Saves, Stop
+from outlast.events.report.words import listed, one_line, plural, without_end
 from outlast.system.units import duration_text, size_text
 
 _FAILURES = {
@@ -16,54 +18,20 @@ _FAILURES = {
     "TERMINATED": "died",
     "UNRESPONSIVE": "stopped responding",
 }
-_IN_SHORT = {
-    "SOFT_TIMEOUT": "no progress",
-    "HARD_TIMEOUT": "no progress",
-    "TERMINATED": "died",
-    "UNRESPONSIVE": "no heartbeat",
-}
 _ENDED_BY_ITSELF = ("TERMINATED", "WORKER_FAILED")  # the exit code says more than the message
-_LISTED = 8
 _CAUSES = 3
-_SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
-"""The path of a source file in a torch or gloo message; it is long and of no use here."""
-_EXCEPTION = re.compile(r"(?:\w+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
-"""The type of an exception at the beginning of a message, after "initialize: "."""
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
-
-
-def plural(count: int, noun: str) -> str:
-    """`count` and the noun: 1 rank, 2 ranks, 2 processes."""
-    ending = "" if count == 1 else ("es" if noun.endswith("s") else "s")
-    return f"{count} {noun}{ending}"
-
-
-def share(part: float) -> str:
-    """A fraction as a percentage, never rounded up to 100 %."""
-    return "100 %" if part >= 1 else f"{min(part * 100, 99.99):.2f} %"
-
-
-def one_line(text: str) -> str:
-    """The first non-empty line, without control characters and paths of C++ sources."""
-    lines = (_SOURCE.sub("", line).strip() for line in text.splitlines())
-    line = next((line for line in lines if line), "")
-    return "".join(char if char.isprintable() else "�" for char in line)
 
 
 def cause_text(restart: Restart) -> str:
     """The first cause in a few words, for a table; `describe_restart` has all of it."""
-    cause = restart.cause
-    if cause is not None:
-        error = _EXCEPTION.match(one_line(cause.message))
-        what = _IN_SHORT.get(_kind(cause)) or (error["type"] if error is not None else "failed")
-        if cause.exit and (cause.exit.startswith("killed") or error is None):
-            what = cause.exit
-        return f"rank {cause.rank}: {what}"
+    if restart.host_loss is not None:
+        return f"host {one_line(restart.host_loss.name)}: lost"
+    if restart.cause is not None:
+        return f"rank {restart.cause.rank}: {what_failed(restart.cause)}"
     if restart.lost:
         return f"rank {restart.lost[0].rank}: lost"
-    if restart.joined:
-        return "new ranks joined"
-    return one_line(restart.reason) or "not recorded"
+    return what_happened(restart)
 
 
 def restart_title(number: int, restart: Restart, report: Report) -> str:
@@ -156,7 +124,7 @@ def describe_redone(report: Report) -> str:
 
 def describe_stop(stop: Stop) -> str:
     """A sentence about the request to stop."""
-    exits = f" The processes ended: {_listed(stop.exits)}." if stop.exits else ""
+    exits = f" The processes ended: {listed(stop.exits)}." if stop.exits else ""
     return (
         f"The job was told to stop, {stop.at:.3f} s into the run: {one_line(stop.reason)}.{exits}"
     )
@@ -182,6 +150,11 @@ def _start_of_total(restart: Restart) -> str:
 
 def _describe_failure(restart: Restart) -> Iterable[str]:
     cause = restart.cause
+    if restart.host_loss is not None:
+        yield one_line(describe_host_loss(restart.host_loss))
+        causes = [each for each in (cause, *restart.others) if each is not None]
+        yield from _describe_consequences(causes)
+        return
     if cause is None:
         reason = one_line(restart.reason)
         if restart.joined and not restart.lost:
@@ -195,14 +168,17 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
     for other in restart.others:
         if not other.consequence:
             yield f"{_name(other)} also {_failure(other)}."
-    consequences = [other for other in restart.others if other.consequence]
-    if consequences:
-        ranks = _listed([str(rank) for rank in sorted(other.rank for other in consequences)])
-        noun = "rank" if len(consequences) == 1 else "ranks"
-        # Its first sentence: torch adds advice about the connection.
-        message = one_line(consequences[0].message).partition(". ")[0]
-        message = _without_end(message)
-        yield f"Probably as a consequence, {noun} {ranks} failed: {message}."
+    yield from _describe_consequences([other for other in restart.others if other.consequence])
+
+
+def _describe_consequences(faults: Sequence[Cause]) -> Iterable[str]:
+    if not faults:
+        return
+    ranks = listed([str(rank) for rank in sorted(fault.rank for fault in faults)])
+    noun = "rank" if len(faults) == 1 else "ranks"
+    # Its first sentence: torch adds advice about the connection.
+    message = one_line(faults[0].message).partition(". ")[0]
+    yield f"Probably as a consequence, {noun} {ranks} failed: {without_end(message)}."
 
 
 def _name(cause: Cause) -> str:
@@ -215,12 +191,12 @@ def _name(cause: Cause) -> str:
 
 
 def _failure(cause: Cause) -> str:
-    message = _without_end(one_line(cause.message))
-    text = _FAILURES.get(_kind(cause), "failed")
+    message = without_end(one_line(cause.message))
+    text = _FAILURES.get(kind_of(cause), "failed")
     ended = f"was {cause.exit}" if cause.exit.startswith("killed") else f"ended with {cause.exit}"
-    if cause.exit and _kind(cause) in _ENDED_BY_ITSELF:
+    if cause.exit and kind_of(cause) in _ENDED_BY_ITSELF:
         text = ended
-        message = message if _kind(cause) == "WORKER_FAILED" else ""
+        message = message if kind_of(cause) == "WORKER_FAILED" else ""
     elif cause.exit:
         text = f"{text} and {ended}"
     text = f"{text}: {message}" if message else text
@@ -232,28 +208,11 @@ def _failure(cause: Cause) -> str:
     return text
 
 
-def _kind(cause: Cause) -> str:
-    return cause.interruption.upper().rpartition(".")[2]
-
-
 def _parties(parties: Iterable[Party], known: set[str]) -> str:
-    return _listed(
+    return listed(
         [
             f"rank {party.rank} on {one_line(party.host)}"
             + (f" ({one_line(party.reason)})" if party.reason and party.reason not in known else "")
             for party in parties
         ]
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """A list in words; a long one is shortened to its first names."""
-    if len(names) > _LISTED:
-        names = [*names[:_LISTED], f"{len(names) - _LISTED} more"]
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def _without_end(text: str) -> str:
-    """Without the period that a sentence adds."""
-    return text.removesuffix(".")

@@ -20,6 +20,7 @@ from outlast.events.types.checkpoints import (
 from outlast.events.types.launcher import (
     HostJoined,
     HostLost,
+    PlannedFault,
     WorkerExited,
     WorkerFailed,
     WorkerStarted,
@@ -79,6 +80,7 @@ __all__ = [
     "MonitorRestarted",
     "Note",
     "NothingToRestore",
+    "PlannedFault",
     "ReplicaMismatch",
     "Seen",
     "StepsDone",

@@ -9,6 +9,7 @@ from outlast.events.types.base import Event
 __all__ = [
     "HostJoined",
     "HostLost",
+    "PlannedFault",
     "WorkerExited",
     "WorkerFailed",
     "WorkerStarted",
@@ -64,3 +65,17 @@ class HostLost(HostJoined, kind="host_lost"):
 
     reason: str = ""
     left: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedFault(Event, kind="planned_fault"):
+    """A fault of the plan of `outlast run --chaos`, written by the launcher when the job ends.
+
+    If it has `fired`, the other fields of the event say where and when. If not, `rank` is the
+    planned one. `name` is its kind, `key` its position in the plan, `due` its conditions in words.
+    """
+
+    key: str = ""
+    name: str = ""
+    due: str = ""
+    fired: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from outlast.clock import Clock
-from outlast.errors import LaunchError
+from outlast.errors import ChaosError, LaunchError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.run_folders import new_run
 from outlast.launch import environment
@@ -118,6 +119,8 @@ class JobResources:
         self._start_orphan_killer()
         stack.callback(self._stop_orphan_killer)
         self.emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
+        if job.chaos is not None and job.events_dir is not None:
+            stack.callback(self._record_planned_faults, job.chaos, job.chaos_state)
         self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)
         stack.callback(self.workers.close)
         if job.log_dir is None and job.routes.any_file:
@@ -158,6 +161,17 @@ class JobResources:
         state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._temporary))
         stack.callback(shutil.rmtree, state, ignore_errors=True)
         return state
+
+    def _record_planned_faults(self, plan: Path, state: Path | None) -> None:
+        """Record which faults of the plan have fired, when the job has ended."""
+        state = environment.chaos_state() if state is None else state
+        # Imported by name, as in the workers: the launcher does not depend on fault injection.
+        planned = importlib.import_module("outlast.chaos.planned_events")
+        try:
+            for event in planned.planned_events(plan, state):
+                self.emitter.emit(event)
+        except (OSError, ChaosError) as error:
+            self.console.say(f"the faults of {plan} are not in the events: {error}")
 
     def _start_orphan_killer(self) -> None:
         """Start the process that cleans up if this one is killed; before any worker."""

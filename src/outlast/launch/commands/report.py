@@ -32,6 +32,15 @@ def report(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write the report as one HTML page, which needs no other file.",
+            show_default=False,
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option(
@@ -50,13 +59,20 @@ def report(
 
     if every and run is not None:
         raise typer.BadParameter("--run and --all do not go together")
+    if html is not None and (every or as_json):
+        raise typer.BadParameter(
+            "--html is of one run, and does not go together with --all or --json"
+        )
     with exit_on(EventLogError):
         runs = runs_in(directory)
         if every:
             _print_all(runs, as_json)
         else:
             chosen = choose_run(runs, run)
-            _print_one(chosen, as_json)
+            if html is not None:
+                _write_page(chosen, html)
+            else:
+                _print_one(chosen, as_json)
             _list_others(chosen, runs, directory, as_json)
 
 
@@ -70,6 +86,17 @@ def _print_one(run: Run, as_json: bool) -> None:
         typer.echo(to_json(report))
     else:
         render_report(report, Console())
+
+
+def _write_page(run: Run, file: Path) -> None:
+    from outlast.events.report import build, load_run, render_html
+
+    page = render_html(build(load_run(run)), title=run.run_id or run.folder.resolve().name)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise EventLogError(f"--html {file}: cannot be written: {error.strerror}") from error
+    typer.echo(_printable(f"wrote {file}"))
 
 
 def _print_all(runs: Sequence[Run], as_json: bool) -> None:

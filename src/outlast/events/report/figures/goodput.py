@@ -3,7 +3,7 @@
 Each moment belongs to the first kind that applies, so the parts add up to the wall time:
 
     restart   not every active rank of the host was in the function, or the host knew of a fault
-    hang      from the last progress of the hung ranks to the timeout that ended the iteration
+    hang      from the last progress of hung ranks, or of a lost host, to the end of the iteration
     setup     from the entry into the function to the end of the restore
     saves     `save` blocked training
     redone    the state of this moment was discarded: a later restore went back to a state before it
@@ -19,20 +19,18 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from outlast.events.report.figures.gaps import PARTS, Gap, gaps_of
 from outlast.events.report.history.stretches import Stretch
 from outlast.events.report.intervals import Interval, difference, intersection, length, union
-from outlast.events.report.model import HostTime, LostTime
+from outlast.events.report.model import HostTime, LostTime, RestartParts
 from outlast.events.types import (
-    BarrierPassed,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRestored,
     Event,
     NothingToRestore,
+    WorkerStarted,
 )
-
-REPLACEMENTS = "replacements"
-"""The name of the `BarrierPassed` event that ends the wait for replacements."""
 
 Save = CheckpointCommitted | CheckpointFailed
 Restore = CheckpointRestored | NothingToRestore
@@ -58,10 +56,9 @@ def _measure_host(
 ) -> HostTime:
     worked = union((each.start, each.end) for each in stretches)
     outside = difference(wall, worked)
-    waits = union(_during(e) for e in events if isinstance(e, BarrierPassed) and _is_wait(e))
     layers = {
         "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
-        "setup": _set_up(stretches, events),
+        "setup": union(restore_times(stretches, events).values()),
         "saves": union(_blocked(e) for e in events if isinstance(e, Save)),
         "redone": _discarded(events, wall[0][0] if wall else 0.0),
     }
@@ -76,25 +73,44 @@ def _measure_host(
         productive += size * length(intersection(left, of_size))
         left = difference(left, of_size)
     lost["reduced"] = length(rest) - productive
+    parts = _restart_parts(gaps_of(stretches, events), outside)
     wall_s = length(wall)
     return HostTime(
         host=host,
         wall_seconds=wall_s,
         productive_seconds=productive,
         goodput=productive / wall_s if wall_s > 0 else None,
-        lost=LostTime(**lost, replacements=length(intersection(outside, waits))),
+        lost=LostTime(**lost, replacements=parts.replacements, restart_parts=parts),
+        start_seconds=_start(events, wall[0][0]) if wall else None,
     )
 
 
-def _set_up(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
-    """From the start of each stretch to the end of the first restore of the slowest process."""
+def _restart_parts(gaps: Sequence[Gap], outside: list[Interval]) -> RestartParts:
+    parts, rest = {}, outside
+    for name in PARTS:
+        layer = union(interval for gap in gaps for interval in gap.parts[name])
+        parts[name] = length(intersection(rest, layer))
+        rest = difference(rest, layer)
+    return RestartParts(**parts, uneven=length(rest))
+
+
+def _start(events: Sequence[Event], entry: float) -> float | None:
+    """From the start of the first process to the first entry; without `Wrapper`, that is 0."""
+    started = [event.time for event in events if isinstance(event, WorkerStarted)]
+    return max(0.0, entry - started[0]) if started else None
+
+
+def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict[int, Interval]:
+    """From the start of each stretch to the end of the first restore of the slowest process, by the
+    position of the stretch.
+    """
     starts = [each.start for each in stretches]
     ends: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
         number = bisect_right(starts, event.time) - 1
         if isinstance(event, Restore) and number >= 0:
             ends[number].setdefault(event.pid, event.time)
-    return union((starts[number], max(times.values())) for number, times in ends.items())
+    return {number: (starts[number], max(times.values())) for number, times in ends.items()}
 
 
 def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
@@ -112,14 +128,6 @@ def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
         before = by_step[step][: bisect_right(by_step[step], start)]
         found.append((before[-1] if before else begin, start))
     return union(found)
-
-
-def _is_wait(event: BarrierPassed) -> bool:
-    return event.name == REPLACEMENTS
-
-
-def _during(event: BarrierPassed) -> Interval:
-    return event.time - event.seconds, event.time
 
 
 def _began(save: Save) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from outlast.events.report.model import Saves
+from outlast.events.report.model import Restore, Save, Saves
 from outlast.events.types import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointPassedOver,
+    CheckpointRemoved,
     CheckpointRestored,
     CopyCompleted,
     CopySkipped,
@@ -17,8 +18,12 @@ from outlast.events.types import (
 )
 
 
-def summarize_saves(events: Iterable[Event]) -> Saves | None:
-    """The checkpoints in an event log; `None` if there are no checkpoint events."""
+def summarize_saves(events: Iterable[Event], origins: Mapping[str, float]) -> Saves | None:
+    """The checkpoints in an event log; `None` if there are no checkpoint events.
+
+    Args:
+        origins: the time of the first event of each host.
+    """
     events = list(events)
     own = [event for event in events if event.rank == 0]
     done = [event for event in own if isinstance(event, CheckpointCommitted)]
@@ -26,6 +31,7 @@ def summarize_saves(events: Iterable[Event]) -> Saves | None:
     restored = [event for event in own if isinstance(event, CheckpointRestored)]
     skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
     copied = [event for event in own if isinstance(event, CopyCompleted)]
+    ended = [event for event in own if isinstance(event, CheckpointCommitted | CheckpointFailed)]
     not_copied = [event for event in own if isinstance(event, CopySkipped)]
     if not (done or failed or restored or skipped or copied or not_copied):
         return None
@@ -44,6 +50,30 @@ def summarize_saves(events: Iterable[Event]) -> Saves | None:
         copied_bytes=copied[-1].own_bytes if copied else 0,
         copied_median=statistics.median(e.seconds for e in copied) if copied else 0.0,
         not_copied=tuple((e.step, e.cause) for e in not_copied),
+        removed=sum(isinstance(event, CheckpointRemoved) for event in own),
+        each=tuple(_save(event, origins) for event in ended),
+        restores=tuple(
+            Restore(
+                step=e.step,
+                host=e.host,
+                at=e.time - origins.get(e.host, e.time),
+                source=_source(e, events),
+                seconds=e.seconds,
+            )
+            for e in restored
+        ),
+    )
+
+
+def _save(event: CheckpointCommitted | CheckpointFailed, origins: Mapping[str, float]) -> Save:
+    return Save(
+        step=event.step,
+        host=event.host,
+        at=max(0.0, event.time - event.seconds - origins.get(event.host, event.time)),
+        blocked_seconds=event.blocked_seconds,
+        seconds=event.seconds,
+        size_bytes=event.size_bytes if isinstance(event, CheckpointCommitted) else 0,
+        cause=(event.cause or "it failed") if isinstance(event, CheckpointFailed) else "",
     )
 
 

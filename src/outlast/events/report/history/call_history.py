@@ -29,6 +29,8 @@ from outlast.events.types import (
 )
 from outlast.system.error_text import exit_summary
 
+_HANGS = (HUNG, "HARD_TIMEOUT", "UNRESPONSIVE")
+
 
 def launcher_ranks_of(events: Iterable[Event]) -> dict[Process, int]:
     """The rank of each process in the launcher's messages."""
@@ -163,6 +165,7 @@ class CallHistory:
             at=self.at(fault),
             pid=process[1],
             launcher_rank=self._launcher_ranks.get(process, -1),
+            idle=fault.idle if fault.interruption in _HANGS else 0.0,
         )
 
     def walls(self) -> dict[str, Interval]:
@@ -206,6 +209,12 @@ class CallHistory:
             seen = faults[member].interruption if member in faults else ""
             parties.append(_party(view[member], reason or seen))
         return tuple(sorted(parties, key=lambda party: party.rank))
+
+    def lost_hosts(self, iteration: int) -> frozenset[str]:
+        """The hosts of the iteration whose members are all in no later one."""
+        gone = {party.member for party in self.lost(iteration)}
+        stayed = {e.host for m, e in self.views.get(iteration, {}).items() if m not in gone}
+        return frozenset(party.host for party in self.lost(iteration)) - stayed
 
     def joined(self, iteration: int) -> tuple[Party, ...]:
         """The members of the next iteration that were in none before."""

@@ -100,7 +100,10 @@ class LauncherHistory:
     def stretches(self) -> dict[str, list[Stretch]]:
         """The time in which all processes of a host were running, for each round."""
         return {
-            host: [Stretch(each.start, each.end(self._ends[host])) for each in rounds]
+            host: [
+                Stretch(each.start, each.end(self._ends[host]), iteration=number)
+                for number, each in enumerate(rounds)
+            ]
             for host, rounds in self.rounds.items()
         }
 

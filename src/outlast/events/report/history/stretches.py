@@ -20,12 +20,17 @@ class Stretch:
     Attributes:
         size: the share of ranks that were active, of the largest number so far.
         hung_from: the last progress of hung ranks; infinity if no rank hung.
+        host_lost: whether all ranks of the host were lost at its end.
+        call, iteration: those of the function; without `Wrapper`, the number of the round.
     """
 
     start: float
     end: float
     size: float = 1.0
     hung_from: float = float("inf")
+    host_lost: bool = False
+    call: int = 0
+    iteration: int = 0
 
 
 def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
@@ -41,10 +46,38 @@ def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
         own = [event for event in call.during(iteration) if event.member in view]
         for host in {event.host for event in own if isinstance(event, Entered)}:
             here = [event for event in own if event.host == host]
-            start, end = _time_in_function(here, ends[host])
-            stretch = Stretch(start, end, active / largest, _hung_from(hung, host, end))
-            found[host].append(stretch)
+            lost = host in call.lost_hosts(iteration)
+            last = _last_sign(call, iteration, host) if lost else ends[host]
+            start, end = _time_in_function(here, last)
+            found[host].append(
+                Stretch(
+                    start,
+                    end,
+                    active / largest,
+                    _hung_from(hung, host, end),
+                    host_lost=lost,
+                    call=call.number,
+                    iteration=iteration,
+                )
+            )
     return found
+
+
+def _last_sign(call: CallHistory, iteration: int, host: str) -> float:
+    """The last event of the host's ranks. Nothing records the moment at which a host is lost, and a
+    fresh host of the same name may have the same process IDs: its events come after its joining.
+    """
+    view = call.views[iteration]
+    processes = {(e.host, e.pid) for e in view.values() if e.host == host}
+    entered = max(e.time for e in view.values() if e.host == host)
+    fresh = [
+        event.time
+        for event in call.events
+        if event.host == host and event.member >= 0 and event.member not in view
+    ]
+    until = min((time for time in fresh if time > entered), default=float("inf"))
+    own = [e.time for e in call.events if (e.host, e.pid) in processes and e.time < until]
+    return max(own, default=entered)
 
 
 def _active_ranks(call: CallHistory, iteration: int) -> int:

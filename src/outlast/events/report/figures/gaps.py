@@ -1,0 +1,101 @@
+"""Divides the time outside the function, between two stretches of training, into its parts.
+
+The parts follow each other: detection, abort, leave, clean-up, entry. Each ends when the last rank
+of the host has finished it. Waits for replacements are taken out of the part in which they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from outlast.events.report.history.stretches import Stretch
+from outlast.events.report.intervals import Interval, difference, intersection, length, union
+from outlast.events.types import (
+    AbortDone,
+    BarrierPassed,
+    Event,
+    FinalizeDone,
+    Joined,
+    LeftFunction,
+    Seen,
+    WorkerExited,
+)
+
+REPLACEMENTS = "replacements"
+"""The name of the `BarrierPassed` event that ends the wait for replacements."""
+
+PARTS = ("detection", "abort", "leave", "clean_up", "entry", REPLACEMENTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """The time between two stretches on one host.
+
+    Attributes:
+        before: the stretch that ended.
+        after: the stretch that followed.
+        parts: when each of `PARTS` was.
+    """
+
+    before: Stretch
+    after: Stretch
+    parts: dict[str, list[Interval]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The length of each of `PARTS`."""
+        return {name: length(intervals) for name, intervals in self.parts.items()}
+
+
+def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
+    """The gaps between the stretches of one host that belong to one call of the function.
+
+    Args:
+        stretches: those of the host, in order.
+        events: those of the host, ordered by time.
+    """
+    times = [event.time for event in events]
+    found = []
+    for before, after in itertools.pairwise(stretches):
+        if before.call == after.call:
+            inside = slice(bisect_left(times, before.end), bisect_right(times, after.start))
+            found.append(Gap(before, after, _divide(before, after, events[inside])))
+    return found
+
+
+def _divide(before: Stretch, after: Stretch, events: Sequence[Event]) -> dict[str, list[Interval]]:
+    start, end = before.end, after.start
+    wrapped = any(isinstance(event, Seen | LeftFunction) for event in events)
+    ends: dict[str, list[float]] = {name: [] for name in PARTS[:-2]}
+    waits: list[Interval] = []
+    for event in events:
+        if isinstance(event, Seen):
+            ends["detection"].append(event.time)
+        elif isinstance(event, AbortDone):
+            ends["abort"].append(event.time)
+        elif isinstance(event, LeftFunction) or (isinstance(event, WorkerExited) and not wrapped):
+            ends["leave"].append(event.time)
+        elif isinstance(event, FinalizeDone) or _is_barrier(event, "term"):
+            ends["clean_up"].append(event.time)
+        elif isinstance(event, BarrierPassed) and event.name == REPLACEMENTS:
+            waits.append((event.time - event.seconds, event.time))
+    if before.host_lost:  # until a fresh host with its name asks to join
+        joined = (event.time for event in events if isinstance(event, Joined))
+        waits.append((start, min(joined, default=end)))
+    waiting = intersection(union(waits), union([(start, end)]))
+    parts: dict[str, list[Interval]] = {}
+    begin = start
+    for name, moments in ends.items():
+        until = min(end, max(begin, *moments)) if moments else begin
+        parts[name] = difference(union([(begin, until)]), waiting)
+        begin = until
+    parts["entry"] = difference(union([(begin, end)]), waiting)
+    parts[REPLACEMENTS] = waiting
+    return parts
+
+
+def _is_barrier(event: Event, name: str) -> bool:
+    return isinstance(event, BarrierPassed) and event.name == name

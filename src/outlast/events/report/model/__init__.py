@@ -1,0 +1,50 @@
+"""The report as plain dataclasses: the restarts, the phases of each, and the totals.
+
+Every time `at` is in seconds from the first event of the host on which it happened, since the
+monotonic clocks of two hosts have nothing in common. An unknown duration is `None`.
+"""
+
+from outlast.events.report.model.checkpoints import Restore, Save, Saves
+from outlast.events.report.model.restarts import (
+    Cause,
+    HostLoss,
+    Party,
+    Phases,
+    Recovery,
+    Restart,
+)
+from outlast.events.report.model.run import (
+    CauseCount,
+    Distribution,
+    HostCount,
+    InjectedFault,
+    Report,
+    Stop,
+)
+from outlast.events.report.model.timeline import HostTimeline, Lane, Mark, Span
+from outlast.events.report.model.times import HostTime, LostTime, RestartParts
+
+__all__ = [
+    "Cause",
+    "CauseCount",
+    "Distribution",
+    "HostCount",
+    "HostLoss",
+    "HostTime",
+    "HostTimeline",
+    "InjectedFault",
+    "Lane",
+    "LostTime",
+    "Mark",
+    "Party",
+    "Phases",
+    "Recovery",
+    "Report",
+    "Restart",
+    "RestartParts",
+    "Restore",
+    "Save",
+    "Saves",
+    "Span",
+    "Stop",
+]

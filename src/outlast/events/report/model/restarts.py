@@ -1,0 +1,156 @@
+"""The restarts of a run: the fault that caused each, and what the recovery took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One fault: on which rank, of which kind, and when.
+
+    Attributes:
+        rank: the member's rank in the iteration that the fault ended.
+        interruption: a name of `outlast.inprocess.attribution.Interruption`.
+        message: the fault's message.
+        pid: the process; -1 if it is not known.
+        launcher_rank: the rank in the launcher's messages, which never changes; -1 if the launcher
+            did not record it.
+        exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
+        consequence: whether it looks like the consequence of another fault (a peer's closed
+            connection).
+        idle: of a hung rank, how long it had made no progress, in seconds.
+    """
+
+    rank: int
+    member: int
+    host: str
+    interruption: str
+    message: str
+    traceback: str = ""
+    exit: str = ""
+    consequence: bool = False
+    at: float = 0.0
+    pid: int = -1
+    launcher_rank: int = -1
+    idle: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Party:
+    """A member that was lost (`rank` is its last one) or that joined (`rank` is its first)."""
+
+    rank: int
+    member: int
+    host: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Durations of the phases of one restart, in seconds.
+
+    Each is the slowest survivor's, except that the barriers are those of the last to arrive, since
+    the others wait for that survivor rather than for the barrier.
+
+    Attributes:
+        detection: from the fault until the last survivor on the same host has seen it.
+        interrupt: from the end of the abort until the function is left.
+        health_check: after the fault and before the function is entered again.
+        total: from the fault until the last survivor on the same host is in the function again.
+        total_from_seen: whether `total` starts where the fault was first seen, because no
+            survivor shares a host with the fault.
+    """
+
+    detection: float | None = None
+    abort: float | None = None
+    interrupt: float | None = None
+    finalize: float | None = None
+    health_check: float | None = None
+    termination_barrier: float | None = None
+    assignment: float | None = None
+    start_barrier: float | None = None
+    initialize: float | None = None
+    total: float | None = None
+    total_from_seen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLoss:
+    """A host that the job has lost, as the launcher of host `seen_by` recorded it first."""
+
+    name: str
+    address: str
+    reason: str
+    left: bool
+    seen_by: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What one host spent a restart on, in seconds: parts that follow each other, and add up.
+
+    Unlike `Phases`, it has the times of all ranks of the host, and no time twice.
+
+    Attributes:
+        hang: without progress, until a timeout ended the iteration.
+        detection: until the last rank of the host knew of the fault.
+        abort: until in-flight collectives were aborted.
+        leave: until the last rank had left the function; without `Wrapper`, until the processes
+            had ended.
+        clean_up: until finalize and health check had run on all ranks.
+        replacements: in which the restart waited for the replacements of lost ranks.
+        entry: until all ranks of the host were in the function again: rank assignment, barriers,
+            initialize; without `Wrapper`, the start of the processes.
+        restore: from the entry to the end of the restore.
+        total: the sum.
+    """
+
+    host: str
+    hang: float
+    detection: float
+    abort: float
+    leave: float
+    clean_up: float
+    replacements: float
+    entry: float
+    restore: float
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """The end of one iteration, and the recovery that followed.
+
+    Attributes:
+        call: number of the call of a wrapped function, from 0.
+        iteration: the iteration that ended.
+        cause: the first fault of a rank; `None` if none was recorded, as when a process joined.
+        host_loss: the loss of a host if that is the first cause. The faults of ranks, `cause`
+            too, are then its consequences.
+        others: the other faults of the same iteration, in order.
+        reason: why the survivors left the iteration, as they recorded it.
+        resumed: whether any member entered the function in the next iteration.
+        swallowed: places in user code that caught the interrupt and continued.
+        redone_steps: how many completed steps the following restore discarded; `None` if unknown.
+        recovery: what the host of the fault (or else the slowest host) spent the restart on;
+            `None` if the function was not entered again.
+    """
+
+    call: int
+    iteration: int
+    at: float
+    cause: Cause | None
+    others: tuple[Cause, ...] = ()
+    reason: str = ""
+    phases: Phases = field(default_factory=Phases)
+    lost: tuple[Party, ...] = ()
+    joined: tuple[Party, ...] = ()
+    world_size_before: int = 0
+    world_size_after: int = 0
+    resumed: bool = True
+    swallowed: tuple[str, ...] = ()
+    redone_steps: int | None = None
+    host_loss: HostLoss | None = None
+    recovery: Recovery | None = None

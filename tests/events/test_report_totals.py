@@ -1,0 +1,149 @@
+"""The figures and sentences about a whole run: goodput, percentiles, causes, the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from events.synthetic_run import (
+    ABORT,
+    FINALIZE,
+    HEALTH,
+    INTERRUPT,
+    RESTART,
+    SEEN,
+    SyntheticRun,
+)
+from events.test_goodput import own, run_with_redone_steps
+from outlast.events import BarrierPassed, NothingToRestore, PlannedFault, WorkerExited
+from outlast.events.report import build
+from outlast.events.report.figures.recoveries import distribution
+from outlast.events.report.totals import (
+    describe_goodput,
+    describe_injected,
+    describe_no_restart,
+    describe_recovery,
+    headline_host,
+    lost_parts,
+)
+
+
+def test_the_parts_of_a_restart_follow_each_other() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(2, at=8.0)
+    for member in (0, 1, 3):
+        wait = BarrierPassed(name="replacements", seconds=0.125)
+        run.write(member, wait, 8.0 + 0.375)  # in the part that ends with the entry
+    run.restart(at=8.0)
+    own(run, 0, NothingToRestore(), 10.5)
+    run.complete(at=20.0)
+    report = build(run.events)
+    (restart,) = report.restarts
+    recovery = restart.recovery
+    assert recovery is not None
+    cleaned = SEEN + ABORT + INTERRUPT + FINALIZE + HEALTH
+    assert recovery.detection == SEEN
+    assert recovery.abort == ABORT
+    assert recovery.leave == INTERRUPT
+    assert recovery.clean_up == FINALIZE + HEALTH
+    assert recovery.replacements == 0.125
+    assert recovery.entry == RESTART - cleaned - 0.125
+    assert recovery.restore == 2.0
+    assert (recovery.hang, recovery.total) == (0.0, RESTART + 2.0)
+    (host,) = report.hosts
+    parts = host.lost.restart_parts
+    assert (parts.detection, parts.abort, parts.entry) == (SEEN, ABORT, recovery.entry)
+    assert parts.uneven == 0.0
+
+
+def test_the_time_without_progress_is_part_of_the_recovery() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(2, at=8.0, interruption="SOFT_TIMEOUT", cause="no progress", idle=3.0)
+    run.restart(at=8.0)
+    run.complete(at=20.0)
+    (restart,) = build(run.events).restarts
+    assert restart.recovery is not None
+    assert restart.recovery.hang == 3.0
+
+
+def test_percentiles_are_measured_values() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert vars(distribution(values)) == {"count": 100, "p50": 50.0, "p99": 99.0, "worst": 100.0}
+    assert vars(distribution([2.0])) == {"count": 1, "p50": 2.0, "p99": 2.0, "worst": 2.0}
+
+
+def test_percentiles_of_all_restarts_are_one_line() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    assert describe_recovery(build(run.events)) == ""
+    for moment in range(1, 4):
+        run.fault(1, at=float(moment * 10))
+        run.restart(at=float(moment * 10))
+    run.complete(at=50.0)
+    report = build(run.events)
+    assert (report.recovery["back"].count, report.recovery["back"].p99) == (3, RESTART)
+    assert describe_recovery(report) == (
+        "Back in the function after 500.0 ms (p50) or 500.0 ms (p99), over 3 restarts."
+    )
+
+
+def test_the_goodput_of_a_short_run_is_explained() -> None:
+    report = build(run_with_redone_steps().events)
+    host = headline_host(report)
+    assert host is not None
+    parts = lost_parts(host)
+    assert host.productive_seconds + sum(parts.values()) == pytest.approx(host.wall_seconds)
+    assert describe_goodput(report) == (
+        "Goodput is the share of the wall time in which training advanced: 16.75 s of 26.50 s. "
+        "The rest: steps done again 25.47 %, set-up and restore 7.55 %, restarts 1.89 % and "
+        "blocked by saves 1.89 %. The run was short: 9.75 s lost in a day would be a goodput of "
+        "99.99 %."
+    )
+
+
+def test_causes_are_ranked() -> None:
+    run = SyntheticRun(hosts=["a", "a", "b"], offsets={"b": 100.0})
+    run.begin(at=0.0)
+    for moment, member in ((10.0, 2), (20.0, 0), (30.0, 2)):
+        run.fault(member, at=moment, cause="KeyError: 'x'" if member else "OSError: gone")
+        run.restart(at=moment)
+    run.complete(at=40.0)
+    report = build(run.events)
+    assert [(c.what, c.count, c.where) for c in report.causes] == [
+        ("KeyError", 2, (("rank 2 on b", 2),)),
+        ("OSError", 1, (("rank 0 on a", 1),)),
+    ]
+    assert [(c.host, c.count, c.causes) for c in report.host_counts] == [
+        ("b", 2, (("KeyError", 2),)),
+        ("a", 1, (("OSError", 1),)),
+    ]
+
+
+def test_exit_code_93_is_explained() -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=1.0)
+    for rank in (0, 1):
+        exited = WorkerExited(host="a", pid=1, rank=rank, worker_pid=1000 + rank, exit_code=93)
+        run.events.append(exited)
+    report = build(run.events)
+    assert describe_no_restart(report).startswith("Ranks 0 and 1 ended with exit code 93: ")
+
+
+def test_a_planned_fault_that_any_launcher_saw_has_fired() -> None:
+    def planned(host: str, key: str, fired: bool) -> PlannedFault:
+        return PlannedFault(
+            host=host, pid=1, time=5.0, key=key, name="hang", rank=1, due="step 9", fired=fired
+        )
+
+    run = SyntheticRun(hosts=["a", "b"])
+    run.begin(at=0.0)
+    for host in ("a", "b"):
+        run.events += [planned(host, "planned-0", host == "b"), planned(host, "planned-1", False)]
+    report = build(run.events)
+    assert [(fault.key, fault.fired) for fault in report.injected] == [
+        ("planned-0", True),
+        ("planned-1", False),
+    ]
+    assert describe_injected(report)[1] == "Never due, so not fired: hang on rank 1 (step 9)."
