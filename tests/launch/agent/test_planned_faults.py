@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from launch.runs import Run
 from outlast.events import PlannedFault
 from outlast.events.report import build, load
@@ -28,6 +30,7 @@ except ChaosError:
 """
 
 
+@pytest.mark.slow
 def test_faults_that_never_came_due_are_named(tmp_path: Path) -> None:
     plan, events = tmp_path / "plan.json", tmp_path / "events"
     plan.write_text(json.dumps(PLAN))
