@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import pytest
+import torch
 
 from outlast.errors import RestartAbort
 from outlast.inprocess import CallWrapper, Wrapper, wrapper
@@ -170,6 +171,23 @@ def test_after_an_exception_it_starts_again_in_the_same_process() -> None:
 
     assert function() == 2  # type: ignore[call-arg]
     assert pids == [os.getpid()] * 3
+
+
+def test_modes_of_torch_that_a_fault_left_changed_are_restored() -> None:
+    """As an interrupt at the first instruction of `no_grad.__exit__` leaves them."""
+    modes: list[tuple[bool, bool, torch.dtype, bool]] = []
+
+    @Wrapper()
+    def function(call: CallWrapper) -> None:
+        cpu = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        modes.append((torch.is_grad_enabled(), *cpu, torch.is_autocast_cache_enabled()))
+        if call.iteration < 2:
+            torch.no_grad().__enter__()
+            torch.autocast("cpu", torch.float16, cache_enabled=False).__enter__()
+            raise KeyError(call.iteration)
+
+    function()  # type: ignore[call-arg]
+    assert modes == [(True, False, torch.bfloat16, True)] * 3
 
 
 def test_the_environment_is_given_back_after_an_error_too() -> None:

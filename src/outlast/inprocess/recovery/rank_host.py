@@ -44,6 +44,7 @@ from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
+from outlast.inprocess.interruption.torch_modes import TorchModes
 from outlast.inprocess.observers import notify_recovering
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.recovery.faults.rank_faults import RankFaults
@@ -122,6 +123,7 @@ class RankHost(RankFaults):
         self.cause: FaultRecord | None = None
         self.releaser = Releaser()
         self.torch_log = QuietTorchLog()
+        self.torch_modes = TorchModes()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
@@ -251,6 +253,7 @@ class RankHost(RankFaults):
                 end_stray_child(error)
             self.atomic_section.function_left()
             if error is not None:
+                self.torch_modes.restore()
                 restarts.record()
         self.pings = page.pings
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
