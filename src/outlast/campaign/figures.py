@@ -13,10 +13,12 @@ from pathlib import Path
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import Fired
 from outlast.chaos import MarkerDirectory
-from outlast.events import CheckpointCommitted, CheckpointRestored, Event
+from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRestored, Event
 from outlast.events.report import Report, Restart, build, load_run
 from outlast.events.run_folders import runs_in
 
+_UNKNOWN = "it is not known whether"
+"""In the cause of a save whose rank 0 may have committed it before it died."""
 _BEFORE_S = 0.05
 """How much earlier than its own record a fault may be seen: the record is written first."""
 
@@ -69,20 +71,20 @@ def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> lis
 
 
 def believed_partial(stages: Sequence[Stage]) -> list[str]:
-    """Checkpoints restored from storage that no rank has seen committed."""
-    committed: set[int] = set()
-    found = []
-    for stage in stages:
-        events = sorted(stage.events, key=lambda event: event.time)
-        for event in events:
-            if isinstance(event, CheckpointCommitted):
-                committed.add(event.step)
-        for event in events:
-            if not isinstance(event, CheckpointRestored) or event.source != "storage":
-                continue
-            if event.step not in committed:
-                found.append(f"step {event.step} was restored from storage, never committed")
-    return sorted(set(found))
+    """Checkpoints restored from storage although their save has failed.
+
+    A process that dies after the commit has no event of it. So a checkpoint without any event may
+    have been committed, as may one of which the ranks say that they do not know.
+    """
+    events = [event for stage in stages for event in stage.events]
+    committed = {e.step for e in events if isinstance(e, CheckpointCommitted)}
+    failures = [e for e in events if isinstance(e, CheckpointFailed)]
+    unknown = {e.step for e in failures if _UNKNOWN in e.cause}
+    restored = {
+        e.step for e in events if isinstance(e, CheckpointRestored) and e.source == "storage"
+    }
+    wrong = restored & {e.step for e in failures} - committed - unknown
+    return [f"step {step} was restored from storage; its save had failed" for step in sorted(wrong)]
 
 
 def _restart_after(at: float, pid: int, stages: Sequence[Stage]) -> tuple[float, Restart] | None:

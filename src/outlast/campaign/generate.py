@@ -24,6 +24,8 @@ _TOGETHER = 0.2
 
 _PHASES = (Phase.STEP, *Phase)
 """The phases of each kind; a step comes twice, since training is mostly steps."""
+_MOST_ITERATION = 5
+"""The last iteration at whose entry a fault is planned."""
 _OF_RANK_0 = Phase.COMMITTED
 """Only rank 0 commits."""
 
@@ -99,8 +101,13 @@ def _plan(seed: int, number: int, shape: Shape, cards: Sequence[tuple[Card, Phas
             launcher.append(LauncherFault(card, max(step, 1)))
             continue
         rank = draw.randrange(shape.ranks)
-        if faults and draw.random() < _TOGETHER:
-            step = faults[-1].step or 0
+        if phase is Phase.ENTRY:
+            # No step has been reported there; small, since a new launcher begins at iteration 0.
+            iteration = draw.randint(1, _MOST_ITERATION)
+            faults.append(PlannedFault(rank=rank, kind=card, iteration=iteration, phase=phase))
+            continue
+        if faults and faults[-1].step is not None and draw.random() < _TOGETHER:
+            step = faults[-1].step
             rank = (faults[-1].rank + 1 + draw.randrange(max(shape.ranks - 1, 1))) % shape.ranks
         rank = 0 if phase is _OF_RANK_0 else rank
         faults.append(PlannedFault(rank=rank, kind=card, step=step, phase=phase))
