@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import outlast
-from outlast.launch.commands import chaos, checkpoint, report, run
+from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
 
 app = typer.Typer(
     name="outlast",
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, report, checkpoint, chaos):
+for command in (run, report, top, metrics, checkpoint, chaos):
     command.register(app)
 
 

@@ -20,6 +20,7 @@ from outlast.events.types.checkpoints import (
 from outlast.events.types.launcher import (
     HostJoined,
     HostLost,
+    LauncherEnded,
     PlannedFault,
     WorkerExited,
     WorkerFailed,
@@ -75,6 +76,7 @@ __all__ = [
     "InterruptSent",
     "InterruptSwallowed",
     "Joined",
+    "LauncherEnded",
     "LeftFunction",
     "Lost",
     "MonitorRestarted",

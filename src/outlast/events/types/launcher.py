@@ -9,6 +9,7 @@ from outlast.events.types.base import Event
 __all__ = [
     "HostJoined",
     "HostLost",
+    "LauncherEnded",
     "PlannedFault",
     "WorkerExited",
     "WorkerFailed",
@@ -65,6 +66,15 @@ class HostLost(HostJoined, kind="host_lost"):
 
     reason: str = ""
     left: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LauncherEnded(Event, kind="launcher_ended"):
+    """The job is over and its launcher on this host exits with `exit_code`. A launcher that was
+    killed writes none.
+    """
+
+    exit_code: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

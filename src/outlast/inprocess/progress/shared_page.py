@@ -2,13 +2,16 @@
 
 Each field is an aligned 8-byte word with a single writer, so a reader sees the old value or the new
 one, never a mixture. The monitor process writes `killed_hard` and `reported_soft`; the main process
-writes all other fields.
+writes all other fields. `outlast top` reads some of them (`outlast.metrics.progress_page`).
 """
 
 from __future__ import annotations
 
 import enum
 import mmap
+import os
+
+from outlast.metrics import progress_page
 
 
 class Activity(enum.IntEnum):
@@ -52,29 +55,36 @@ class SharedPage:
     """Progress, rank and activity of the main process."""
 
     activity = _Int(0)
-    iteration = _Int(1)
+    iteration = _Int(progress_page.ITERATION)
     member = _Int(2)
     rank = _Int(3)
-    pings = _Int(4)
+    pings = _Int(progress_page.PINGS)
     killed_hard = _Int(5)
     thread_1 = _Int(7)  # IDs of two threads that live as long as the main process
     thread_2 = _Int(8)
     store_port = _Int(9)  # of the iteration's store if the main process serves it, else 0
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
-    step = _Int(10)  # the last training step of this iteration; 0 if none was reported
+    step = _Int(
+        progress_page.STEP
+    )  # the last training step of this iteration; 0 if none was reported
     # The time of the last progress (monotonic), and the soft timeout in seconds; 0 means the soft
     # timeout of the settings.
-    progress = _Float(0)
+    progress = _Float(progress_page.PROGRESS)
     soft_limit = _Float(1)
     # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
     long_limit = _Float(2)
     heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic)
 
     def __init__(self) -> None:
-        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+        # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
+        create = getattr(os, "memfd_create", None)
+        self._descriptor = -1 if create is None else create(progress_page.NAME)
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        self._map = mmap.mmap(self._descriptor, mmap.PAGESIZE)
         mapped = memoryview(self._map)
-        self.ints = mapped[:256].cast("q")
-        self.floats = mapped[256:512].cast("d")
+        self.ints = mapped[: progress_page.FLOATS_AT].cast("q")
+        self.floats = mapped[progress_page.FLOATS_AT : progress_page.SIZE].cast("d")
         mapped.release()
         self.iteration = self.member = self.rank = self.reported_soft = -1
 
@@ -83,3 +93,6 @@ class SharedPage:
         self.ints.release()
         self.floats.release()
         self._map.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -31,7 +31,7 @@ import time
 from outlast.clock import Clock
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
-from outlast.events import StopRequested
+from outlast.events import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death, DeathLog, Ending
@@ -175,6 +175,7 @@ class Agent:
             text=outcome.cause,
         )
         self._exit_code = ending.exit_code
+        resources.emitter.emit(LauncherEnded(exit_code=self._exit_code))
         lines = death_log.summary(deaths, ending, resources.host)
         resources.console.say(*lines, failed=ending.failed)
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.clock import Clock
 from outlast.errors import ChaosError, LaunchError
@@ -31,6 +32,9 @@ from outlast.launch.processes import orphan_killer
 from outlast.launch.processes.descendants import reap
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
+
+if TYPE_CHECKING:
+    from outlast.launch.agent.metrics_process import MetricsProcess
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that are forwarded to the workers; the same as torchrun's."""
@@ -62,6 +66,7 @@ class JobResources:
         self._stack = ExitStack()
         self._temporary: Path | None = None
         self._orphan_killer: subprocess.Popen[bytes] | None = None
+        self._metrics: MetricsProcess | None = None
 
     def __enter__(self) -> JobResources:
         with ExitStack() as stack:
@@ -78,13 +83,16 @@ class JobResources:
     def own_children(self) -> list[int]:
         """The children that stay when the workers and their helpers are ended."""
         own = [] if self._orphan_killer is None else [self._orphan_killer.pid]
-        return [*own, *self.workers.standbys.pids]
+        metrics = [] if self._metrics is None else self._metrics.pids
+        return [*own, *metrics, *self.workers.standbys.pids]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
-        """Note the end of a non-worker child: a worker's helper, a standby process, or the orphan
-        killer.
+        """Note the end of a non-worker child: a worker's helper, a standby process, the orphan
+        killer, or the process of the metrics.
         """
         if self.workers.standbys.ended(pid, exit_code):
+            return
+        if self._metrics is not None and self._metrics.ended(pid, exit_code):
             return
         if self._orphan_killer is None or pid != self._orphan_killer.pid:
             return
@@ -100,17 +108,23 @@ class JobResources:
         stack.callback(self.coordinator.close)
         if job.hosts is not None:
             job = dataclasses.replace(job, token=self.coordinator.agree("run", job.mark))
+        folder = self._folder(stack)
         sink: Sink = NullSink()
+        events_dir: Path | None = None
         if job.events_dir is not None:
             # A folder for this run: the logs of two runs in one folder would be read as one run.
             events_dir = self._events_folder(job.events_dir)
+        elif job.metrics is not None:
+            events_dir = self._temporary_folder("outlast-events-", stack)
+        if events_dir is not None:
             name = f"agent-{self.host}-" if self.coordinator.host_id else "agent-"
             sink = JsonlSink(events_dir / f"{name}{os.getpid()}.jsonl")
             job = dataclasses.replace(job, events_dir=events_dir)
         stack.callback(sink.close)
-        folder = self._folder(stack)
         if job.chaos is not None and not environment.names_chaos_state():
-            job = dataclasses.replace(job, chaos_state=self._chaos_state(stack))
+            # The folder that records fired faults, for replacements and restarts to read.
+            state = self._temporary_folder("outlast-chaos-", stack)
+            job = dataclasses.replace(job, chaos_state=state)
         stack.enter_context(self.loop)
         self.console = Console(self.loop)
         stack.callback(self.console.close)
@@ -123,6 +137,17 @@ class JobResources:
             stack.callback(self._record_planned_faults, job.chaos, job.chaos_state)
         self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)
         stack.callback(self.workers.close)
+        if job.metrics is not None and events_dir is not None:
+            from outlast.launch.agent.metrics_process import MetricsProcess  # only if needed
+
+            self._metrics = MetricsProcess(
+                job.metrics,
+                events_dir,
+                job.run_id if self.job.events_dir is None else events_dir.name,
+                self.host,
+                self.console,
+            )
+            stack.callback(self._metrics.close)
         if job.log_dir is None and job.routes.any_file:
             self.console.say(f"output files are in {folder}")
 
@@ -156,11 +181,10 @@ class JobResources:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    def _chaos_state(self, stack: ExitStack) -> Path:
-        """The folder that records fired faults, for replacements and restarts to read."""
-        state = Path(tempfile.mkdtemp(prefix="outlast-chaos-", dir=self._temporary))
-        stack.callback(shutil.rmtree, state, ignore_errors=True)
-        return state
+    def _temporary_folder(self, prefix: str, stack: ExitStack) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._temporary))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     def _record_planned_faults(self, plan: Path, state: Path | None) -> None:
         """Record which faults of the plan have fired, when the job has ended."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from outlast.errors import ChaosError
 from outlast.launch.config.hosts_spec import NO_RUN_ID, HostsSpec, hosts_from_options, settings
 from outlast.launch.config.memory import default_standbys
+from outlast.launch.config.metrics_spec import MetricsSpec, metrics_from_options
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
@@ -102,6 +103,7 @@ class JobSpec:
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     hosts: HostsSpec | None = None
     settings: tuple[tuple[str, str], ...] = ()
+    metrics: MetricsSpec | None = None
 
 
 def job_from_options(options: RunOptions) -> JobSpec:
@@ -137,6 +139,7 @@ def job_from_options(options: RunOptions) -> JobSpec:
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
+        metrics=metrics_from_options(options),
     )
 
 

@@ -211,6 +211,28 @@ class RunOptions:
         ),
     ] = 600.0
 
+    metrics_port: Annotated[
+        int | None,
+        _outlast(
+            "--metrics-port",
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve metrics of this host for Prometheus at this port; 0 for a free one.",
+            show_default=False,
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str, _outlast("--metrics-host", metavar="ADDRESS", help="The address of that port.")
+    ] = "127.0.0.1"
+    opentelemetry: Annotated[
+        bool,
+        _outlast(
+            "--opentelemetry",
+            help="Send metrics and traces by OTLP, as the OTEL_* environment variables say.",
+        ),
+    ] = False
+
     standalone: Annotated[bool, _accepted("--standalone", help="One host, as is the default.")] = (
         False
     )

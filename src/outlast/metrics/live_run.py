@@ -1,0 +1,179 @@
+"""A run while it goes on: its events so far, its present state, and its report up to now."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from outlast.events import Event, Note, StepsDone
+from outlast.events.follow import Follower
+from outlast.events.report import Report, build
+from outlast.metrics.run_state import RunState, State
+
+NOW = "outlast.now"
+"""Name of the note that extends the report of a running job up to the present moment."""
+
+_PAUSE_FACTOR = 20
+_IN_FUNCTION = (State.RUNNING, State.RESERVE, State.RESTARTING, State.RETURNED)
+
+
+class LiveRun:
+    """Follows one run.
+
+    Args:
+        folder: the folder of its logs.
+        host: if given, only the logs of processes on this host are read.
+        name: of the run; by default, the name of its folder.
+        alive: whether the run goes on; by default, whether one of its processes on this host does.
+
+    Attributes:
+        state: of the processes and checkpoints, after the last `poll`.
+        own_host: the name of this host, whose clock is that of this host's events.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host: str | None = None,
+        name: str = "",
+        alive: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = Path(folder)
+        self.name = name or self.folder.absolute().name
+        self.state = RunState()
+        self.own_host = socket.gethostname()
+        self._follower = Follower(folder, host=host)
+        self._look = alive
+        self._alive: bool | None = None
+        self._clock = clock
+        self._events: list[Event] = []
+        self._steps: dict[tuple[str, int, int, int], int] = {}
+        self._origins: dict[str, float] = {}
+        self._began: dict[tuple[str, int], float] = {}
+        self._report: Report | None = None
+        self._due = 0.0
+        self._version, self._built = 0, -1
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the last report includes all events that were read."""
+        return self._built == self._version
+
+    @property
+    def damaged(self) -> list[str]:
+        """File and line of what was not an event."""
+        return self._follower.damaged
+
+    @property
+    def damaged_lines(self) -> int:
+        """The number of lines that were not events."""
+        return self._follower.damaged_lines
+
+    def poll(self) -> list[Event]:
+        """Reads what is new, and returns it.
+
+        Raises:
+            OSError: if the folder cannot be read.
+        """
+        self._alive = None
+        new = self._follower.poll()
+        for event in new:
+            self.state.apply(event)
+            first = self._origins.setdefault(event.host, event.time)
+            self._origins[event.host] = min(first, event.time)
+            self._began.setdefault((event.host, event.pid), event.time)
+            self._keep(event)
+        self._version += bool(new)
+        return new
+
+    def alive(self) -> bool:
+        """Whether a process of the run still existed on this host after the last poll; of other
+        hosts it is not known, so `False` does not mean that they have ended.
+        """
+        if self._alive is None:
+            look = self._look
+            self._alive = any(map(self._exists, self._began)) if look is None else look()
+        return self._alive
+
+    def over(self) -> bool:
+        """Whether every launcher has recorded its end, or this host had the whole run and none of
+        its processes exists any more.
+        """
+        hosts = {host for host, _ in self.state.processes} or set(self.state.now)
+        hosts -= set(self.state.hosts_lost.values())
+        if hosts and hosts <= self.state.exit_codes.keys():
+            return True
+        return hosts <= {self.own_host} and bool(hosts) and not self.alive()
+
+    def now(self, host: str) -> float | None:
+        """The present time of a host's clock; of another host, the time of its last event."""
+        last = self.state.now.get(host)
+        if host == self.own_host and last is not None and self.alive():
+            return max(self._clock(), last)
+        return last
+
+    def origin(self, host: str) -> float:
+        """The time of a host's first event, from which the report counts."""
+        return self._origins.get(host, 0.0)
+
+    def report(self) -> Report:
+        """The report up to now.
+
+        It is computed from all events, which takes longer the more there are. The last one is
+        returned again until twenty times as long has passed: this process then uses a twentieth
+        of one core at most.
+        """
+        began = time.monotonic()
+        if self._report is None or (began >= self._due and (not self.up_to_date or self.alive())):
+            self._report = build([*self._events, *self._present()])
+            self._built = self._version
+            took = time.monotonic() - began
+            self._due = began + took * (1 + _PAUSE_FACTOR)
+        return self._report
+
+    def _present(self) -> list[Event]:
+        """A note that one member of this host is still there now, while the run goes on. Otherwise
+        the time since the last event would be missing from the goodput.
+        """
+        now = self.now(self.own_host)
+        if now is None or not self.alive():
+            return []
+        here = [p for p in self.state.processes.values() if p.host == self.own_host and not p.over]
+        # Not a process that has only asked to join, or that the launcher has only started.
+        members = [p.member for p in here if p.member >= 0 and p.state in _IN_FUNCTION]
+        if here and not any(p.member >= 0 for p in self.state.processes.values()):
+            members = [-1]  # without `Wrapper` there are no members
+        return [Note(name=NOW, host=self.own_host, time=now, member=m) for m in members[:1]]
+
+    def _keep(self, event: Event) -> None:
+        """Adds the event to those of the report. Of the records of completed steps with the same
+        beginning, only the last one matters: a process writes one every ten seconds.
+        """
+        if isinstance(event, StepsDone):
+            key = event.host, event.pid, event.iteration, event.first
+            if key in self._steps:
+                self._events[self._steps[key]] = event
+                return
+            self._steps[key] = len(self._events)
+        self._events.append(event)
+
+    def _exists(self, process: tuple[str, int]) -> bool:
+        """Whether the process that wrote events under this ID still exists."""
+        host, pid = process
+        if host != self.own_host or pid <= 0:
+            return False
+        try:
+            began = psutil.Process(pid).create_time() - psutil.boot_time()
+        except psutil.Error:
+            return False
+        # A later process with the same ID began after the first event. The event's clock stands
+        # still while the machine is suspended, the process's does not.
+        suspended = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+        return began <= self._began[process] + max(0.0, suspended) + 1.0

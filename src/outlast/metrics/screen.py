@@ -1,0 +1,234 @@
+"""One frame of `outlast top`: what the ranks do, the last fault, the checkpoints, the goodput."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outlast.events.report import Cause, HostTime, Report
+from outlast.metrics.collect import time_states
+from outlast.metrics.live_run import LiveRun
+from outlast.metrics.progress_page import Progress, read_progress
+from outlast.metrics.run_state import Process, State
+from outlast.system.units import duration_text, size_text
+
+_STYLES = {
+    State.RUNNING: "green",
+    State.RESERVE: "cyan",
+    State.RESTARTING: "yellow",
+    State.STARTING: "yellow",
+    State.WAITING: "yellow",
+    State.LOST: "red",
+}
+_HEADINGS = {
+    "restart": "restarts",
+    "replacements": "waiting for replacements",
+    "hang": "hangs",
+    "setup": "set-up and restore",
+    "saves": "blocked by saves",
+    "redone": "redone work",
+    "reduced": "missing ranks",
+}
+_KINDS = {
+    "EXCEPTION": "raised an exception",
+    "BASE_EXCEPTION": "left",
+    "SOFT_TIMEOUT": "hung",
+    "HARD_TIMEOUT": "hung and was killed",
+    "TERMINATED": "ended",
+    "UNRESPONSIVE": "gave no sign of life",
+    "WORKER_FAILED": "failed",
+}
+_OTHER_LINES = 14  # of a frame, apart from the rows of the ranks
+
+
+class Screen:
+    """Draws frames of a run; remembers the last one for the rates of steps."""
+
+    def __init__(self, run: LiveRun) -> None:
+        self._run = run
+        self._before: dict[tuple[str, int], Progress] = {}
+
+    def frame(self, height: int | None = None) -> RenderableType:
+        """The run as of its last `poll`.
+
+        Args:
+            height: the lines of the terminal; ranks that do not fit are summed up. By default all
+                are shown.
+        """
+        report = self._run.report()
+        parts: list[RenderableType] = [self._title(report), self._members()]
+        parts += [Text(), *self._ranks(height)]
+        lines = [self._fault(report), *self._checkpoints(report), self._time(report)]
+        if self._run.damaged_lines:
+            lines.append(
+                Text(f"{self._run.damaged_lines} damaged lines: {self._run.damaged[-1]}", "red")
+            )
+        return Group(*parts, Text(), *[line for line in lines if line.plain])
+
+    def _title(self, report: Report) -> Text:
+        run = self._run
+        text = Text.assemble((_clean(run.name), "bold"), "  ")
+        longest = max(report.hosts, key=lambda host: host.wall_seconds, default=None)
+        if not run.state.now:
+            text.append("no events yet", "yellow")
+        elif run.over():
+            codes = set(run.state.exit_codes.values())
+            if codes:
+                ending = "finished" if codes == {0} else f"ended with exit code {max(codes)}"
+                text.append(ending, "bold green" if codes == {0} else "bold red")
+            else:
+                text.append("ended: its processes no longer exist", "bold red")
+        elif run.alive():
+            text.append("running", "bold green")
+        else:
+            text.append("on other hosts", "bold")
+        if longest is not None:
+            text.append(f" · {duration_text(longest.wall_seconds)}")
+        if report.goodput is not None:
+            text.append(f" · goodput {100 * report.goodput:.2f} %")
+        count = len(report.restarts)
+        text.append(f" · {count} restart{'' if count == 1 else 's'}")
+        if run.state.stop:
+            text.append(f" · told to stop: {_clean(run.state.stop)}", "yellow")
+        return text
+
+    def _members(self) -> Text:
+        state = self._run.state
+        counts = Counter(process.state for process in state.processes.values())
+        hosts = {process.host for process in state.current}
+        parts = [
+            f"{counts[State.RUNNING] + counts[State.RETURNED]} active",
+            f"{counts[State.RESERVE]} reserve",
+            f"{counts[State.STARTING] + counts[State.WAITING]} joining",
+            f"{counts[State.RESTARTING]} restarting",
+            f"{counts[State.LOST]} lost so far",
+        ]
+        if counts[State.COMPLETED] or counts[State.ENDED]:
+            parts.append(f"{counts[State.COMPLETED] + counts[State.ENDED]} completed")
+        parts.append(f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}")
+        if state.hosts_lost:
+            parts.append(f"hosts lost: {_clean(', '.join(state.hosts_lost.values()))}")
+        return Text(" · ".join(parts))
+
+    def _ranks(self, height: int | None) -> list[RenderableType]:
+        processes = self._run.state.current
+        room = len(processes) if height is None else max(3, height - _OTHER_LINES)
+        hidden: Sequence[Process] = []
+        if len(processes) > room:
+            # What is wrong is worth a row more than what is well.
+            unwell = [each for each in processes if each.state is not State.RUNNING]
+            well = [each for each in processes if each.state is State.RUNNING]
+            hidden = (unwell + well)[room:]
+            kept = {id(each) for each in (unwell + well)[:room]}
+            processes = [each for each in processes if id(each) in kept]
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for heading in ("rank", "state", "host", "pid", "restarts", "step", "steps/s", "progress"):
+            right = heading in ("rank", "pid", "restarts", "step", "steps/s", "progress")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        for process in processes:
+            table.add_row(*self._row(process))
+        if not hidden:
+            return [table]
+        states = Counter(each.state.value for each in hidden)
+        more = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        return [table, Text(f"and {len(hidden)} more: {more}", "dim")]
+
+    def _row(self, process: Process) -> list[str | Text]:
+        step, rate, idle = self._progress(process)
+        return [
+            "-" if process.rank < 0 else str(process.rank),
+            Text(process.state.value, _STYLES.get(process.state, "")),
+            _clean(process.host),
+            str(process.pid),
+            str(max(0, process.iteration)),
+            "-" if step is None else str(step),
+            "-" if rate is None else f"{rate:.3g}",
+            "-" if idle is None else f"{duration_text(idle)} ago",
+        ]
+
+    def _progress(self, process: Process) -> tuple[int | None, float | None, float | None]:
+        """Step, steps per second, and seconds since the last progress."""
+        key = process.host, process.pid
+        now = self._run.now(process.host)
+        idle = None if now is None or process.over else max(0.0, now - process.seen)
+        live = None
+        if process.host == self._run.own_host and not process.over and self._run.alive():
+            live = read_progress(process.pid)
+        if live is None:
+            return process.step, process.rate, idle
+        before = self._before.get(key)
+        if before is None or live.at - before.at >= 0.5 or live.pings < before.pings:
+            self._before[key] = live
+        rate = process.rate
+        if before is not None and before.iteration == live.iteration and live.at > before.at:
+            done = (
+                live.step - before.step if live.step and before.step else live.pings - before.pings
+            )
+            rate = max(0, done) / (live.at - before.at)
+        step = max(live.step, process.step or 0) or process.step
+        if live.progress and now is not None:
+            idle = max(0.0, now - live.progress)
+        return step, rate, idle
+
+    def _fault(self, report: Report) -> Text:
+        restart = next((r for r in reversed(report.restarts) if r.cause is not None), None)
+        if restart is None or restart.cause is None:
+            return Text()
+        cause = restart.cause
+        text = Text.assemble(("last fault  ", "bold"), _sentence(cause))
+        now = self._run.now(cause.host)
+        if now is not None and not self._run.over():
+            ago = now - self._run.origin(cause.host) - cause.at
+            text.append(f"; {duration_text(max(0.0, ago))} ago")
+        if restart.phases.total is not None:
+            text.append(f"; back after {duration_text(restart.phases.total)}")
+        if restart.redone_steps is not None:
+            text.append(f"; {restart.redone_steps} steps redone")
+        return text
+
+    def _checkpoints(self, report: Report) -> list[Text]:
+        run, saves = self._run, report.saves
+        found = run.state.checkpoints
+        newest = found.newest.get(run.own_host) or next(iter(found.newest.values()), None)
+        if newest is None and not found.failed:
+            return []
+        text = Text.assemble(("checkpoints ", "bold"))
+        if newest is not None:
+            text.append(f"newest: step {newest.step}, {size_text(newest.size_bytes)}")
+            now = run.now(newest.host)
+            if now is not None and not run.over():
+                text.append(f", {duration_text(max(0.0, now - newest.time + newest.seconds))} old")
+        text.append(f"; {found.committed} committed, {found.failed} failed")
+        if saves is not None and saves.committed:
+            text.append(f"; blocked {duration_text(saves.blocked_median)} each (median)")
+        return [text]
+
+    def _time(self, report: Report) -> Text:
+        longest: HostTime | None = max(report.hosts, key=lambda h: h.wall_seconds, default=None)
+        if longest is None or not longest.wall_seconds:
+            return Text()
+        states = time_states(longest)
+        lost = [
+            f"{heading} {100 * states[state] / longest.wall_seconds:.1f} %"
+            for state, heading in _HEADINGS.items()
+            if states[state] >= longest.wall_seconds / 2000
+        ]
+        return Text.assemble(("lost time   ", "bold"), " · ".join(lost) if lost else "none")
+
+
+def _sentence(cause: Cause) -> str:
+    who = f"rank {cause.rank} (pid {cause.pid})" if cause.pid >= 0 else f"rank {cause.rank}"
+    what = f"was {cause.exit}" if cause.exit.startswith("killed") else ""
+    what = what or _KINDS.get(cause.interruption, cause.interruption.lower())
+    message = _clean(next(iter(cause.message.strip().splitlines()), ""))
+    told = f": {message}" if message and not cause.exit else ""
+    return f"{who} on {_clean(cause.host)} {what}{told}"
+
+
+def _clean(text: str) -> str:
+    """Text from a log, without characters that would control the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

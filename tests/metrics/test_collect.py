@@ -1,0 +1,163 @@
+"""The values of the instruments while a run is written, event by event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from metrics.replay import Logs, eventful_run
+from outlast.events import Fault, JsonlSink, Seen
+from outlast.events.report import build
+from outlast.metrics import instruments
+from outlast.metrics.collect import PHASES, Collector, Listener, time_states
+from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, Histogram, Kind
+from outlast.metrics.live_run import LiveRun
+
+
+def collector(folder: Path, alive: bool = True, listener: Listener | None = None) -> Collector:
+    return Collector(LiveRun(folder, alive=lambda: alive), listener=listener)
+
+
+@pytest.fixture(autouse=True)
+def _every_report_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outlast.metrics.live_run._PAUSE_FACTOR", -1)
+
+
+def test_counters_never_decrease_and_end_as_the_report_says(tmp_path: Path) -> None:
+    events, logs = eventful_run(), Logs(tmp_path / "run")
+    metrics, before = collector(logs.folder), {}
+    fell_back = False
+    for number, event in enumerate(events, start=1):
+        logs.write([event])
+        values = metrics.values()
+        now = {
+            (instrument, labels): value
+            for instrument, series in values.numbers.items()
+            if instrument.kind is Kind.COUNTER
+            for labels, value in series.items()
+        }
+        for key, value in before.items():
+            assert now[key] >= value, (key, event)
+        before = now
+        for host in build(events[:number]).hosts:
+            fell_back |= (
+                time_states(host)["productive"] < now[instruments.TIME, ("a", "productive")]
+            )
+    assert fell_back  # the report took time back that had counted as productive: redone work
+    for host in build(events).hosts:
+        for state, seconds in time_states(host).items():
+            assert before[instruments.TIME, (host.host, state)] == pytest.approx(seconds)
+    assert before[instruments.STEPS_REDONE, ()] == 30
+
+
+def test_restarts_count_by_the_kind_of_their_first_fault(tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "run")
+    logs.write(eventful_run())
+    values = collector(logs.folder, alive=False).values()
+    assert values.numbers[instruments.RESTARTS] == {("exception",): 1.0, ("terminated",): 1.0}
+    recovery = values.histograms[instruments.RECOVERY]
+    assert set(recovery) == {(phase,) for phase in PHASES}
+    assert [sum(recovery[phase,].counts) for phase in ("total", "detect", "abort")] == [2, 2, 2]
+    blocked = values.histograms[instruments.CHECKPOINT_BLOCKED][()]
+    assert (sum(blocked.counts), blocked.total) == (3, 0.75)
+
+
+def test_a_restart_counts_once_the_job_is_in_the_function_again(tmp_path: Path) -> None:
+    events, logs = eventful_run(), Logs(tmp_path / "run")
+    heard: list[int] = []
+
+    class Heard(Listener):
+        def restarted(self, restart: object) -> None:
+            heard.append(len(heard))
+
+    metrics = collector(logs.folder, listener=Heard())
+    first = next(i for i, event in enumerate(events) if isinstance(event, Fault | Seen))
+    back = next(i for i, event in enumerate(events) if event.kind == "entered" and event.iteration)
+    logs.write(events[:back])
+    assert back > first
+    assert metrics.values().numbers[instruments.RESTARTS] == {}
+    logs.write(event for event in events[back:] if event.time < 115)
+    assert metrics.values().numbers[instruments.RESTARTS] == {("exception",): 1.0}
+    metrics.poll()
+    assert heard == [0]
+
+
+def test_a_cause_is_never_a_message(tmp_path: Path) -> None:
+    events, logs = eventful_run(), Logs(tmp_path / "run")
+    logs.write(events)
+    values = collector(logs.folder, alive=False).values()
+    for instrument, series in values.numbers.items():
+        for labels in series:
+            assert len(labels) == len(instrument.labels)
+            assert "bad batch" not in " ".join(labels)
+
+
+def test_another_hosts_fault_is_elsewhere(tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "run")
+    events = [e for e in eventful_run() if not (isinstance(e, Fault) and e.iteration == 0)]
+    logs.write(events)
+    values = collector(logs.folder, alive=False).values()
+    assert values.numbers[instruments.RESTARTS] == {("elsewhere",): 1.0, ("terminated",): 1.0}
+
+
+def test_members_and_the_newest_checkpoint(tmp_path: Path) -> None:
+    events, logs = eventful_run(), Logs(tmp_path / "run")
+    logs.write(event for event in events if event.time < 140.5)
+    run = LiveRun(logs.folder, alive=lambda: True, clock=lambda: 145.0)
+    run.own_host = "a"
+    numbers = Collector(run).values().numbers
+    members = {state: value for (_, state), value in numbers[instruments.MEMBERS].items()}
+    assert members == {"active": 3, "restarting": 0, "reserve": 0, "joining": 0, "lost": 1}
+    assert numbers[instruments.CHECKPOINT_AGE] == {(): 145.0 - 104.5}
+    assert numbers[instruments.CHECKPOINT_STEP] == {(): 40}
+    assert numbers[instruments.STEP] == {(): 100}
+
+
+def test_time_goes_on_between_two_events_while_the_run_lives(tmp_path: Path) -> None:
+    events, logs = eventful_run(), Logs(tmp_path / "run")
+    logs.write(event for event in events if event.time < 140.5)
+    for alive, wall in ((True, 400.0), (False, 40.0)):
+        run = LiveRun(logs.folder, alive=lambda alive=alive: alive, clock=lambda: 500.0)
+        run.own_host = "a"
+        run.poll()
+        assert run.report().hosts[0].wall_seconds == wall
+
+
+def test_a_run_without_events_has_no_times(tmp_path: Path) -> None:
+    numbers = collector(tmp_path, alive=False).values().numbers
+    assert numbers[instruments.TIME] == {}
+    assert instruments.CHECKPOINT_AGE not in numbers
+
+
+def test_any_beginning_of_the_logs_can_be_read(tmp_path: Path) -> None:
+    """Logs are not read at the same moment: each ends where it happens to."""
+    events = eventful_run()
+    processes = sorted({event.pid for event in events})
+    for ahead in processes:
+        for cut in range(0, len(events), 25):
+            folder = tmp_path / f"{ahead}-{cut}"
+            seen = [e for i, e in enumerate(events) if i < cut or e.pid == ahead]
+            folder.mkdir()
+            for pid in processes:
+                sink = JsonlSink(folder / f"{pid}.jsonl")
+                for event in seen:
+                    if event.pid == pid:
+                        sink.write(event)
+                sink.close()
+            collector(folder).values()
+
+
+def test_buckets() -> None:
+    histogram = Histogram()
+    for seconds in (0.0005, 0.001, 0.0011, 1e6):
+        histogram.observe(seconds)
+    buckets = dict(histogram.cumulative())
+    assert (buckets["0.001"], buckets["0.003"], buckets["+Inf"]) == (2, 3, 4)
+    assert len(buckets) == len(BOUNDS) + 1
+
+
+def test_names() -> None:
+    assert len({each.prometheus_name for each in INSTRUMENTS}) == len(INSTRUMENTS)
+    assert instruments.TIME.prometheus_name == "outlast_time_seconds_total"
+    assert instruments.TIME.opentelemetry_name == "outlast.time"

@@ -1,0 +1,96 @@
+"""The frames of `outlast top`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from metrics.replay import Logs, eventful_run
+from outlast.events import Event, HostLost, LauncherEnded, WorkerExited, WorkerStarted
+from outlast.metrics.live_run import LiveRun
+from outlast.metrics.screen import Screen
+
+
+def frame(folder: Path, *, alive: bool, height: int | None = None, now: float = 145.0) -> str:
+    run = LiveRun(folder, alive=lambda: alive, clock=lambda: now)
+    run.own_host = "a"
+    run.poll()
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(Screen(run).frame(height))
+    return capture.get()
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Logs:
+    return Logs(tmp_path / "run")
+
+
+def running() -> list[Event]:
+    return [event for event in eventful_run() if event.time < 140.5]
+
+
+def test_a_running_job(logs: Logs) -> None:
+    logs.write(running())
+    lines = frame(logs.folder, alive=True).splitlines()
+    assert lines[0].startswith("run  running · 45.00 s · goodput ")
+    assert "2 restarts" in lines[0]
+    assert "3 active · 0 reserve · 0 joining · 0 restarting · 1 lost so far · 1 host" in lines[1]
+    assert " ".join(lines[3].split()) == "rank state host pid restarts step steps/s progress"
+    assert " ".join(lines[4].split()) == "0 running a 1000 2 100 3.33 5.00 s ago"
+    assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
+    text = "\n".join(lines)
+    assert "last fault  rank 2 (pid 1002) on a ended: main process ended; 24.00 s ago" in text
+    assert "20 steps redone" in text
+    assert "checkpoints newest: step 40, 1.0 MB, 40.50 s old; 1 committed, 0 failed" in text
+    assert "redone work" in text
+
+
+def test_a_finished_run_says_so(logs: Logs) -> None:
+    launcher = {"host": "a", "pid": 1}
+    logs.write(eventful_run())
+    logs.write([WorkerStarted(worker_pid=1000, rank=0, time=99.0, **launcher)])  # type: ignore[arg-type]
+    logs.write([LauncherEnded(exit_code=0, time=142.0, **launcher)])  # type: ignore[arg-type]
+    text = frame(logs.folder, alive=True)
+    assert text.startswith("run  finished")
+    assert "completed" in text
+    logs.write([LauncherEnded(exit_code=93, time=143.0, **launcher)])  # type: ignore[arg-type]
+    assert frame(logs.folder, alive=True).startswith("run  ended with exit code 93")
+
+
+def test_a_run_whose_processes_are_gone(logs: Logs) -> None:
+    logs.write(running())
+    assert frame(logs.folder, alive=False).startswith("run  ended: its processes no longer exist")
+
+
+def test_a_script_without_wrapper(logs: Logs) -> None:
+    for pid in (11, 12):
+        logs.write([WorkerStarted(host="a", pid=1, rank=pid - 11, worker_pid=pid, time=100.0)])
+    logs.write([WorkerExited(host="a", pid=1, rank=1, worker_pid=12, exit_code=-9, time=120.0)])
+    text = frame(logs.folder, alive=True)
+    assert "1 lost so far" in text
+    assert "0 starting" in " ".join(text.split())
+
+
+def test_ranks_that_do_not_fit_are_summed_up(logs: Logs) -> None:
+    logs.write(running())
+    text = frame(logs.folder, alive=True, height=0)
+    assert "more:" not in text
+    for number in range(20):
+        started = WorkerStarted(host="a", pid=1, rank=10 + number, worker_pid=number, time=130.0)
+        logs.write([started])
+    text = frame(logs.folder, alive=True, height=24)
+    assert "and 13 more: 10 starting, 3 running" in text
+
+
+def test_text_of_a_log_cannot_control_the_terminal(logs: Logs) -> None:
+    logs.write(running())
+    evil = "\x1b]0;owned\x07"
+    logs.write([HostLost(host="a", pid=1, host_id="h", name=evil, time=139.0)])
+    assert "\x1b" not in frame(logs.folder, alive=True)
+
+
+def test_a_run_without_events(tmp_path: Path) -> None:
+    assert "no events yet" in frame(tmp_path, alive=True)
