@@ -73,6 +73,7 @@ demo: $(STAMP)
 	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
 		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
+	$(BIN)/outlast report build/demo/events --html build/demo/report.html
 
 # Hosts are network namespaces: as root, or in a user namespace where that is allowed.
 BACKEND ?= c10d

@@ -89,6 +89,43 @@ def test_steps_after_the_restored_one_are_lost() -> None:
     assert describe_redone(report) == "11 steps had to be done again, after all restarts."
 
 
+def test_the_state_of_a_living_rank_costs_only_the_steps_after_it() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    own(run, 0, NothingToRestore(), 1.0)
+    save(run, 10, began=6.0, blocked=0.0)
+    for member, done in ((0, 31), (1, 31), (2, 30), (3, 30)):
+        own(run, member, StepsDone(first=0, last=done), 16.5)
+    run.fault(2, at=17.0)
+    run.restart(at=17.0)
+    for member in run.view:
+        source = "replica" if member == 2 else "live"
+        own(run, member, CheckpointRestored(step=30, source=source, seconds=0.5), 18.5)
+    run.complete(at=28.5)
+    report = build(run.events)
+    assert lost(report)["redone"] == pytest.approx((16.5 - 6.0) / 21)  # one step
+    assert report.restarts[0].redone_steps == 1
+    assert report.saves is not None
+    assert report.saves.restored == ((30, "the ranks' own state, sent to rank 2"),)
+
+
+@pytest.mark.parametrize("source", ["live", "replica"])
+def test_the_newest_state_of_a_living_rank_costs_nothing(source: str) -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    own(run, 0, NothingToRestore(), 1.0)
+    for member in run.view:
+        own(run, member, StepsDone(first=0, last=30), 16.5)
+    run.fault(2, at=17.0)
+    run.restart(at=17.0)
+    for member in run.view:
+        own(run, member, CheckpointRestored(step=30, source=source), 18.5)
+    run.complete(at=28.5)
+    report = build(run.events)
+    assert "redone" not in lost(report)
+    assert report.restarts[0].redone_steps == 0
+
+
 def test_the_initial_state_is_restored() -> None:
     """No save in between: everything before the fault is done again."""
     run = SyntheticRun()

@@ -15,7 +15,7 @@ from events.test_goodput import run_with_redone_steps
 from events.test_report_hosts import run_without_a_host
 from events.test_report_render import a_run, log
 from events.test_report_stops import stopped_run
-from outlast.events import Event
+from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build, render_html
 from outlast.events.report.html.overview import parts_of
 from outlast.events.report.html.thinning import thin_marks, thin_spans
@@ -40,6 +40,18 @@ def test_the_page_has_the_facts_of_the_report() -> None:
     labels = " ".join(element.get("aria-label", "") for _, element in page.elements)
     assert "first cause: killed by SIGKILL" in labels
     assert "rank 2: training" in labels
+
+
+def test_faults_that_raise_no_error_are_marked() -> None:
+    run = a_run()
+    run.write(0, ReplicaMismatch(step=7, ranks=[2], hosts=["a"], majority=True), 12.0)
+    slow = StragglerFound(
+        step=9, straggler=1, straggler_host="a", seconds=0.5, typical_seconds=0.1, windows=3
+    )
+    run.write(0, slow, 13.0)
+    labels = [element.get("aria-label", "") for _, element in rendered(run.events).elements]
+    for said in ("replicas differ after step 7: ranks 2", "rank 1 on a is slow: 500.0 ms a step"):
+        assert any(said in label for label in labels)
 
 
 def test_the_parts_of_the_page_add_up_to_the_wall_time() -> None:

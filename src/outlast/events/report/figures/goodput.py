@@ -11,6 +11,7 @@ Each moment belongs to the first kind that applies, so the parts add up to the w
 
 A restore of step S discards the time since the job's state was that of step S: since the save of S
 began, or since an earlier restore of S. So redone work is measured without the times of steps.
+A restore from the ranks' own state before the fault discards the steps after it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ from outlast.events.types import (
     CheckpointRestored,
     Event,
     NothingToRestore,
+    StepsDone,
     WorkerStarted,
 )
 
 Save = CheckpointCommitted | CheckpointFailed
 Restore = CheckpointRestored | NothingToRestore
+
+
+LIVE_SOURCES = ("live", "replica")
+"""Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 
 def measure(
@@ -123,11 +129,32 @@ def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
         by_step[step].append(time)
     found = []
     for event in restored:
+        if isinstance(event, CheckpointRestored) and event.source in LIVE_SOURCES:
+            found.append(_beyond(event, events, sorted(moments)))
+            continue
         step = event.step if isinstance(event, CheckpointRestored) else -1
         start = event.time - (event.seconds if isinstance(event, CheckpointRestored) else 0.0)
         before = by_step[step][: bisect_right(by_step[step], start)]
         found.append((before[-1] if before else begin, start))
     return union(found)
+
+
+def _beyond(
+    event: CheckpointRestored, events: Sequence[Event], moments: Sequence[tuple[float, int]]
+) -> Interval:
+    """The time of the completed steps after the one that a living rank still had: rarely more than
+    one. No save tells when they began, so they count as long as those before, on average.
+    """
+    start = event.time - event.seconds
+    before = [e.time for e in events if isinstance(e, Restore) and e.time < start]
+    since_restore = max(before, default=float("-inf"))
+    done = [e for e in events if isinstance(e, StepsDone) and since_restore <= e.time <= start]
+    last = max(done, key=lambda each: each.last, default=None)
+    if last is None or last.last <= event.step:
+        return start, start
+    since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
+    each = (last.time - since) / max(1, last.last - max(first, 0))
+    return last.time - each * (last.last - event.step), last.time
 
 
 def _began(save: Save) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
+from outlast.events.report.figures.goodput import LIVE_SOURCES
 from outlast.events.report.model import Restore, Save, Saves
 from outlast.events.types import (
     CheckpointCommitted,
@@ -78,9 +79,20 @@ def _save(event: CheckpointCommitted | CheckpointFailed, origins: Mapping[str, f
 
 
 def _source(restored: CheckpointRestored, events: Iterable[Event]) -> str:
-    """The source of a restore; of one from copies, the ranks that fetched theirs, and from where.
+    """The source of a restore; of one from the state of the ranks, those that were sent it; of one
+    from copies, the ranks that fetched theirs, and from where.
     The times of different hosts are not comparable, so their events are found by the step.
     """
+    if restored.source in LIVE_SOURCES:
+        sent = {
+            event.rank
+            for event in events
+            if isinstance(event, CheckpointRestored)
+            and (event.step, event.source) == (restored.step, "replica")
+        }
+        ranks = ", ".join(str(rank) for rank in sorted(sent))
+        to = f", sent to {'rank' if len(sent) == 1 else 'ranks'} {ranks}" if sent else ""
+        return f"the ranks' own state{to}"
     if restored.source != "copies":
         return restored.source
     fetched: dict[str, set[int]] = {}

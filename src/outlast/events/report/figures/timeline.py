@@ -25,8 +25,11 @@ from outlast.events.types import (
     HostJoined,
     HostLost,
     MonitorRestarted,
+    ReplicaMismatch,
     StopRequested,
+    StragglerFound,
 )
+from outlast.system.units import duration_text
 
 SAVING = "saving"
 
@@ -127,6 +130,15 @@ def _other_lanes(
         elif isinstance(event, MonitorRestarted):
             text = f"monitor process of rank {event.rank} restarted"
             hosts[event.host].append(Mark(kind="monitor_restarted", at=at, text=text))
+        elif isinstance(event, ReplicaMismatch):
+            ranks = ", ".join(str(rank) for rank in event.ranks)
+            text = f"replicas differ after step {event.step}: ranks {ranks}"
+            hosts[event.host].append(Mark(kind="mismatch", at=at, text=text))
+        elif isinstance(event, StragglerFound):
+            slow = f"rank {event.straggler} on {event.straggler_host} is slow"
+            slow_s, typical_s = duration_text(event.seconds), duration_text(event.typical_seconds)
+            text = f"{slow}: {slow_s} a step, others {typical_s}"
+            hosts[event.host].append(Mark(kind="straggler", at=at, text=one_line(text)))
         elif isinstance(event, CheckpointPassedOver) and event.rank == 0:
             text = f"step {event.step} passed over: {event.cause}"
             mark = Mark(kind="passed_over", at=at, text=one_line(text))

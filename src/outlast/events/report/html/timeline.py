@@ -37,6 +37,8 @@ MARKS = {
     "host_joined": "host joined",
     "stop": "told to stop",
     "monitor_restarted": "monitor restarted",
+    "mismatch": "replicas differ",
+    "straggler": "slow rank",
 }
 _PATHS = {
     "fault": "M0-8 7 0 0 8-7 0Z",
@@ -50,6 +52,8 @@ _PATHS = {
     "host_joined": "M-2-7H2V-2H7V2H2V7H-2V2H-7V-2H-2Z",
     "stop": "M-3-7H3L7-3V3L3 7H-3L-7 3V-3Z",
     "monitor_restarted": "M-4-4H4V4H-4Z",
+    "mismatch": "M-7-5H7V-1H-7ZM-7 1H7V5H-7Z",
+    "straggler": "M-6-6H6L1 0 6 6H-6L-1 0Z",
 }
 
 

@@ -21,7 +21,7 @@ class Span:
 @dataclass(frozen=True, kw_only=True)
 class Mark:
     """A moment. `kind`: fault, consequence, injected, takeover, restored, not_saved, passed_over,
-    host_lost, host_joined, stop, monitor_restarted.
+    host_lost, host_joined, stop, monitor_restarted, mismatch, straggler.
     """
 
     kind: str
