@@ -97,7 +97,7 @@ test-hosts: $(STAMP) services
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports
+	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports tests/integrations
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py

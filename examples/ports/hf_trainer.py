@@ -2,71 +2,29 @@
 
     outlast run --nproc-per-node 2 examples/ports/hf_trainer.py
 
-`JobTrainer` saves and restores through an `outlast.Job` what Trainer would keep in its own
+`outlast.integrations.transformers.JobTrainer` saves and restores what Trainer would keep in its own
 checkpoint folders. The model is a tiny GPT-2 with random weights, the text synthetic: nothing is
 downloaded.
 """
 
 import argparse
-import dataclasses
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
-    get_scheduler,
 )
 
-import outlast
 from outlast import chaos, inprocess
-
-
-class JobTrainer(Trainer):
-    """A Trainer whose checkpoints an `outlast.Job` makes."""
-
-    def train_with(self, job: outlast.Job) -> None:
-        """Trains from the job's newest checkpoint to the end."""
-        self.job = job
-        job.restore()
-        if not job.steps:
-            self.train()
-            return
-        self.generator = torch.get_rng_state()
-        with tempfile.TemporaryDirectory() as folder:
-            self.state.save_to_json(f"{folder}/trainer_state.json")  # the position in the data
-            self.train(resume_from_checkpoint=folder)
-
-    # The Trainer's state is one of the job's `states=`.
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(dataclasses.asdict(self.state))}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = TrainerState(**json.loads(saved["json"]))
-
-    # Where Trainer would read or write a checkpoint folder.
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.job.step()  # saves in the background when due
-
-    def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
-        pass  # `job.restore` has loaded the model, the optimizer and the scheduler
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:  # Trainer has skipped the data of earlier steps
-            torch.set_rng_state(self.generator)
+from outlast.integrations.accelerate import reset_state
+from outlast.integrations.transformers import JobTrainer
 
 
 class PrintLosses(TrainerCallback):
@@ -96,9 +54,7 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 
 @inprocess.Wrapper()
 def main(output: Path, max_steps: int) -> None:
-    # accelerate remembers the process group of the previous iteration.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_state()
     dist.init_process_group("gloo")
     arguments = TrainingArguments(
         output_dir=str(output / "trainer"),
@@ -108,7 +64,10 @@ def main(output: Path, max_steps: int) -> None:
         learning_rate=1e-3,
         logging_steps=1,
         save_strategy="steps",
-        save_steps=1,  # calls `job.step` after every step; the job decides when to save
+        save_steps=10,
+        save_total_limit=2,
+        lr_scheduler_type="cosine",
+        warmup_steps=5,
         use_cpu=True,
         ddp_backend="gloo",
         ddp_find_unused_parameters=False,
@@ -119,18 +78,12 @@ def main(output: Path, max_steps: int) -> None:
     config.bos_token_id = config.eos_token_id = 0
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    scheduler = get_scheduler("cosine", optimizer, 5, max_steps)
     trainer = JobTrainer(
-        model=model, args=arguments, train_dataset=Text(), optimizers=(optimizer, scheduler)
+        model=model, args=arguments, train_dataset=Text(), job_path=output / "checkpoints"
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(PrintLosses())
-    states = {"scheduler": scheduler, "trainer": trainer}
-    with outlast.Job(
-        output / "checkpoints", model=model, optimizer=optimizer, states=states, every=10
-    ) as job:
-        trainer.train_with(job)
+    trainer.train()
 
 
 if __name__ == "__main__":

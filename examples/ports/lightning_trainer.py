@@ -2,13 +2,11 @@
 
     outlast run --nproc-per-node 2 examples/ports/lightning_trainer.py
 
-`JobCallback` saves and restores the module, the optimizer, the scheduler, the loops and the
-position in the data through an `outlast.Job`. The data are synthetic.
+`outlast.integrations.lightning.JobCallback` saves and restores the module, the optimizer, the
+scheduler, the loops and the position in the data. The data are synthetic.
 """
 
 import argparse
-import signal
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import outlast
 from outlast import chaos, inprocess
 from outlast.elastic import ElasticLoader
-
-
-class JobCallback(L.Callback):
-    """Makes the checkpoints of a fit with an `outlast.Job`, which the exit stack closes."""
-
-    def __init__(self, path: Path, loader: Any, stack: ExitStack, **options: Any) -> None:
-        self.path, self.loader, self.stack, self.options = path, loader, stack, options
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        schedulers = enumerate(trainer.lr_scheduler_configs)
-        states = {f"scheduler{i}": config.scheduler for i, config in schedulers}
-        job = outlast.Job(
-            self.path,
-            model=pl_module,
-            optimizer=trainer.optimizers[0],
-            loader=self.loader,
-            states={"loops": trainer.fit_loop, **states},
-            **self.options,
-        )
-        self.job = self.stack.enter_context(job)
-        self.job.restore()
-        self.on_sigterm = signal.getsignal(signal.SIGTERM)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Since `on_fit_start`, Lightning has put its own handler in front of the job's. That one
-        # broadcasts to the other ranks, in the middle of any step.
-        signal.signal(signal.SIGTERM, self.on_sigterm)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.job.step()
+from outlast.integrations.lightning import JobCallback
 
 
 class Classifier(L.LightningModule):
@@ -80,19 +48,18 @@ def main(path: Path, max_epochs: int, call: inprocess.CallWrapper | None = None)
     L.seed_everything(0, verbose=False)
     x = torch.randn(1024, 20)
     loader = ElasticLoader(TensorDataset(x, (x[:, :4].sum(1) > 0).long()), global_batch_size=64)
-    with ExitStack() as stack:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=call.state.world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            max_epochs=max_epochs,
-            callbacks=[JobCallback(path, loader, stack, every=10)],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-        )
-        trainer.fit(Classifier(), loader)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=call.state.world_size,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_epochs=max_epochs,
+        callbacks=[JobCallback(path, loader=loader, every=10)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(Classifier(), loader)
 
 
 if __name__ == "__main__":

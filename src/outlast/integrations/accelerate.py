@@ -1,0 +1,145 @@
+"""accelerate: a `Job` of what an `Accelerator` has prepared.
+
+    accelerate.reset_state()
+    accelerator = Accelerator()
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    with accelerate.make_job(accelerator, "checkpoints", loader=loader) as job:
+        accelerator.load_state()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+                optimizer.step()
+            if accelerator.sync_gradients:
+                job.step()
+
+Needs the package `accelerate`: pip install 'outlast[transformers]'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import outlast
+from outlast.async_checkpoint import SaveHandle
+from outlast.integrations.extras import not_installed
+
+try:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+except ImportError as e:
+    raise not_installed("accelerate", "transformers") from e
+
+__all__ = ["make_job", "reset_state"]
+
+_SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+def reset_state() -> None:
+    """Makes accelerate forget the process group, the device and the gradient accumulation of the
+    previous iteration.
+
+    Call it at the start of a wrapped function, before the first `Accelerator` or, with Hugging
+    Face's Trainer, before the `TrainingArguments`: accelerate keeps its state for the life of the
+    process, but each iteration has a new process group, maybe with other ranks.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_job(
+    accelerator: Accelerator,
+    path: str | os.PathLike[str],
+    *,
+    loader: Any = None,
+    states: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> outlast.Job:
+    """A `Job` that saves what the accelerator has prepared: the models, the optimizers, the
+    schedulers, the gradient scaler, and the objects of `register_for_checkpointing`.
+
+    From then on, `accelerator.save_state()` saves through the job, in the background, and
+    `accelerator.load_state()` loads its newest valid checkpoint.
+
+    Args:
+        accelerator: after `prepare`.
+        path: the folder of the checkpoints, as for `Job`.
+        loader: an `ElasticLoader`, or another loader with a state; not prepared by the accelerator.
+        states: more objects with `state_dict` and `load_state_dict`, by name.
+        options: passed to `Job`: `every`, `keep`, `min_ranks`, ...
+
+    Raises:
+        ValueError: if nothing was prepared, if the accelerator uses FSDP, DeepSpeed or another
+            method that saves by itself, or if hooks of `save_state` or `load_state` are there.
+    """
+    if accelerator.distributed_type not in [DistributedType(name) for name in _SUPPORTED]:
+        raise ValueError(
+            f"{accelerator.distributed_type} is not supported: its states are not those of the "
+            "prepared objects. Use a Job directly"
+        )
+    if not accelerator._models or not accelerator._optimizers:
+        raise ValueError("prepare a model and an optimizer with the accelerator before make_job")
+    hooks = [*accelerator._save_model_state_pre_hook, *accelerator._load_model_state_pre_hook]
+    if hooks:
+        raise ValueError(
+            "hooks of save_state or load_state are registered, and would not be called: use "
+            "accelerator.register_for_checkpointing, or states="
+        )
+    job = outlast.Job(
+        path,
+        model=accelerator._models[0],
+        optimizer=accelerator._optimizers[0].optimizer,
+        loader=loader,
+        states={**_states_of(accelerator), **(states or {})},
+        **options,
+    )
+
+    def save_state(output_dir: str | None = None, *_: Any, **__: Any) -> SaveHandle:
+        _check_folder("save_state", output_dir)
+        return job.save()
+
+    def load_state(input_dir: str | None = None, *_: Any, **__: Any) -> int:
+        _check_folder("load_state", input_dir)
+        return job.restore()
+
+    accelerator.save_state, accelerator.load_state = save_state, load_state
+    return job
+
+
+def _states_of(accelerator: Accelerator) -> dict[str, Any]:
+    """The prepared objects besides the first model and the first optimizer, by name."""
+    states: dict[str, Any] = {"accelerator": _Accumulation(accelerator)}
+    if accelerator.scaler is not None:
+        states["scaler"] = accelerator.scaler
+    groups = {
+        "model": accelerator._models[1:],
+        "optimizer": accelerator._optimizers[1:],
+        "scheduler": accelerator._schedulers,
+        "object": accelerator._custom_objects,
+    }
+    for name, objects in groups.items():
+        first = 1 if name in ("model", "optimizer") else 0
+        states.update({f"{name}{i}": each for i, each in enumerate(objects, first)})
+    return states
+
+
+class _Accumulation:
+    """The position of an accelerator within the accumulation of gradients."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+def _check_folder(method: str, folder: str | None) -> None:
+    if folder is not None:
+        raise ValueError(
+            f"{method}({folder!r}): the checkpoints are in the folder of the job. Leave it out"
+        )

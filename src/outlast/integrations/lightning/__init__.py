@@ -1,0 +1,19 @@
+"""Lightning's Trainer: a callback that makes its fits survive faults, and a `CheckpointIO`.
+
+    loader = ElasticLoader(dataset, global_batch_size=64)
+    trainer = L.Trainer(callbacks=[JobCallback("checkpoints", loader=loader)], ...)
+    trainer.fit(module, loader)
+
+Needs the package `lightning`: pip install 'outlast[lightning]'.
+"""
+
+from outlast.integrations.extras import not_installed
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ImportError as e:
+    raise not_installed("lightning", "lightning") from e
+
+from outlast.integrations.lightning.job_callback import JobCallback
+
+__all__ = ["JobCallback"]

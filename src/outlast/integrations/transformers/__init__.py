@@ -1,0 +1,20 @@
+"""Hugging Face's Trainer: a subclass, and a mixin for subclasses of your own, that survive faults.
+
+    trainer = JobTrainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+
+Needs the packages `transformers` and `accelerate`: pip install 'outlast[transformers]'.
+"""
+
+from outlast.integrations.extras import not_installed
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as e:
+    raise not_installed("transformers", "transformers") from e
+
+from outlast.integrations.transformers.job_trainer import JobTrainer, JobTrainerMixin
+from outlast.integrations.transformers.ping_callback import PingCallback
+
+__all__ = ["JobTrainer", "JobTrainerMixin", "PingCallback"]

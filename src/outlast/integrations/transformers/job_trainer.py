@@ -1,0 +1,238 @@
+"""`JobTrainer`: Hugging Face's Trainer, whose checkpoints an `outlast.Job` makes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+import outlast
+from outlast.elastic.wrapped_modules import plain_state_dict
+from outlast.inprocess import CallWrapper
+from outlast.integrations.transformers.arguments import check_supported, count_steps, retention
+from outlast.integrations.transformers.ping_callback import PingCallback
+from outlast.integrations.transformers.progress import RandomGenerators, TrainerProgress
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Mixed
+else:
+    _Mixed = object  # Trainer follows in the list of base classes
+
+log = logging.getLogger("outlast.integrations")
+
+
+class JobTrainerMixin(_Mixed):
+    """Mixed into a Trainer: `class MyTrainer(JobTrainerMixin, Trainer)`. It saves and restores
+    through an `outlast.Job` what Trainer would keep in `checkpoint-N` folders.
+
+    `train()` continues at the newest valid checkpoint, and begins anew where there is none. Trainer
+    decides when to save (`save_strategy`), how many checkpoints to keep (`save_total_limit`), and
+    which one is the best (`metric_for_best_model`); saves run in the background.
+
+    Args:
+        args, kwargs: passed to Trainer.
+        job_path: the folder of the checkpoints; by default `outlast` in the Trainer's `output_dir`.
+        job: further arguments for `Job`: `every`, `keep`, `min_ranks`, ...
+        call: the handle of the wrapped function, for a ping in each batch.
+
+    Attributes:
+        job: the `Job` of the current call of `train`.
+    """
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        job_path: str | os.PathLike[str] | None = None,
+        job: Mapping[str, Any] | None = None,
+        call: CallWrapper | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.job: outlast.Job | None = None
+        self._job_options, self._call = dict(job or {}), call
+        path = Path(self.args.output_dir, "outlast") if job_path is None else job_path
+        self._job_path = os.fspath(path)
+        self._progress = TrainerProgress(self)
+        self._generators: RandomGenerators | None = None
+        self._last_step = 0  # of the last call of `_maybe_log_save_evaluate`
+        self._epoch_end_follows = self._save_is_due = False
+        self._metric: tuple[int, float] | None = None
+        self.add_callback(_RestoreLosses(self._progress))
+        if call is not None:
+            self.add_callback(PingCallback(call))
+
+    def train(
+        self: Any, resume_from_checkpoint: bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Trains from the newest valid checkpoint to the end.
+
+        Raises:
+            ValueError: if `resume_from_checkpoint` is a folder, or False where there are
+                checkpoints; if an argument of the Trainer is not supported.
+        """
+        if resume_from_checkpoint not in (None, True):
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: training continues at the "
+                f"newest valid checkpoint in {self._job_path!r}. To start over, set another "
+                "output_dir"
+            )
+        check_supported(self)
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=count_steps(self))
+        self._created_lr_scheduler = False  # else Trainer makes another one
+        _make_equal_on_all_ranks(self.model)
+        states = {"scheduler": self.lr_scheduler}
+        if getattr(self.accelerator, "scaler", None) is not None:
+            states["scaler"] = self.accelerator.scaler
+        with (
+            outlast.Job(
+                self._job_path,
+                model=self.model,
+                optimizer=self.optimizer,
+                loader=self._progress,
+                **{
+                    "every": None,
+                    "keep": retention(self.args),
+                    **self._job_options,
+                    "states": {**states, **self._job_options.get("states", {})},
+                },
+            ) as job,
+            self._using(job),
+        ):
+            if job.restore() == 0:
+                return super().train(None, *args, **kwargs)
+            self._generators = RandomGenerators()
+            with tempfile.TemporaryDirectory() as folder:
+                # Trainer reads its position in the data from there, and nothing else.
+                self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+                return super().train(folder, *args, **kwargs)
+
+    # ---------------------------------------------------------------- instead of reading a folder
+
+    def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.job is None:
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if self.job is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+        if self.job is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        if self.job is None:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None and self._generators is not None:
+            self._generators.set_again()  # after Trainer has skipped the data of earlier steps
+
+    def _load_best_model(self: Any) -> None:
+        if self.job is None:
+            super()._load_best_model()
+            return
+        self._save()  # the last state: the model is not that of the last step afterwards
+        self.job.checkpointer.wait()
+        step = self.state.best_global_step
+        log.info("loading the best model, of step %d (%s)", step, self.state.best_metric)
+        best = {"model": plain_state_dict(self.job.module)}
+        self.job.checkpointer.restore(best, step=step, strict=False)
+
+    # ------------------------------------------------------------------------ steps and saves
+
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Trainer calls this after each step, and again at the end of an epoch. The last step of an
+        # epoch is counted, and saved, the second time: with the evaluation of the epoch.
+        step, control = self.state.global_step, self.control
+        is_last = float(self.state.epoch or 0.0).is_integer()
+        is_last = is_last or control.should_epoch_stop or control.should_training_stop
+        self._epoch_end_follows = is_last and step != self._last_step
+        self._last_step = step
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.job is not None and not self._epoch_end_follows:
+            if self._save_is_due:
+                self._save()
+            self._count_step()
+
+    def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+        if self.job is None:
+            super()._save_checkpoint(model, trial)
+        elif self._epoch_end_follows:
+            self._save_is_due = True
+        else:
+            self._save()
+
+    def _save(self: Any) -> None:
+        self._save_is_due = False
+        self.store_flos()
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = self._job_path
+        self._count_step()
+        step, metric = self._metric or (-1, None)
+        self.job.save(metric if step == self.state.global_step else None)
+
+    def _count_step(self: Any) -> None:
+        if self.state.global_step > self.job.steps:
+            self.job.step()
+
+    def _determine_best_metric(self: Any, metrics: dict[str, float], trial: Any) -> bool:
+        is_best: bool = super()._determine_best_metric(metrics=metrics, trial=trial)
+        name = self.args.metric_for_best_model
+        if name is not None:
+            value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+            self._metric = (self.state.global_step, float(value))
+        return is_best
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluates, as Trainer does; a rank that computes metrics does not count as hung."""
+        phase = contextlib.nullcontext() if self._call is None else self._call.long_phase()
+        with phase:
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return metrics
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs, as Trainer does; the times at the end of the training include earlier runs."""
+        if self.job is not None and logs.get("train_runtime"):
+            seconds = self.job.seconds + logs["train_runtime"]
+            factor = logs["train_runtime"] / seconds
+            logs["train_runtime"] = round(seconds, 4)
+            for name in ("train_samples_per_second", "train_steps_per_second"):
+                if name in logs:
+                    logs[name] = round(logs[name] * factor, 3)
+        super().log(logs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _using(self: Any, job: outlast.Job) -> Iterator[None]:
+        self.job = job
+        try:
+            yield
+        finally:
+            self.job = None
+
+
+class JobTrainer(JobTrainerMixin, Trainer):
+    """Hugging Face's Trainer with `JobTrainerMixin`, which describes the additional arguments."""
+
+
+class _RestoreLosses(TrainerCallback):
+    def __init__(self, progress: TrainerProgress) -> None:
+        self._progress = progress
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._progress.restore_losses()
+
+
+def _make_equal_on_all_ranks(model: nn.Module) -> None:
+    """Gives all ranks the model of rank 0, as DDP does later: a new head has random weights."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in chain(model.parameters(), model.buffers()):
+            dist.broadcast(tensor.detach(), 0)

@@ -1,0 +1,51 @@
+"""Each adapter, with its framework: a fault changes no loss, no metric and no weight.
+
+The scripts run in a process of their own, since frameworks keep threads and handlers. The examples
+of `examples/ports` meet signals and replaced processes, in `tests/ports`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from procs import default_signals
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NET_S = 300.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("framework", "script"),
+    [
+        ("lightning", "lightning_fits"),
+        ("transformers", "trainer_runs"),
+        ("accelerate", "accelerate_loops"),
+    ],
+)
+def test_a_fault_changes_no_loss_no_metric_and_no_weight(
+    tmp_path: Path, framework: str, script: str
+) -> None:
+    pytest.importorskip(framework, reason="make test-ports")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{script}.py"), str(tmp_path)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=NET_S,
+        check=False,
+        preexec_fn=default_signals,
+    )
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert runs
+    for name, expected, found in runs:
+        assert set(found) == set(expected), f"{name}: {set(found) ^ set(expected)}\n{done.stderr}"
