@@ -23,6 +23,7 @@ MODULES = {
     "copies": ("copies.run", "Copies in another host's memory"),
     "ablation": ("checkpoint.ablation", "Recycled files"),
     "elastic": ("elastic.run", "Elastic state"),
+    "silent": ("elastic.silent", "Checks for silent faults"),
 }
 """The module of each benchmark, and the title of its section on the page."""
 
