@@ -13,6 +13,7 @@ from outlast.events.report.figures.phases import measure_phases
 from outlast.events.report.figures.recoveries import distributions, recoveries_of, recovery_of
 from outlast.events.report.figures.redone_steps import any_restored, redone_steps
 from outlast.events.report.figures.saves import summarize_saves
+from outlast.events.report.figures.silent_faults import find_mismatches, find_stragglers
 from outlast.events.report.figures.timeline import timeline_of
 from outlast.events.report.history.call_history import CallHistory, exits_of, launcher_ranks_of
 from outlast.events.report.history.host_losses import (
@@ -126,6 +127,8 @@ def build(events: Iterable[Event]) -> Report:
         causes=count_causes(restarts),
         host_counts=count_hosts(restarts),
         injected=injected,
+        mismatches=find_mismatches(events, origins),
+        stragglers=find_stragglers(events, origins),
         no_restart=tuple(
             sorted(
                 event.rank

@@ -10,6 +10,7 @@ from outlast.events.report.sentences import (
     describe_saves,
     describe_stop,
 )
+from outlast.events.report.silent_faults import describe_silent_faults
 from outlast.events.report.words import listed, one_line, plural, share
 from outlast.system.units import duration_text
 
@@ -126,6 +127,7 @@ def describe_no_restart(report: Report) -> str:
 def ending(report: Report) -> list[str]:
     """Sentences about the end of the run, and what else was recorded."""
     sentences = [one_line(describe_host_loss(loss)) for loss in report.hosts_lost]
+    sentences += describe_silent_faults(report)
     if report.no_restart:
         sentences.append(describe_no_restart(report))
     sentences += [one_line(sentence) for sentence in describe_injected(report)]

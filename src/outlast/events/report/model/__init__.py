@@ -21,6 +21,7 @@ from outlast.events.report.model.run import (
     Report,
     Stop,
 )
+from outlast.events.report.model.silent_faults import Mismatch, Straggler
 from outlast.events.report.model.timeline import HostTimeline, Lane, Mark, Span
 from outlast.events.report.model.times import HostTime, LostTime, RestartParts
 
@@ -36,6 +37,7 @@ __all__ = [
     "Lane",
     "LostTime",
     "Mark",
+    "Mismatch",
     "Party",
     "Phases",
     "Recovery",
@@ -47,4 +49,5 @@ __all__ = [
     "Saves",
     "Span",
     "Stop",
+    "Straggler",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from outlast.events.report.model.checkpoints import Saves
 from outlast.events.report.model.restarts import HostLoss, Party, Restart
+from outlast.events.report.model.silent_faults import Mismatch, Straggler
 from outlast.events.report.model.timeline import HostTimeline
 from outlast.events.report.model.times import HostTime
 
@@ -107,6 +108,7 @@ class Report:
         injected: the faults of the plan, if the job had one and its launcher recorded its end.
         no_restart: launcher ranks whose process ended with exit code 93.
         timeline: what each rank did when, by host.
+        mismatches, stragglers: faults that raised no error.
     """
 
     source: str
@@ -137,3 +139,5 @@ class Report:
     injected: tuple[InjectedFault, ...] = ()
     no_restart: tuple[int, ...] = ()
     timeline: tuple[HostTimeline, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
