@@ -218,7 +218,7 @@ class RunState:
                 return
             process = known
         process.seen = max(process.seen, event.time)
-        if event.iteration >= 0:
+        if isinstance(event, Assigned | Entered | Joined) and event.iteration >= 0:
             process.iteration = event.iteration
         if event.member >= 0:
             process.member = event.member
