@@ -19,6 +19,7 @@ NOW = "outlast.now"
 """Name of the note that extends the report of a running job up to the present moment."""
 
 _PAUSE_FACTOR = 20
+_RESTART_S = 120.0
 _IN_FUNCTION = (State.RUNNING, State.RESERVE, State.RESTARTING, State.RETURNED)
 
 
@@ -104,13 +105,17 @@ class LiveRun:
 
     def over(self) -> bool:
         """Whether every launcher has recorded its end, or this host had the whole run and none of
-        its processes exists any more.
+        its processes exists any more. Another launcher than `outlast run` writes no events: it may
+        be about to start new processes, and has two minutes for that.
         """
         hosts = {host for host, _ in self.state.processes} or set(self.state.now)
         hosts -= set(self.state.hosts_lost.values())
         if hosts and hosts <= self.state.exit_codes.keys():
             return True
-        return hosts <= {self.own_host} and bool(hosts) and not self.alive()
+        if not hosts or not hosts <= {self.own_host} or self.alive():
+            return False
+        silent_s = self._clock() - self.state.now[self.own_host]
+        return bool(self.state.launchers) or not 0 <= silent_s < _RESTART_S
 
     def now(self, host: str) -> float | None:
         """The present time of a host's clock; of another host, the time of its last event."""
@@ -128,10 +133,11 @@ class LiveRun:
 
         It is computed from all events, which takes longer the more there are. The last one is
         returned again until twenty times as long has passed: this process then uses a twentieth
-        of one core at most.
+        of one core at most. Once the run is over, the report is that of all events.
         """
         began = time.monotonic()
-        if self._report is None or (began >= self._due and (not self.up_to_date or self.alive())):
+        due = began >= self._due and (not self.up_to_date or self.alive())
+        if self._report is None or due or (not self.up_to_date and self.over()):
             self._report = build([*self._events, *self._present()])
             self._built = self._version
             took = time.monotonic() - began

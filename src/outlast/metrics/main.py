@@ -7,9 +7,9 @@ launcher is gone; a launcher that was killed closes the channel too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import socket
 import sys
 import threading
@@ -52,9 +52,6 @@ def export(
     Args:
         listening: where to serve them for Prometheus; closed at the end.
         live: whether the run goes on for sure; `None` if that is to be found out.
-
-    Raises:
-        OSError: if the folder of the run cannot be read.
     """
     run = LiveRun(
         Path(order.folder),
@@ -75,11 +72,18 @@ def export(
             from outlast.metrics.prometheus import MetricsServer
 
             stack.callback(MetricsServer(listening, collector).close)
-        while not over.is_set():
+        failed = False
+        while not over.wait(_POLL_S):
+            try:
+                collector.poll()
+                failed = False
+            except OSError as e:  # a file system that does not answer now; said once
+                if not failed:
+                    print(f"outlast: metrics: {order.folder}: {e}", file=sys.stderr, flush=True)
+                failed = True
+        # What the job has written at its very end; a temporary folder may be gone.
+        with contextlib.suppress(OSError):
             collector.poll()
-            over.wait(_POLL_S)
-        # What the job has written at its very end.
-        collector.poll()
 
 
 def main() -> None:
@@ -100,13 +104,7 @@ def main() -> None:
             over.set()
 
     threading.Thread(target=watch, name="outlast-launcher", daemon=True).start()
-    try:
-        export(order, listening, over, live=True)
-    except FileNotFoundError:
-        if over.is_set():
-            return  # a temporary folder, which the launcher has removed
-        print(f"outlast: metrics: {order.folder} is gone", file=sys.stderr)
-        os._exit(1)
+    export(order, listening, over, live=True)
 
 
 if __name__ == "__main__":

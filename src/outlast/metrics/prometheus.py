@@ -6,10 +6,11 @@ Values are taken when they are scraped, in the server's thread, and nobody else 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outlast.metrics.collect import Collector
 from outlast.metrics.instruments import INSTRUMENTS, Kind
@@ -76,6 +77,12 @@ class MetricsServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One line, and not a traceback on the job's console for each scrape that fails."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):  # who asked has gone: its own affair
+            print(f"outlast: metrics: a scrape failed: {error!r}", file=sys.stderr, flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -84,6 +84,8 @@ class Screen:
                 text.append("ended: its processes no longer exist", "bold red")
         elif run.alive():
             text.append("running", "bold green")
+        elif run.own_host in run.state.now:
+            text.append("no process on this host at present", "bold yellow")
         else:
             text.append("on other hosts", "bold")
         if longest is not None:
