@@ -22,6 +22,7 @@ MODULES = {
     "checkpoint": ("checkpoint.run", "Checkpoints"),
     "copies": ("copies.run", "Copies in another host's memory"),
     "ablation": ("checkpoint.ablation", "Recycled files"),
+    "recovery": ("recovery.run", "Beside other systems"),
     "elastic": ("elastic.run", "Elastic state"),
     "silent": ("elastic.silent", "Checks for silent faults"),
 }

@@ -52,6 +52,19 @@ def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "recovery", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=170, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    systems = json.loads(out.read_text())["recovery"]["data"]["systems"]
+    assert list(systems) == ["outlast", "torchrun, torch.save"]
+    mine = systems["outlast"]["5"]
+    assert mine["recoveries"]["exception"] != [None]
+    assert mine["steps"] > 0
+
+
+@pytest.mark.slow
 def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]

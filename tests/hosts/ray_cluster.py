@@ -36,6 +36,8 @@ class RayCluster:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # By default, a token in the home directory, which a later `ray.init` may not use.
+            "RAY_AUTH_MODE": "disabled",
             # A dead node is seen after seconds, not half a minute.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",

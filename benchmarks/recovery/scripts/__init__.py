@@ -1,0 +1,1 @@
+"""The training as a user of each system writes it. Each is started by that system's launcher."""
