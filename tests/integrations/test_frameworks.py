@@ -26,6 +26,7 @@ NET_S = 300.0
     ("framework", "script"),
     [
         ("lightning", "lightning_fits"),
+        ("lightning", "lightning_checkpoints"),
         ("transformers", "trainer_runs"),
         ("accelerate", "accelerate_loops"),
     ],

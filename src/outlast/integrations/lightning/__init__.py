@@ -14,6 +14,7 @@ try:
 except ImportError as e:
     raise not_installed("lightning", "lightning") from e
 
+from outlast.integrations.lightning.checkpoint_io import BackgroundCheckpointIO
 from outlast.integrations.lightning.job_callback import JobCallback
 
-__all__ = ["JobCallback"]
+__all__ = ["BackgroundCheckpointIO", "JobCallback"]
