@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from campaign import launchers
 from outlast.campaign import campaign
+from outlast.campaign.output import ProgressLine
 from outlast.launch.cli import app
 
 
@@ -68,6 +72,24 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
     assert "FAILED" in output
     assert "Shortened from 1 to 1 faults" in output
     assert f"outlast chaos campaign --replay {tmp_path}/round-0001/shortened.json" in output
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[psutil.Process] = []
+
+    def running(self: ProgressLine, what: str, step: int, fired: int) -> None:
+        if step and what == "round 1":
+            left.extend(psutil.Process().children())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ProgressLine, "running", running)
+    handler = signal.getsignal(signal.SIGTERM)
+    code, output = invoke("--faults=1", "--kinds=stop", "--nproc-per-node=1", f"--out={tmp_path}")
+    assert code == 143, output
+    assert left
+    assert not any(process.is_running() for process in left)
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 @pytest.mark.slow

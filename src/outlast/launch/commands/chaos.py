@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -107,7 +111,7 @@ def campaign(
     console = Console()
     with exit_on(ChaosError, CampaignError, OSError):
         options.out.mkdir(parents=True, exist_ok=True)
-        with console.status("starting") as status:
+        with _ended_by_sigterm(), console.status("starting") as status:
             running = Campaign(options, ProgressLine(console, status, options.faults))
             result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
         (options.out / "results.json").write_text(result.to_json())
@@ -118,3 +122,13 @@ def campaign(
         raise typer.Exit(1)
     if out is None:
         shutil.rmtree(options.out)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that the running job is ended too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
