@@ -93,6 +93,7 @@ def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # on a busy machine its first round takes minutes
 def test_a_minute_of_faults(tmp_path: Path) -> None:
     """Real jobs. The seed is a new one every day; it is in the output of a failure."""
     seed = str(datetime.date.today().toordinal())

@@ -25,16 +25,23 @@ def test_a_seed_always_gives_the_same_plans() -> None:
 
 
 def test_every_kind_comes_before_any_comes_again() -> None:
+    """Those that end the job once, all others twice."""
     kinds = [str(getattr(f, "kind", None) or f.action) for p in first(30) for f in p.all_faults]
-    counts = [kinds.count(str(kind)) for kind in (*Kind, *Action)]
-    assert len(kinds) == 600
-    assert max(counts) - min(counts) <= 1
+    rare = {str(kind): kinds.count(str(kind)) for kind in (Kind.SIGTERM, *Action)}
+    often = {str(kind): kinds.count(str(kind)) for kind in Kind if kind is not Kind.SIGTERM}
+    assert sum(rare.values()) + sum(often.values()) == len(kinds) == 600
+    assert max(rare.values()) - min(rare.values()) <= 1
+    assert max(often.values()) - min(often.values()) <= 2
+    assert min(often.values()) + 2 >= 2 * max(rare.values())
 
 
 def test_a_thousand_faults_have_every_kind_in_every_phase_and_on_every_rank() -> None:
-    faults = [fault for plan in first(50) for fault in plan.faults]
-    assert {(f.kind, f.phase) for f in faults} == {(k, p) for k in Kind for p in Phase}
-    assert {(f.kind, f.rank) for f in faults} == {(k, r) for k in Kind for r in range(4)}
+    faults = [
+        fault for plan in first(50) for fault in plan.faults if fault.kind is not Kind.SIGTERM
+    ]
+    kinds = set(Kind) - {Kind.SIGTERM}
+    assert {(f.kind, f.phase) for f in faults} == {(k, p) for k in kinds for p in Phase}
+    assert {(f.kind, f.rank) for f in faults} == {(k, r) for k in kinds for r in range(4)}
 
 
 def test_an_entry_is_planned_by_its_iteration() -> None:
@@ -78,8 +85,8 @@ def test_a_round_ends_after_its_last_fault() -> None:
 def test_only_the_chosen_kinds() -> None:
     shape = Shape(ranks=1, faults=6, kinds=parse_kinds(["hang", "stop"]))
     plan = first(1, shape=shape)[0]
-    assert [fault.kind for fault in plan.faults] == [Kind.HANG] * 3
-    assert [fault.action for fault in plan.launcher] == [Action.STOP] * 3
+    assert [fault.kind for fault in plan.faults] == [Kind.HANG] * 4
+    assert [fault.action for fault in plan.launcher] == [Action.STOP] * 2
     with pytest.raises(ValueError, match=r"unknown kind 'explosion'; the kinds are: exception, "):
         parse_kinds(["explosion"])
 

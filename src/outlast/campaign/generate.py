@@ -1,8 +1,8 @@
 """The plans of a campaign's rounds: all from the seed, so that a round can be repeated.
 
-Kinds are dealt like cards: every kind comes once before any comes again. So are the phases of each
-kind. Some faults come at the same step as the one before, on another rank: then the second hits a
-job that is recovering.
+Kinds are dealt like cards: every kind comes as often as it should before any comes again. So do the
+phases of each kind. Some faults come at the same step as the one before, on another rank: then the
+second hits a job that is recovering.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _TOGETHER = 0.2
 
 _PHASES = (Phase.STEP, *Phase)
 """The phases of each kind; a step comes twice, since training is mostly steps."""
+_ENDS_JOB = (Kind.SIGTERM, *Action)
+"""Half as often as others: the next launcher starts all processes anew, which takes long."""
 _MOST_ITERATION = 5
 """The last iteration at whose entry a fault is planned."""
 _OF_RANK_0 = Phase.COMMITTED
@@ -73,7 +75,8 @@ def reference_plan(seed: int, shape: Shape) -> RoundPlan:
 
 def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
     """The plans of the rounds, numbered from 1, without end."""
-    deck = _deal(f"{seed}/kinds", shape.kinds)
+    often = [card for card in shape.kinds if card not in _ENDS_JOB]
+    deck = _deal(f"{seed}/kinds", (*shape.kinds, *often))
     phases = {card: _deal(f"{seed}/phases/{card}", _PHASES) for card in shape.kinds}
     number = 0
     while True:

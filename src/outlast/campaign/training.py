@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # otherwise the first step of an optimizer imports it, which takes long
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +60,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-@inprocess.Wrapper(soft_timeout=4, hard_timeout=7, termination_grace_time=1, repeated_faults=None)
+@inprocess.Wrapper(soft_timeout=3, hard_timeout=5, termination_grace_time=1, repeated_faults=None)
 def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> None:
     """Trains to the last step, from the newest state."""
     assert call is not None
