@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from launch.runs import Run
+from integrations.faulty_runs import losses_of
 from outlast import Checkpointer
 from zygote import Zygote
 
@@ -23,16 +21,16 @@ FAULTS = [
     {"rank": 1, "iteration": 2, "step": 13, "kind": "hang"},
     {"rank": 0, "iteration": 3, "step": 3, "kind": "sigkill"},  # serves the iteration's store
 ]
-LINE = re.compile(r"^\[(\d)\] step (\d+): loss (\S+)$", re.MULTILINE)
+ARGUMENTS = ["--steps", str(STEPS), "--save-every=5", "--state", "state"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_parallel_dimensions_survive_faults_bit_by_bit(tmp_path: Path, zygote: Zygote) -> None:
-    undisturbed = train(tmp_path / "undisturbed", [])
+    undisturbed = losses_of(tmp_path / "undisturbed", EXAMPLE, ARGUMENTS, nprocs=4)
     assert set(undisturbed) == {(rank, step) for rank in (2, 3) for step in range(1, STEPS + 1)}
 
-    disturbed = train(tmp_path / "disturbed", FAULTS)
+    disturbed = losses_of(tmp_path / "disturbed", EXAMPLE, ARGUMENTS, nprocs=4, faults=FAULTS)
     assert disturbed == undisturbed, "every pass over a step has the same loss"
 
     expected = final_state(tmp_path / "undisturbed")
@@ -49,25 +47,6 @@ def test_all_parallel_dimensions_survive_faults_bit_by_bit(tmp_path: Path, zygot
         if not same(value, found[part][name])
     ]
     assert not differing
-
-
-def train(folder: Path, faults: list[dict[str, Any]]) -> dict[tuple[int, int], set[str]]:
-    """The losses of a run by rank and step: all values that were printed, one per pass."""
-    folder.mkdir()
-    options = ["--nproc-per-node=4", "--max-restarts=8"]
-    if faults:
-        plan = folder / "plan.json"
-        plan.write_text(json.dumps({"faults": faults}))
-        options.append(f"--chaos={plan}")
-    arguments = ["--steps", str(STEPS), "--save-every=5", "--state", str(folder / "state")]
-    with Run(folder, EXAMPLE.read_text(), *options, args=arguments) as run:
-        for number, fault in enumerate(faults):
-            run.until_said(f"fires {fault['kind']} at iteration {number}")
-        assert run.wait() == 0, run.err[-10_000:]
-        losses: dict[tuple[int, int], set[str]] = {}
-        for rank, step, value in LINE.findall(run.out):
-            losses.setdefault((int(rank), int(step)), set()).add(value)
-        return losses
 
 
 def final_state(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,209 @@
+"""DeepSpeed: its checkpoints as verified background saves, and its restart in place.
+
+    checkpoints = DeepSpeedCheckpoints(engine, "checkpoints", keep=2)
+    client_state = checkpoints.restore()         # instead of engine.load_checkpoint
+    ...
+    checkpoints.save(client_state={"epoch": 3})  # instead of engine.save_checkpoint
+    ...
+    checkpoints.close()
+
+DeepSpeed makes and reads the same state dicts as for its own files (ZeRO 0 to 3). They go through
+a `CheckpointEngine` to an `outlast.Checkpointer`, which copies them, and writes them in the
+background. A checkpoint becomes visible when the files of all ranks are durable.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast.async_checkpoint import Checkpointer, SaveHandle
+from outlast.errors import CheckpointError
+from outlast.integrations.extras import not_installed
+from outlast.integrations.packed_pickle import pack, unpack
+
+try:
+    import deepspeed
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import Init
+except ImportError as e:
+    raise not_installed("deepspeed", "deepspeed") from e
+
+__all__ = ["BackgroundCheckpointEngine", "DeepSpeedCheckpoints", "reset"]
+
+
+def reset() -> None:
+    """Prepares DeepSpeed for a restart in place: call it at the top of the wrapped function.
+
+    DeepSpeed remembers the process groups of the process for as long as it runs. With ZeRO 3 it
+    also numbers the parameters and modules through all models of the process: a survivor would
+    continue where its last model ended, a replacement begin at 0, and the ranks would disagree.
+    This resets both. On CPUs it also disables DeepSpeed's own collectives in shared memory, which
+    wait in native code, where no abort reaches them.
+    """
+    deepspeed.comm.comm.cdb = None
+    deepspeed.utils.groups._release_process_group_references()
+    Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
+    Init.apply_param_persistence = False
+    parameter_offload.FWD_MODULE_STACK.clear()  # a fault may have interrupted a forward pass
+    # The count of modules is the default value of a parameter.
+    number_modules = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
+    for default in number_modules.__defaults__ or ():
+        if isinstance(default, list):
+            default[:] = [0]
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class BackgroundCheckpointEngine(CheckpointEngine):
+    """DeepSpeed's interface for files of checkpoints, on a `Checkpointer`.
+
+    `save` collects the files of this rank, and `commit` schedules the save. `load` returns what
+    `DeepSpeedCheckpoints.restore` has read.
+
+    Attributes:
+        step: the step of the save that DeepSpeed begins next.
+        handle: that of the last save.
+        loaded: the packed files of the restored checkpoint, by name.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        self.checkpointer = checkpointer
+        self.step = 0
+        self.handle: SaveHandle | None = None
+        self.loaded: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
+
+    def create(self, info: Any) -> None:
+        self._files = {}
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Does nothing: the checkpointer makes its folders."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._files[os.path.basename(path)] = pack(state_dict)
+
+    def commit(self, info: Any) -> bool:
+        files, self._files = self._files, {}
+        self.handle = self.checkpointer.save(self.step, {"files": files})
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        name = os.path.basename(path)
+        if name not in self.loaded:
+            raise CheckpointError(
+                f"DeepSpeed asks for {name}, which is not among the files that this rank has "
+                f"restored ({', '.join(self.loaded) or 'none'}): load checkpoints by "
+                "DeepSpeedCheckpoints.restore()"
+            )
+        return unpack(self.loaded[name])
+
+    def preserves_storage_sharing(self) -> bool:
+        """Each tensor is saved without the rest of its storage: DeepSpeed need not clone it."""
+        return False
+
+
+class DeepSpeedCheckpoints:
+    """Saves and restores a DeepSpeed engine. All ranks call the same methods in the same order.
+
+    The world size must be that of the save, as with DeepSpeed's own checkpoints. Restoring
+    unpickles what DeepSpeed pickled, which may run code: use folders that you trust.
+
+    Args:
+        engine: the result of `deepspeed.initialize`. Its `checkpoint_engine` is replaced.
+        path: the folder, or a URL.
+        arguments: those of `outlast.Checkpointer`, except `overlap`: DeepSpeed's optimizers do not
+            say which tensors they change.
+
+    Raises:
+        ValueError: if the engine saves more than its state dicts: mixture-of-experts layers,
+            `PipelineModule`, an optimizer offloaded to NVMe.
+    """
+
+    def __init__(self, engine: Any, path: str | os.PathLike[str], **arguments: Any) -> None:
+        _check_supported(engine)
+        if "overlap" in arguments:
+            raise ValueError("overlap: not available with DeepSpeed; leave the argument out")
+        self.engine = engine
+        self.checkpointer = Checkpointer(path, **arguments)
+        self._files = BackgroundCheckpointEngine(self.checkpointer)
+        engine.checkpoint_engine = self._files
+
+    def save(self, client_state: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Saves the engine as it is now, in the background, as step `engine.global_steps`.
+
+        Args:
+            client_state: more to save; `restore` returns it. That of one rank is saved.
+
+        Raises:
+            CheckpointError: if an earlier save failed, as `Checkpointer.save`.
+        """
+        self._files.step = int(self.engine.global_steps)
+        with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+            # Into the folder, DeepSpeed copies only its script for converting its own files.
+            self.engine.save_checkpoint(
+                folder, tag=_TAG, client_state=dict(client_state or {}), save_latest=False
+            )
+        assert self._files.handle is not None
+        return self._files.handle
+
+    def restore(self, step: int | None = None) -> dict[str, Any] | None:
+        """Loads the newest valid checkpoint into the engine, or that of `step`.
+
+        Returns:
+            The client state; `None` if there is no checkpoint. `engine.global_steps` is the step.
+
+        Raises:
+            CheckpointMismatch: if the checkpoint is of another world size or ZeRO stage.
+            CheckpointError: if there are checkpoints but none is valid.
+        """
+        with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+            model = self.engine._get_ckpt_name(folder, _TAG)
+            paths = [model]
+            if self.engine.zero_optimization():
+                paths.append(self.engine._get_zero_ckpt_name(folder, _TAG))
+            files: dict[str, Any] = {os.path.basename(path): {} for path in paths}
+            found = self.checkpointer.restore({"files": files}, step=step)
+            if found is None:
+                return None
+            self._files.loaded = files
+            # DeepSpeed looks for its model file by name before it asks the engine for it.
+            Path(model).parent.mkdir(parents=True)
+            Path(model).touch()
+            try:
+                loaded, client_state = self.engine.load_checkpoint(folder, tag=_TAG)
+            finally:
+                self._files.loaded = {}
+            if loaded is None:
+                raise CheckpointError(f"DeepSpeed did not load the checkpoint of step {found}")
+            return dict(client_state)
+
+    def close(self) -> None:
+        """Waits for saves in progress.
+
+        Raises:
+            CheckpointError: if a save failed.
+        """
+        self.checkpointer.close()
+
+
+_TAG = "outlast"
+
+
+def _check_supported(engine: Any) -> None:
+    refused = {
+        "mixture-of-experts layers": engine.has_moe_layers,
+        "a PipelineModule": isinstance(engine.module, deepspeed.pipe.PipelineModule),
+        "an optimizer that is offloaded to NVMe": bool(engine.zero_nvme_offload_optimizer()),
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"DeepSpeedCheckpoints does not support {what}: use engine.save_checkpoint"
+            )
