@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import Fired
@@ -19,6 +20,11 @@ from outlast.events.run_folders import runs_in
 
 _UNKNOWN = "it is not known whether"
 """In the cause of a save whose rank 0 may have committed it before it died."""
+_WITHOUT_RESTART = ("slow_disk", "torn_write", "flipped_byte", "signal_storm")
+"""Kinds that training does not notice, or only by the damage that a later restore finds."""
+_LONGEST_S = 10.0
+"""The time from a fault to its restart: more than the hard timeout of the training."""
+_MOMENT_S = 0.5
 _BEFORE_S = 0.05
 """How much earlier than its own record a fault may be seen: the record is written first."""
 
@@ -43,31 +49,54 @@ def read_stages(folder: Path) -> list[Stage]:
 
 
 def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> list[Fired]:
-    """The faults inside the ranks that have fired, each with the restart that followed it."""
+    """The faults inside the ranks that have fired, each with the restart that it has caused."""
+    every = MarkerDirectory(records).records()
+    fired = [one for one in every if str(one.get("key", "")).startswith("planned-")]
+    restarts = [
+        (stage.origin + restart.at, restart)
+        for stage in stages
+        for restart in stage.report.restarts
+    ]
+    caused = {
+        index: (at, restart)
+        for at, restart in restarts
+        if (index := _cause_of(at, restart, fired)) is not None
+    }
     found = []
-    blamed: set[int] = set()
-    for record in MarkerDirectory(records).records():
-        key = str(record.get("key", ""))
-        if not key.startswith("planned-"):
-            continue
-        fault = plan.faults[int(key.removeprefix("planned-"))]
-        at = float(record["time"])
+    for index, record in enumerate(fired):
+        fault = plan.faults[int(record["key"].removeprefix("planned-"))]
         one = Fired(
             kind=record["kind"], phase=fault.phase.value, rank=record["rank"], step=record["step"]
         )
-        match = _restart_after(at, int(record["pid"]), stages)
-        if match is not None:
-            origin, restart = match
-            redone = None if id(restart) in blamed else restart.redone_steps
-            blamed.add(id(restart))
+        if index in caused:
+            seen_at, restart = caused[index]
+            since = seen_at - float(record["time"])
             one = dataclasses.replace(
                 one,
-                seen=_since(at, origin, restart, restart.phases.detection),
-                back=_since(at, origin, restart, restart.phases.total),
-                redone=redone,
+                seen=_after(since, restart.phases.detection),
+                back=_after(since, restart.phases.total),
+                redone=restart.redone_steps,
             )
         found.append(one)
     return found
+
+
+def _cause_of(at: float, restart: Restart, fired: Sequence[dict[str, Any]]) -> int | None:
+    """The fault that has caused a restart: the last one before it of the process that its report
+    names first; otherwise the last one before it at all, if that was a moment ago.
+    """
+    causes = (*([restart.cause] if restart.cause else []), *restart.others)
+    before = {
+        index: at - float(record["time"])
+        for index, record in enumerate(fired)
+        if record["kind"] not in _WITHOUT_RESTART and float(record["time"]) <= at + _BEFORE_S
+    }
+    for cause in causes:
+        ages = {i: age for i, age in before.items() if fired[i]["pid"] == cause.pid}
+        if ages and min(ages.values()) <= _LONGEST_S:
+            return min(ages, key=lambda index: ages[index])
+    recent = {index: age for index, age in before.items() if age <= _MOMENT_S}
+    return min(recent, key=lambda index: recent[index], default=None)
 
 
 def believed_partial(stages: Sequence[Stage]) -> list[str]:
@@ -87,25 +116,8 @@ def believed_partial(stages: Sequence[Stage]) -> list[str]:
     return [f"step {step} was restored from storage; its save had failed" for step in sorted(wrong)]
 
 
-def _restart_after(at: float, pid: int, stages: Sequence[Stage]) -> tuple[float, Restart] | None:
-    """The restart that a fault has caused: the first after it that names its process; otherwise the
-    first after it, if the process is not named in any.
-    """
-    later = [
-        (stage.origin, restart)
-        for stage in stages
-        for restart in stage.report.restarts
-        if restart.at + stage.origin >= at - _BEFORE_S
-    ]
-    for origin, restart in later:
-        causes = (*restart.others, *([restart.cause] if restart.cause else []))
-        if any(cause.pid == pid for cause in causes):
-            return origin, restart
-    return None
-
-
-def _since(at: float, origin: float, restart: Restart, length: float | None) -> float | None:
-    return None if length is None else max(0.0, restart.at + origin + length - at)
+def _after(since: float, length: float | None) -> float | None:
+    return None if length is None else max(0.0, since + length)
 
 
 def job_times(stages: Sequence[Stage]) -> tuple[float, float]:
