@@ -156,3 +156,15 @@ def test_lost_memory_is_replaced_by_the_checkpoint(tmp_path: Path, phase: str) -
         assert event.source == "storage"
         checkpointer.save(5, state(5)).result()
     assert restored(tmp_path) == (5, [])
+
+
+def test_a_new_writer_is_not_given_lost_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with saves_under(tmp_path, "kill_writer", "step") as (checkpointer, injector):
+        chaos.fire("lost_shared_memory")
+        assert injector.writers is not None
+        while injector.writers.connected:
+            time.sleep(0.001)
+        assert checkpointer.restore(state(0)) == 1
+    assert "snapshots in memory cannot be used" not in caplog.text
