@@ -67,5 +67,8 @@ def test_the_result_is_that_of_a_job_without_faults(
 ) -> None:
     found = run(tmp_path / "job", faults, steps=STEPS)
     check_same(found, undisturbed)
-    assert sorted(found.fired) == sorted((f["kind"], f["phase"]) for f in faults), found.output
+    planned = {(f["kind"], f["phase"]) for f in faults}
+    # A restart that keeps the state of the survivors restores nothing.
+    assert {(kind, phase) for kind, phase in planned if phase != "restore"} <= set(found.fired)
+    assert set(found.fired) <= planned
     assert found.valid[-1] == STEPS
