@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,16 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert "first cause" in Page(file.read_text(encoding="utf-8")).text
 
 
+def test_the_page_of_a_run_says_when_it_started(tmp_path: Path) -> None:
+    (folder := tmp_path / "20261121-212345.123-nightly").mkdir()
+    log(a_run(), folder)
+    file = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(file)])
+    assert result.exit_code == 0, result.output
+    text = Page(file.read_text(encoding="utf-8")).text
+    assert "nightlystarted 2026-11-21 21:23:45 UTC" in text
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     folder = log(a_run(), tmp_path)
     file = tmp_path / "missing" / "report.html"
@@ -159,3 +171,20 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     for option in ("--json", "--all"):
         result = CliRunner().invoke(app, ["report", str(folder), "--html", str(file), option])
         assert result.exit_code == 2, result.output
+
+
+def test_all_text_has_enough_contrast() -> None:
+    """At least 4.5 to 1 (WCAG 2.1, AA), in the light and in the dark design."""
+    style = files("outlast.events.report.html").joinpath("style.css").read_text(encoding="utf-8")
+    for design in style.split("@media (prefers-color-scheme: dark)"):
+        colors = dict(re.findall(r"--(ink|dim|link|bg|card): #([0-9a-f]{6})", design))
+        for text in ("ink", "dim", "link"):
+            for ground in ("bg", "card"):
+                one, other = sorted(map(_luminance, (colors[text], colors[ground])))
+                assert (other + 0.05) / (one + 0.05) >= 4.5, (text, ground)
+
+
+def _luminance(color: str) -> float:
+    parts = (int(color[place : place + 2], 16) / 255 for place in (0, 2, 4))
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(p * share for p, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))

@@ -91,7 +91,9 @@ def _print_one(run: Run, as_json: bool) -> None:
 def _write_page(run: Run, file: Path) -> None:
     from outlast.events.report import build, load_run, render_html
 
-    page = render_html(build(load_run(run)), title=run.run_id or run.folder.resolve().name)
+    started = "" if run.own else f"started {run.at:%Y-%m-%d %H:%M:%S} UTC"
+    title = run.run_id or run.folder.resolve().name
+    page = render_html(build(load_run(run)), title=title, started=started)
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

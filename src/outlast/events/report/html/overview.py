@@ -30,7 +30,7 @@ PARTS = {
 _HOSTS = 200
 
 
-def head(report: Report, title: str) -> Markup:
+def head(report: Report, title: str, started: str) -> Markup:
     """The title, and the run in a few numbers."""
     facts = [plural(report.world_size, "rank"), plural(len(report.hosts), "host")]
     facts.append(plural(len(report.restarts), "restart"))
@@ -40,7 +40,9 @@ def head(report: Report, title: str) -> Markup:
         facts.append(f"{plural(len(report.hosts_lost), 'host')} lost")
     facts.append(f"{report.events:,} events")
     chips = tag("ul", *(tag("li", fact) for fact in facts), class_="chips")
-    return tag("header", tag("p", "outlast report", class_="brand"), tag("h1", title), chips)
+    brand = tag("p", "outlast report", class_="brand")
+    when = [tag("p", started, class_="note")] if started else []
+    return tag("header", brand, tag("h1", title), *when, chips)
 
 
 def goodput_section(report: Report) -> Markup:

@@ -7,6 +7,7 @@ request is made, and markup that came from a log could not run.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 from importlib.resources import files
 
@@ -30,8 +31,13 @@ _SECTIONS = {
 }
 
 
-def render_html(report: Report, *, title: str) -> str:
-    """The page, as the text of an HTML file in UTF-8; `title` names the run."""
+def render_html(report: Report, *, title: str, started: str = "") -> str:
+    """The page, as the text of an HTML file in UTF-8.
+
+    Args:
+        title: the name of the run.
+        started: when the run started, in words.
+    """
     style, script = _resource("style.css"), _resource("script.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
@@ -41,7 +47,7 @@ def render_html(report: Report, *, title: str) -> str:
     body = tag(
         "body",
         tag("a", "Skip to the content", href="#goodput", class_="skip"),
-        head(report, title),
+        head(report, title, started),
         tag("nav", *links, aria_label="Sections"),
         tag(
             "main",
@@ -74,7 +80,9 @@ def render_html(report: Report, *, title: str) -> str:
 
 
 def _end(report: Report) -> Markup:
-    return section("The end", "end", *(tag("p", sentence) for sentence in ending(report)))
+    without_saves = dataclasses.replace(report, saves=None)  # they have a section of their own
+    told = [tag("p", sentence) for sentence in ending(without_saves)]
+    return section("The end", "end", *told)
 
 
 def _resource(name: str) -> str:
