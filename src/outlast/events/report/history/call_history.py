@@ -212,9 +212,10 @@ class CallHistory:
 
     def lost_hosts(self, iteration: int) -> frozenset[str]:
         """The hosts of the iteration whose members are all in no later one."""
-        gone = {party.member for party in self.lost(iteration)}
+        lost = self.lost(iteration)
+        gone = {party.member for party in lost}
         stayed = {e.host for m, e in self.views.get(iteration, {}).items() if m not in gone}
-        return frozenset(party.host for party in self.lost(iteration)) - stayed
+        return frozenset(party.host for party in lost) - stayed
 
     def joined(self, iteration: int) -> tuple[Party, ...]:
         """The members of the next iteration that were in none before."""

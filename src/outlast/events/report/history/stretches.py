@@ -44,9 +44,10 @@ def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
         hung = [fault for fault in call.faults(iteration) if fault.interruption in _HUNG]
         view = call.views[iteration]
         own = [event for event in call.during(iteration) if event.member in view]
+        lost_hosts = call.lost_hosts(iteration)
         for host in {event.host for event in own if isinstance(event, Entered)}:
             here = [event for event in own if event.host == host]
-            lost = host in call.lost_hosts(iteration)
+            lost = host in lost_hosts
             last = _last_sign(call, iteration, host) if lost else ends[host]
             start, end = _time_in_function(here, last)
             found[host].append(
