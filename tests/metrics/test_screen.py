@@ -8,7 +8,15 @@ import pytest
 from rich.console import Console
 
 from metrics.replay import Logs, eventful_run
-from outlast.events import Event, HostLost, LauncherEnded, WorkerExited, WorkerStarted
+from outlast.events import (
+    Event,
+    HostLost,
+    LauncherEnded,
+    Lost,
+    StopRequested,
+    WorkerExited,
+    WorkerStarted,
+)
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.screen import Screen
 
@@ -66,6 +74,16 @@ def test_a_run_whose_processes_are_gone(logs: Logs) -> None:
     assert text.startswith("run  ended: its processes no longer exist")
     text = frame(logs.folder, alive=False)  # another launcher may be about to start new ones
     assert text.startswith("run  no process on this host at present")
+
+
+def test_a_rank_that_leaves_at_a_stop_is_not_lost(logs: Logs) -> None:
+    logs.write(running())
+    logs.write([StopRequested(host="a", pid=1, time=139.5, reason="SIGTERM to the launcher")])
+    lost = Lost(host="a", pid=5000, member=0, rank=0, iteration=2, time=139.8, reason="ended")
+    logs.write([lost])
+    text = frame(logs.folder, alive=True)
+    assert "told to stop: SIGTERM to the launcher" in text
+    assert "1 lost so far" in text  # the rank that was killed before
 
 
 def test_a_script_without_wrapper(logs: Logs) -> None:

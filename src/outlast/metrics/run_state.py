@@ -207,7 +207,9 @@ class RunState:
             # From the monitor process of another rank, perhaps on another host.
             process = self._of_member.get(event.member)
             if process is not None and isinstance(event, Lost) and not process.over:
-                process.state, process.since = State.LOST, process.seen
+                # A rank that leaves because the job was told to stop is not lost.
+                process.state = State.ENDED if self.stop else State.LOST
+                process.since = process.seen
             return
         if isinstance(event, Assigned | Entered | Joined):
             process = self._process(event.host, event.pid)
@@ -245,7 +247,7 @@ class RunState:
         elif isinstance(event, Completed):
             state = State.COMPLETED
         elif isinstance(event, Lost):
-            state = State.LOST
+            state = State.ENDED if self.stop else State.LOST
         if state is not None and (event.time >= process.since or state in _OVER):
             process.state, process.since = state, event.time
 

@@ -189,6 +189,7 @@ def test_a_job_with_a_sigkill_is_seen_while_it_runs(tmp_path: Path, receiver: Re
     assert "finished" in frame.output.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_the_exporter_is_replaced_when_it_is_killed_and_no_folder_is_left(tmp_path: Path) -> None:
     finish = tmp_path / "finish"
     with Run(tmp_path, WAITS, "--metrics-port=0", args=[str(finish)]) as run:
@@ -213,6 +214,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts(tmp_path: Path) -> Non
     assert "Address already in use" in run.err
 
 
+@pytest.mark.slow
 def test_the_exporter_ends_with_a_killed_launcher(tmp_path: Path) -> None:
     with Run(tmp_path, WAITS, "--metrics-port=0", args=["never"]) as run:
         scrape(run)
