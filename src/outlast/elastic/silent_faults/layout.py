@@ -156,11 +156,11 @@ def _slices(pieces: Sequence[Piece], total: int, every: int) -> tuple[tuple[Piec
     """At most `every` slices of about equal size."""
     limit = max(-(-total // every), _LEAST_BYTES)
     slices: list[list[Piece]] = []
-    size = limit
+    size = 0
     for piece in pieces:
         nbytes = sum(part.end - part.begin for part in piece.parts)
         # With the last slice that a cycle has room for, the rest goes into that one.
-        if size + nbytes > limit and len(slices) < every:
+        if not slices or (size + nbytes > limit and len(slices) < every):
             slices.append([])
             size = 0
         slices[-1].append(piece)

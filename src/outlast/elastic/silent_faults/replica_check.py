@@ -122,7 +122,8 @@ class RunningReplicaCheck:
         self._alone = ledger.world_size == 1
         self._exchange = Exchange(ledger, "replicas", self._compare)
         self._step = step
-        self._slice = len(self._layout.slices)  # the next one to hash; none
+        self._in_cycle = False
+        self._slice = 0  # the next one to hash in the cycle
         self._first = step
         self._digests: list[list[Digest] | None] = []
         self._handover: _Handover | None = None
@@ -147,13 +148,16 @@ class RunningReplicaCheck:
         if self._alone:
             return
         self._settle()
-        if self._slice == len(self._layout.slices) and self._step % self._check.every == 0:
-            self._slice, self._first, self._digests = 0, self._step, []
-        if self._slice < len(self._layout.slices):
+        # A rank that holds no parameters has no slices, and publishes an empty record: all ranks
+        # take part in every round.
+        if self._in_cycle and self._slice == len(self._layout.slices):
+            self._in_cycle = False
+            self._publish()
+        if not self._in_cycle and self._step % self._check.every == 0:
+            self._in_cycle, self._slice, self._first = True, 0, self._step
+        if self._in_cycle and self._slice < len(self._layout.slices):
             self._hand_over(self._slice)
             self._slice += 1
-        elif self._digests:
-            self._publish()
         for text in self._exchange.results():
             self._act_on(Result.decode(text))
 
