@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint.environment import ranks
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
 from outlast.async_checkpoint.restore.arrange_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
@@ -173,6 +174,7 @@ class Checkpointer:
             self._emitter.clock,
             self._timeout,
         )
+        self.kept = KeptState(self._session, self._restorer, self._pipeline)
         self._closed = False
         self._at_exit = _close_at_exit(self)
         self._session.owner = self
@@ -348,8 +350,7 @@ class Checkpointer:
         ):
             self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
-            # A rank that fails will be restarted, and must not wait for a save: other ranks may
-            # never finish theirs.
+            # A rank that will be restarted must not wait: other ranks may never finish their saves.
             self.abort()
 
     # ----------------------------------------------------------------------------- private

@@ -14,14 +14,25 @@ from outlast.async_checkpoint.writer import handover
 WRITER = """
 import os, sys
 from pathlib import Path
-from outlast.async_checkpoint.writer.handover import Announcement, HandedOver, hand_over
+from outlast.async_checkpoint.writer.handover import (
+    Announcement, HandedOver, KeptMemory, hand_over
+)
+from outlast.system.shared_memory import SharedMemory
 path, main = Path(sys.argv[1]), int(sys.argv[2])
 announcement = Announcement(main)
 announcement.place(path)
 print("placed", flush=True)
-if sys.stdin.readline() == "listen\\n":
-    snapshot = HandedOver({"socket": str(path)}, b"values", os.memfd_create("buffer"))
-    hand_over([snapshot], 60.0, os.pidfd_open(os.getppid()), announcement)
+what = sys.stdin.readline()
+if what != "end\\n":
+    memory = SharedMemory(4)
+    memory.view[:4] = b"kept"
+    snapshots = [HandedOver({"socket": str(path)}, b"values", os.memfd_create("buffer"))]
+    launcher = os.pidfd_open(os.getppid())
+    kept = KeptMemory(memory, path)
+    if what == "listen\\n":
+        hand_over(snapshots, 60.0, launcher, announcement)
+    else:
+        hand_over([], 60.0, launcher, announcement, kept)
 announcement.withdraw()
 """
 
@@ -46,7 +57,7 @@ def path(tmp_path: Path) -> Path:
     return handover.private_folder(tmp_path / "private") / "0.sock"
 
 
-@pytest.mark.parametrize("does", ["listen", "end"])
+@pytest.mark.parametrize("does", ["listen", "end", "give kept memory"])
 def test_a_replacement_waits_for_the_writer_of_a_dead_process(
     path: Path, dead: int, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
@@ -65,20 +76,25 @@ def test_a_replacement_waits_for_the_writer_of_a_dead_process(
 
         monkeypatch.setattr(handover, "is_announced", is_announced)
         found = handover.take_over(path)
-        for each in found:
+        for each in found.snapshots:
             os.close(each.descriptor)
+        content = b""
+        if found.kept >= 0:
+            content = os.pread(found.kept, 4, 0)
+            os.close(found.kept)
     assert told == [True]
-    assert [each.values for each in found] == ([b"values"] if does == "listen" else [])
+    assert [each.values for each in found.snapshots] == ([b"values"] if does == "listen" else [])
+    assert content == (b"kept" if does == "give kept memory" else b"")
     assert os.listdir(path.parent) == []
 
 
 def test_a_process_does_not_wait_for_the_writer_of_a_living_one(path: Path) -> None:
     with writer(path, os.getpid()) as process:
-        assert handover.take_over(path) == []
+        assert not handover.take_over(path).snapshots
         process.communicate("end\n")
 
 
 def test_a_killed_writer_announces_nothing(path: Path, dead: int) -> None:
     with writer(path, dead) as process:
         process.kill()
-    assert handover.take_over(path) == []
+    assert not handover.take_over(path).snapshots

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.events import StepsDone
+from outlast.events import CheckpointRestored, StepsDone
 from outlast.events.report import build, load
 from outlast.events.report.sentences import describe_redone
 from procs import Job
@@ -45,6 +45,24 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
     by_pings = build([event for event in events if not isinstance(event, StepsDone)])
     assert (by_pings.redone_steps, by_pings.steps_from) == (9 + 3, "pings")
     assert by_pings.hosts == report.hosts, "the time is measured without the numbers of steps"
+
+
+def test_no_step_is_redone_if_a_replica_has_it(ranks: Callable[..., Job], tmp_path: Path) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("redone", str(tmp_path / "checkpoints"), "16", "[4, 9]", "live", env=env) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, [job.errors(rank) for rank in range(2)]
+    events = load(logs)
+    report = build(events)
+    assert [restart.redone_steps for restart in report.restarts] == [0, 0]
+    assert report.steps_from == "steps"
+    restored = [each for each in events if isinstance(each, CheckpointRestored)]
+    assert (
+        sorted((each.step, each.source) for each in restored)
+        == [(3, "live")] * 2 + [(8, "live")] * 2
+    )
 
 
 def test_a_stop_is_not_a_restart_and_loses_no_rank(

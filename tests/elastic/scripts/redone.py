@@ -1,6 +1,7 @@
 """Trains with `Job` under `Wrapper`, and fails in chosen steps: which steps are redone is known.
 
-redone.py PATH STEPS FAILS      # FAILS: a JSON list of steps; the last rank fails in each, once
+redone.py PATH STEPS FAILS [LIVE]   # FAILS: a JSON list of steps; the last rank fails in each, once
+                                    # LIVE: "live" to continue from the state of the survivors
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import outlast
 from outlast.inprocess import CallWrapper, Wrapper
 
 PATH, STEPS, FAILS = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+LIVE = sys.argv[4:] == ["live"]
 EVERY = 5
 
 
@@ -28,7 +30,7 @@ def train(call: CallWrapper) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with outlast.Job(PATH, model=model, optimizer=optimizer, every=EVERY) as job:
+    with outlast.Job(PATH, model=model, optimizer=optimizer, every=EVERY, live=LIVE) as job:
         job.restore()
         while job.steps < STEPS:
             call.ping()

@@ -152,7 +152,7 @@ class Keeper:
             path = announced.with_suffix(".sock")
             if path == self._socket:
                 continue
-            for handed in take_over(path):
+            for handed in take_over(path).snapshots:
                 size = os.fstat(handed.descriptor).st_size
                 copy = HeldCopy(
                     handed.snapshot, handed.values, SharedMemory(size, handed.descriptor)

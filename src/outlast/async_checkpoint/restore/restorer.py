@@ -75,6 +75,7 @@ class Restorer:
 
     Attributes:
         copies: the copies in other hosts' memory, if there are any.
+        restored_from: the source of the last restore; empty if it found nothing.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Restorer:
         self._emitter = emitter
         self._items = session.memo.items
         self.copies: CopiesInReach | None = None
+        self.restored_from = ""
 
     @property
     def ranks(self) -> Agreement:
@@ -138,7 +140,7 @@ class Restorer:
         for name in found["left"]:
             log.info("removed %s, left by an unfinished save", name)
         path = self._session.socket_path(self._ranks.rank, self._ranks.world_size)
-        self._session.pool.take_over(path)
+        self._session.take_over(path)
 
     def restore(
         self,
@@ -156,6 +158,7 @@ class Restorer:
             if step is not None:
                 raise CheckpointError(f"{where} has no checkpoint of step {step}")
             self._emitter.emit(NothingToRestore())
+            self.restored_from = ""
             return None
         errors: list[str] = []
         empty = empty_dicts(state_dict)
@@ -167,6 +170,7 @@ class Restorer:
             step, source = candidate.step, candidate.source
             if failure is None:
                 seconds = self._emitter.clock.now() - began
+                self.restored_from = source
                 self._emitter.emit(
                     CheckpointRestored(
                         step=step,
@@ -199,10 +203,26 @@ class Restorer:
             self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))
         raise CheckpointError(f"no checkpoint in {where} is valid:\n  " + "\n  ".join(errors))
 
-    def _snapshots(self) -> dict[str, HeldSnapshot]:
-        """This rank's snapshots in memory, by the ids of their saves."""
-        buffers = [*self._session.pool.buffers, *self._session.pool.handed_over]
-        if not any(buffer.snapshot is not None for buffer in buffers):
+    def newest(self, after: int) -> int | None:
+        """The step of the newest candidate later than `after`, the same on all ranks."""
+        found = self._candidates(self._snapshots(after), None)
+        return found[0].step if found and found[0].step > after else None
+
+    def restored_by_caller(self, step: int, source: str, seconds: float, size_bytes: int) -> None:
+        """The ranks have restored `step` without a checkpoint; `source` and `size_bytes`, what was
+        received from other ranks, are this rank's own.
+        """
+        self.restored_from = source
+        self._emitter.emit(
+            CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
+        )
+
+    def _snapshots(self, after: int = -1) -> dict[str, HeldSnapshot]:
+        """This rank's snapshots in memory, by the ids of their saves. The writer is not asked, and
+        takes no checksums, unless there is one of a later step than `after`.
+        """
+        held = [*self._session.pool.buffers, *self._session.pool.handed_over]
+        if not any(each.snapshot is not None and each.snapshot["step"] > after for each in held):
             return {}
         try:
             answer = self._session.writer.request(DescribeSnapshots())

@@ -24,6 +24,7 @@ from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
+from outlast.system.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.checkpointer import Checkpointer
@@ -39,7 +40,8 @@ class FolderSession:
     snapshots outlive this process. Another folder of the same name has a different `identity`.
     `recycles`: whether this process has removed checkpoints: the recycled files are its own then,
     and it deletes them at its end, whichever rank it is by then. `keeper` and `copies` copy the
-    snapshots to another host, and hold those of others.
+    snapshots to another host, and hold those of others. `kept` is memory that the writer keeps for
+    a replacement of this process, `inherited` what a dead process of this rank has left of it.
     """
 
     def __init__(self, url: str, *, threads: int, linger_s: float, replicas: int) -> None:
@@ -61,6 +63,8 @@ class FolderSession:
         self.copies: CopyRounds | None = None
         self.memo = StructureMemo()
         self.pool = BufferPool(self.writer)
+        self.kept: SharedMemory | None = None
+        self.inherited: SharedMemory | None = None
         self._sink: Sink | None = None
         # At exit, the program says goodbye to the writer, which would otherwise linger.
         atexit.register(self._close_at_exit)
@@ -78,6 +82,33 @@ class FolderSession:
         """The socket at which the writer of a dead process waits for the replacement of a rank."""
         name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
         return runtime_folder() / f"{name}.sock"
+
+    def take_over(self, path: Path) -> None:
+        """Takes over what a dead process of this rank has left at `path`, this rank's socket; what
+        this process keeps goes there from now on.
+        """
+        found = self.pool.take_over(path)
+        if found is not None:
+            self.release_inherited()
+            self.inherited = found
+        # What was inherited must survive the death of this process too, until there is a newer one.
+        kept = self.kept if self.kept is not None else self.inherited
+        if kept is not None:
+            self.writer.keep(kept, str(path))
+
+    def keep(self, memory: SharedMemory, path: Path) -> None:
+        """Makes the writer keep this memory; releases what was kept or inherited before."""
+        before, self.kept = self.kept, memory
+        self.writer.keep(memory, str(path))
+        if before is not None and before is not memory:
+            before.close()
+        self.release_inherited()
+
+    def release_inherited(self) -> None:
+        """Releases what a dead process of this rank has left."""
+        memory, self.inherited = self.inherited, None
+        if memory is not None:
+            memory.close()
 
     def unlock(self) -> None:
         """Releases the folder's lock, if this process holds it."""
@@ -114,6 +145,10 @@ class FolderSession:
             self.copies.join()
         self.writer.close(timeout_s, tidy=self.recycles, last=self.locked)
         self.pool.close()
+        self.release_inherited()
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
         self.storage.close()
         self.locked = False
         if self._sink is not None:

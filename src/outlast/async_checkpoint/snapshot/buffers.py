@@ -188,9 +188,12 @@ class BufferPool:
         self._allocating = threading.Thread(target=allocate, name="outlast-allocate", daemon=True)
         self._allocating.start()
 
-    def take_over(self, socket: Path) -> None:
-        """Takes over the snapshots that a dead process of this rank left in memory."""
-        for handed in take_over(socket):
+    def take_over(self, socket: Path) -> SharedMemory | None:
+        """Takes over the snapshots that a dead process of this rank left in memory; returns the
+        memory that its writer kept for it, if there is any.
+        """
+        left = take_over(socket)
+        for handed in left.snapshots:
             size_bytes = os.fstat(handed.descriptor).st_size
             if size_bytes < max(
                 (at + size for _, at, size in handed.snapshot["layout"]), default=1
@@ -203,6 +206,13 @@ class BufferPool:
                 continue
             memory = SharedMemory(size_bytes, handed.descriptor)
             self.adopt(handed.snapshot, handed.values, memory, handed.snapshot["index"])
+        if left.kept < 0:
+            return None
+        size_bytes = os.fstat(left.kept).st_size
+        if not size_bytes:  # lost
+            os.close(left.kept)
+            return None
+        return SharedMemory(size_bytes, left.kept)
 
     def adopt(
         self, snapshot: SnapshotDescription, values: bytes, memory: SharedMemory, index: str

@@ -25,6 +25,7 @@ from outlast.async_checkpoint.writer.messages import (
     Commit,
     Goodbye,
     HideFolders,
+    KeepMemory,
     Message,
     ReleaseBuffer,
     RemoveFolders,
@@ -85,6 +86,7 @@ class WriterClient:
         self._process: BackgroundProcess | None = None
         self._buffers: dict[int, tuple[SharedMemory, bytes]] = {}
         self._starting = threading.Lock()
+        self._kept: tuple[SharedMemory, str] | None = None
         self._closed = False
         # How the copy into each buffer ended, for the replacement of a lost writer.
         self._ends: dict[int, SnapshotSealed | SnapshotTorn] = {}
@@ -124,6 +126,8 @@ class WriterClient:
                 for number, (memory, index) in self._buffers.items():
                     if memory.intact:
                         _share(process, number, memory, index)
+                if self._kept is not None and self._kept[0].intact:
+                    _keep(process, *self._kept)
                 # A notification sent meanwhile follows these, to the new process.
                 with self._telling:
                     for message in self._ends.values():
@@ -152,6 +156,19 @@ class WriterClient:
         """Stops sharing this buffer with replacements of the writer."""
         with self._starting:
             self._buffers.pop(number, None)
+
+    def keep(self, memory: SharedMemory, socket: str) -> None:
+        """Makes the writer keep `memory`, instead of what it kept before: after a kill of this
+        process, its replacement gets it at `socket`. Starts the writer.
+        """
+        with self._starting:
+            self._kept = (memory, socket)
+            process = self._process
+            if process is not None:
+                with self._killed_if_late(process):  # its replacement gets the memory
+                    _keep(process, memory, socket)
+        if process is None:
+            self.start()
 
     def tell(self, message: Message) -> None:
         """Sends a notification. A lost writer does not need it."""
@@ -278,6 +295,11 @@ class WriterClient:
 
 def _share(process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes) -> None:
     message = ShareBuffer(buffer=number, size_bytes=memory.size_bytes, blob=index)
+    process.channel.send(encode(message), [memory.descriptor])
+
+
+def _keep(process: BackgroundProcess, memory: SharedMemory, socket: str) -> None:
+    message = KeepMemory(size_bytes=memory.size_bytes, socket=socket)
     process.channel.send(encode(message), [memory.descriptor])
 
 

@@ -1,4 +1,5 @@
-"""Hands the snapshots of a dead main process from its writer to the replacement process.
+"""Hands the snapshots of a dead main process from its writer to the replacement process, and with
+them the memory that the main process asked the writer to keep.
 
 The writer opens a socket only once its main process is dead, so a process that can connect gets
 snapshots of a dead process only. The socket is in a folder that only this user can enter, and both
@@ -29,6 +30,7 @@ from outlast.async_checkpoint.writer.messages import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.files import FileLocked, lock_file
 from outlast.system.processes import is_dying
+from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -46,6 +48,24 @@ class HandedOver:
     snapshot: HeldSnapshot
     values: bytes
     descriptor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptMemory:
+    """Memory that a writer keeps for its main process, and where a replacement gets it."""
+
+    memory: SharedMemory
+    socket: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Inheritance:
+    """What a dead process has left: its snapshots, and the descriptor of the memory that its writer
+    kept, or -1.
+    """
+
+    snapshots: Sequence[HandedOver] = ()
+    kept: int = -1
 
 
 def private_folder(folder: Path) -> Path:
@@ -117,14 +137,16 @@ def hand_over(
     linger_s: float,
     launcher: int | None,
     announcement: Announcement,
+    kept: KeptMemory | None = None,
 ) -> None:
     """Waits for a replacement of the main process, for `linger_s` seconds, and hands it all
-    snapshots. `launcher` is the pidfd of the process that would start one; without it, or without
-    snapshots, it does not wait.
+    snapshots and the kept memory. `launcher` is the pidfd of the process that would start one;
+    without it, or with nothing to hand over, it does not wait.
     """
-    if not snapshots or launcher is None:
+    if launcher is None or (not snapshots and kept is None):
         return
-    path = Path(snapshots[-1].snapshot["socket"])
+    # The main process says again where the memory goes whenever its rank changes.
+    path = kept.socket if kept is not None else Path(snapshots[-1].snapshot["socket"])
     private_folder(path.parent)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -137,16 +159,20 @@ def hand_over(
             path.unlink(missing_ok=True)
             announcement.withdraw()  # before the writer of the replacement places its own
             if _is_ours(connection):
-                _give(connection, snapshots)
+                _give(connection, snapshots, kept)
             else:
                 connection.close()
         finally:
             path.unlink(missing_ok=True)
 
 
-def _give(connection: socket.socket, snapshots: Sequence[HandedOver]) -> None:
+def _give(
+    connection: socket.socket, snapshots: Sequence[HandedOver], kept: KeptMemory | None
+) -> None:
     channel = Channel(connection)
     with contextlib.suppress(OSError, EOFError):  # the replacement died too
+        if kept is not None:
+            channel.send(pack({"kept": kept.memory.size_bytes}), [kept.memory.descriptor])
         for snapshot in snapshots:
             channel.send(pack(dict(snapshot.snapshot), snapshot.values), [snapshot.descriptor])
         channel.send(b"")
@@ -155,30 +181,34 @@ def _give(connection: socket.socket, snapshots: Sequence[HandedOver]) -> None:
     channel.close()
 
 
-def take_over(path: Path) -> list[HandedOver]:
-    """The snapshots of a dead predecessor, if its writer is still there. The caller closes the
+def take_over(path: Path) -> Inheritance:
+    """What a dead predecessor has left, if its writer is still there. The caller closes the
     descriptors.
     """
     deadline = time.monotonic() + _OPENING_S
     while (connection := _connect(path)) is None:
         if not is_announced(path) or time.monotonic() > deadline:
-            return []
+            return Inheritance()
         time.sleep(_POLL_S)
     channel = Channel(connection)
     found: list[HandedOver] = []
+    kept = -1
     try:
         while True:
             payload, descriptors = channel.receive()
             if not payload:
                 break
             header, values = unpack(payload)
+            if "kept" in header:
+                kept = descriptors[0]
+                continue
             found.append(HandedOver(cast(HeldSnapshot, header), values, descriptors[0]))
         channel.send(b"thanks")
     except (OSError, EOFError):  # what has arrived is usable: checksums decide
         pass
     finally:
         channel.close()
-    return found
+    return Inheritance(found, kept)
 
 
 def _connect(path: Path) -> socket.socket | None:

@@ -27,7 +27,7 @@ from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
 from outlast.async_checkpoint.writer import messages
-from outlast.async_checkpoint.writer.handover import Announcement, hand_over
+from outlast.async_checkpoint.writer.handover import Announcement, KeptMemory, hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
 from outlast.async_checkpoint.writer.messages import Message, Request
 from outlast.async_checkpoint.writer.write_files import Dropped, write_files
@@ -59,6 +59,7 @@ class Writer:
         self.storage = wrap(open_storage(config["url"]))
         self.buffers = HeldBuffers()
         self.announcement = Announcement(config["main"])
+        self.kept: KeptMemory | None = None
         self.dropped = threading.Event()
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             messages.BeginSave: self._begin_save,
@@ -119,6 +120,13 @@ class Writer:
                 buffer.close()
                 buffer.memory = SharedMemory(message.size_bytes, descriptors[0])
                 buffer.index = message.blob
+            case messages.KeepMemory():
+                if self.kept is not None:
+                    self.kept.memory.close()
+                memory = SharedMemory(message.size_bytes, descriptors[0])
+                self.kept = KeptMemory(memory, Path(message.socket))
+                if self._lingers:
+                    self.announcement.place(self.kept.socket)
             case messages.BufferReused():
                 # The main process says so before it writes the first byte: so a snapshot that is
                 # being overwritten is never handed over, even if the main process dies right after.
@@ -291,7 +299,7 @@ def main(wrap: Callable[[Storage], Storage] = lambda storage: storage) -> None:
             # The channel may end before the process does.
             readable(writer.main_process, timeout=config["linger_s"])
             snapshots = writer.buffers.handover()
-            hand_over(snapshots, config["linger_s"], launcher, writer.announcement)
+            hand_over(snapshots, config["linger_s"], launcher, writer.announcement, writer.kept)
         writer.announcement.withdraw()
         writer.tidy_up()
     finally:

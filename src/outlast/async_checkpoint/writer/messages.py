@@ -101,6 +101,16 @@ class ReleaseBuffer(Message):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepMemory(Message):
+    """Keeps the memory whose descriptor is attached, instead of what was kept before: if the main
+    process is killed, its replacement gets it at `socket`, with the snapshots.
+    """
+
+    size_bytes: int
+    socket: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotCopied(Message):
     """The snapshot is copied up to this offset of the buffer."""
 

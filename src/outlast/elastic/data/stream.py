@@ -113,6 +113,21 @@ class ShardedStream:
             "global_batch_size": self.batch_size * self.replicas,
         }
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """The position of this replica alone, as after `done`. Not a collective, and nothing is
+        recorded. For this replica only: the offsets of other replicas' shards may be old.
+        """
+        offsets = self._offsets.tolist()
+        for shard, offset in self._handed_out:
+            offsets[shard] = offset
+        size = self.batch_size * self.replicas
+        return {
+            "epoch": self.epoch,
+            "shards": list(self.shards),
+            "offsets": offsets,
+            "global_batch_size": size,
+        }
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved position. Logs a warning on rank 0 if the replicas together had
         another batch size.

@@ -18,9 +18,7 @@ import datetime
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -28,19 +26,18 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
-from outlast.coordination.collectives import least
 from outlast.coordination.training_step import report_step
+from outlast.elastic.job.counters import Counters
 from outlast.elastic.job.forgotten_restore import check_nothing_to_restore
+from outlast.elastic.job.live.restore import LiveState
 from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
-from outlast.elastic.job.sample_count import SampleCount
+from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
-from outlast.elastic.wrapped_modules import with_old_names
-from outlast.errors import CheckpointError
 from outlast.events import StopRequested
 from outlast.inprocess.running_call import running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
@@ -78,6 +75,9 @@ class Job:
             default all ranks are needed: the job ends with an error if a lost rank is not replaced.
             (A new job may have any number of ranks.)
         checks: a `ReplicaCheck`, a `StragglerCheck` or both: faults that raise no error.
+        live: whether to continue after a restart in place from the state that the surviving ranks
+            have, if it is newer than the newest checkpoint. Until `restore` returns, a survivor
+            then holds the state of before the fault next to that of the new model.
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
     """
@@ -99,6 +99,7 @@ class Job:
         exit_code: int = PREEMPTED,
         min_ranks: int | None = None,
         checks: Check | Iterable[Check] = (),
+        live: bool = True,
         **options: Any,
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
@@ -107,8 +108,6 @@ class Job:
         check_stateful(loader, states or {})
         if min_ranks is not None:
             min_ranks = as_int("min_ranks", min_ranks, at_least=1)
-        self.steps = 0
-        self.seconds = 0.0
         self._grace = as_timedelta("grace", grace, allow_zero=True)
         self._exit_code = exit_code
         self._closed = False
@@ -128,17 +127,43 @@ class Job:
             model, optimizer, loader, states or {}, rank=rank, world_size=world_size, random=random
         )
         self._ledger = connect_ledger("job", self._group)
+        self._counters = Counters(loader)
+        self._live: LiveState | None = None
+        if live and self._call is not None:
+            ledger, kept = self._ledger.child("live"), self.checkpointer.kept
+            self._live = LiveState(
+                self._training, kept, ledger, self._group, self._call, random=random
+            )
+        self._restoring = Restoring(
+            self._training, self._counters, self.checkpointer, self._live, self._group
+        )
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
         self._agreement: StopAgreement | None = None
-        self._seconds_since = time.monotonic()
         self._last_saved = self._restored = -1
-        self._samples = SampleCount(loader)
         self._may_save = False  # restored, or there is nothing to restore
         # Last, so that a constructor that raises leaves no handlers. After a restart in place, the
         # handlers of the previous iteration have stayed.
         self._stop_request = present_request()
         self._stop_request.install(tuple(signals), exit_code)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps since the first run."""
+        return self._counters.steps
+
+    @property
+    def seconds(self) -> float:
+        """The time that the job has run, up to the state that was restored."""
+        return self._counters.seconds
+
+    @property
+    def restored_from(self) -> str:
+        """Where `restore` has found the state: "live" (this rank's own, from before the fault),
+        "replica" (sent by another rank), "memory" (a checkpoint in memory), "copies" (some ranks'
+        from the memory of another host) or "storage"; empty without a restored state.
+        """
+        return self.checkpointer.kept.restored_from
 
     @property
     def rank(self) -> int:
@@ -177,17 +202,18 @@ class Job:
         Raises:
             ValueError: if it is unknown: see `step`.
         """
-        return self._samples.total
+        return self._counters.samples.total
 
     def restore(self, step: int | None = None) -> int:
-        """Loads the newest valid checkpoint, or that of `step`. Call it on all ranks, before the
-        first step.
+        """Continues from the newest state: after a restart in place, that of the ranks which have
+        survived; otherwise the newest valid checkpoint, or that of `step`. Call it on all ranks,
+        before the first step. `restored_from` says which it was.
 
         Without a checkpoint, saves the initial state and waits for that save: after a fault before
         the first scheduled save, survivors, which have continued training, return to it.
 
         Returns:
-            The number of steps before the checkpoint; 0 without one.
+            The number of steps before the restored state; 0 if there is none.
 
         Raises:
             CheckpointMismatch: if the checkpoint does not fit; names what differs.
@@ -199,24 +225,13 @@ class Job:
                 was in memory only has been saved.
         """
         trusted = TrustedRestore(self.checkpointer, step)
-        step = trusted.step
-        backup, counters = self._training.backup(), self._counters()
-        try:
-            state, optional = self._training.load_target()
-            state["counters"] = dict(counters)
-            read = partial(self.checkpointer.restore, step=step, optional=optional)
-            found = with_old_names(read, state)
-            if found is not None:
-                self._load_on_all_ranks(state)
-        except Exception:
-            self._training.roll_back(backup)
-            self._set_counters(counters)
-            raise
+        # With a step, from a checkpoint: survivors are in a state from after a silent fault.
+        found = self._restoring.restore(trusted.step)
         self._may_save = True
         if found is None:
-            self._training.roll_back(backup)
             check_equal_on_all_ranks(self.module, self._ledger, self._group)
             self.save().wait()
+        self._restoring.done()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
             self._last_saved, self._restored = -1, self.steps
@@ -245,10 +260,12 @@ class Job:
         """
         self._check_restored()
         agreement = self._start_listening()
-        self.steps += 1
+        self._counters.steps += 1
         self._stop_request.furthest = max(self._stop_request.furthest, self.steps)
         self._step_events.completed(self.steps)
-        self._samples.add_step(samples)
+        self._counters.samples.add_step(samples)
+        if self._live is not None:
+            self._live.completed(self.steps, self._counters.state_dict())
         report_step(self.steps)
         self._checks.completed(self.steps)
         if agreement.is_last(self.steps, self._grace.total_seconds()):
@@ -267,7 +284,7 @@ class Job:
             self.checkpointer.wait()  # `step` has just saved: this save replaces that one
         if self._training.consistent_ddp is not None:
             self._training.consistent_ddp.average_statistics()
-        state = {**self._training.state_dict(), "counters": self._counters()}
+        state = {**self._training.state_dict(), "counters": self._counters.state_dict()}
         handle = self.checkpointer.save(self.steps, state, metric=metric)
         self._last_saved = self.steps
         return handle
@@ -353,24 +370,9 @@ class Job:
 
     def _release(self) -> None:
         self._closed = True
+        if self._live is not None:
+            self._live.close()
         release_request()
-
-    def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
-        """Loads the restored state; if one rank cannot, raises on all ranks: the others would wait
-        for that rank in their next collective.
-        """
-        no_rank = 1 << 62
-        error: Exception | None = None
-        try:
-            self._training.load_state_dict(state, started=int(state["counters"]["steps"]) > 0)
-            self._set_counters(state["counters"])
-        except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
-            error = e
-        first = least(no_rank if error is None else self.rank, self._group)
-        if error is not None:
-            raise error
-        if first != no_rank:
-            raise CheckpointError(f"rank {first} could not load its state: see its own error")
 
     def _check_restored(self) -> None:
         if self._may_save:
@@ -378,16 +380,3 @@ class Job:
         check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
         self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
         self._may_save = True
-
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "samples": self._samples.saved(),
-            "seconds": self.seconds + time.monotonic() - self._seconds_since,
-        }
-
-    def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        self.steps = int(counters["steps"])
-        self._samples.load(counters["samples"])
-        self.seconds = float(counters["seconds"])
-        self._seconds_since = time.monotonic()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
 from outlast.elastic.job.backup import Backup
 from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
@@ -72,6 +73,18 @@ class TrainingState:
             state["random"] = {str(self._rank): generators.capture()}
         if self.consistent_ddp is not None:
             state["parts"] = self.consistent_ddp.parts_state_dict()
+        return state
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all ranks, besides the model and the optimizer, and is saved without
+        a collective.
+        """
+        state: dict[str, Any] = {"states": {}}
+        if isinstance(self.loader, ElasticLoader):
+            state["loader"] = self._loader().save()
+        for name, source in self.states.items():
+            if not is_third_party(source):
+                state["states"][name] = self._attached(name).save()
         return state
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,23 +21,31 @@ Generators = dict[str, torch.Tensor]
 
 def capture() -> Generators:
     """The state of each generator, by name."""
-    version, numbers, gauss = random.getstate()
-    states = {
-        "python": torch.tensor([version, *numbers, *_float(gauss)], dtype=torch.int64),
-        "torch": torch.get_rng_state(),
-    }
+    states = {"python": of_python(random.getstate()), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        if kind == "MT19937":
-            values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
-            states["numpy"] = torch.tensor(values, dtype=torch.int64)
+        state = numpy.random.get_state()
+        if state[0] == "MT19937":
+            states["numpy"] = of_numpy(state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         current = torch.cuda.current_device()
         for device in range(torch.cuda.device_count()):
             name = "cuda" if device == current else f"cuda:{device}"
             states[name] = torch.cuda.get_rng_state(device)
     return states
+
+
+def of_python(state: tuple[Any, ...]) -> torch.Tensor:
+    """The result of `random.getstate()`, as a tensor."""
+    version, numbers, gauss = state
+    return torch.tensor([version, *numbers, *_float(gauss)], dtype=torch.int64)
+
+
+def of_numpy(state: tuple[Any, ...]) -> torch.Tensor:
+    """The result of `numpy.random.get_state()` of a Mersenne Twister, as a tensor."""
+    _, keys, position, has_gauss, cached = state
+    values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:

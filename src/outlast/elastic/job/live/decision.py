@@ -1,0 +1,148 @@
+"""Decides from which step and which ranks a job continues: a pure function of what they have.
+
+Rank 0 calls it, and the others get the result: all ranks do the same, whatever changes meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from outlast.elastic.job.live.point import Place
+from outlast.elastic.job.live.slots import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What one rank has, and what it needs.
+
+    Attributes:
+        records: the ranks' own states that this process has.
+        signature: that of the model into which it loads.
+        resizable: whether it can do without its own state in a job of another size.
+        branches: how many branches it knows of.
+        place: the state that its tensors hold, if they are at a step; then `settled`, `passes`,
+            `held` (its signature) and `layout` describe them (`Frozen`).
+    """
+
+    records: Sequence[Record]
+    signature: str
+    resizable: bool
+    branches: int
+    place: Place | None = None
+    settled: bool = False
+    passes: int = 0
+    held: str = ""
+    layout: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> Offer:
+        place = None if given["place"] is None else Place(**given["place"])
+        records = [Record(**each) for each in given["records"]]
+        return cls(**{**given, "place": place, "records": records})
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The state to continue from.
+
+    Attributes:
+        step, branch: identify it.
+        sources: by each rank that receives the tensors, the ranks that have them.
+        own: for each rank, the rank whose process has its own state, and of which rank it is, or
+            `None` if it goes without.
+        next_branch: that of the steps that follow.
+    """
+
+    step: int
+    branch: str
+    sources: dict[int, list[int]]
+    own: list[tuple[int, Record] | None]
+    next_branch: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> Decision:
+        sources = {int(rank): list(ranks) for rank, ranks in given["sources"].items()}
+        own = [None if each is None else (each[0], Record(**each[1])) for each in given["own"]]
+        return cls(**{**given, "sources": sources, "own": own})
+
+
+def next_branch(offers: Sequence[Offer], mark: str) -> str:
+    """The name of a new branch; `mark` makes it unique. Later ones are greater."""
+    return f"{1 + max(offer.branches for offer in offers):09d}-{mark}"
+
+
+def decide(offers: Sequence[Offer], branch: str) -> Decision | None:
+    """The newest state of which all parts are left; `None` if there is none. `offers` are in the
+    order of the ranks; `branch` is that of the steps that follow.
+    """
+    states = {(o.place.step, o.place.branch) for o in offers if o.place is not None}
+    for step, made_on in sorted(states, reverse=True):
+        found = _complete(offers, step, made_on, branch)
+        if found is not None:
+            return found
+    return None
+
+
+def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> Decision | None:
+    """The decision for this state, unless a part of it is missing."""
+    size = len(offers)
+    at_step = [
+        rank
+        for rank, offer in enumerate(offers)
+        if offer.place is not None and (offer.place.step, offer.place.branch) == (step, made_on)
+    ]
+    sources: dict[int, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        alike = [each for each in at_step if offers[each].held == offer.signature]
+        if rank in alike:
+            continue
+        if not alike:
+            return None
+        layout = offers[alike[0]].layout
+        sources[rank] = [each for each in alike if offers[each].layout == layout]
+    places = [offers[rank].place for rank in at_step]
+    sizes = {place.world_size for place in places if place is not None}
+    if sizes != {size}:
+        if not all(offer.resizable for offer in offers):
+            return None
+        return Decision(step, made_on, sources, _kept(offers, step, made_on), branch)
+    # What a rank has noted during the step holds only if nothing has changed until its end, and if
+    # it was noted in the last backward pass of the step.
+    settled = all(offers[rank].settled for rank in at_step)
+    passes = {offers[rank].passes for rank in at_step}
+    own: list[tuple[int, Record] | None] = []
+    for rank in range(size):
+        holders = [
+            (holder != rank, not record.final, holder, record)
+            for holder, offer in enumerate(offers)
+            for record in offer.records
+            if (record.step, record.branch) == (step, made_on)
+            and (record.rank, record.world_size) == (rank, size)
+            and (record.final or (settled and {record.passes} == passes))
+        ]
+        if not holders:
+            return None
+        *_, holder, record = min(holders, key=lambda each: each[:3])
+        own.append((holder, record))
+    return Decision(step, made_on, sources, own, branch)
+
+
+def _kept(offers: Sequence[Offer], step: int, made_on: str) -> list[tuple[int, Record] | None]:
+    """In a job of another size: each process keeps its own state, if it has one."""
+    found: list[tuple[int, Record] | None] = []
+    for rank, offer in enumerate(offers):
+        own = [
+            record
+            for record in offer.records
+            if (record.step, record.branch) == (step, made_on) and record.final
+        ]
+        found.append((rank, own[0]) if own else None)
+    return found

@@ -1,0 +1,274 @@
+"""Notes the live point of this rank after each step, and marks the steps of optimizers.
+
+Why a point is what it says: after `completed`, three things may change the tensors of the model and
+the optimizer. An optimizer's step is announced by torch's hook before its first write, and makes
+the point unusable. Another write to a parameter is counted by torch, and found when the point is
+frozen. A write through `.data`, NumPy or a raw pointer, or one to an optimizer's tensors outside of
+its step, is not found.
+
+A restart in place may interrupt `completed` at any point: a point is complete before the one
+assignment that makes it the present one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from outlast.async_checkpoint.kept_state import KeptState
+from outlast.elastic.job.live.point import (
+    Frozen,
+    Place,
+    Versions,
+    by_value,
+    digest,
+    signature,
+    split,
+)
+from outlast.elastic.job.live.rank_state import Buffers, RankState, State, is_simple
+from outlast.elastic.job.live.slots import Record, Slots
+from outlast.elastic.job.training_state import TrainingState
+from outlast.elastic.wrapped_modules import plain_state_dict
+from outlast.system.error_text import describe
+
+log = logging.getLogger("outlast.elastic")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """The last completed step. `shared` is the small state that is the same on all ranks;
+    `versions` and `watched` find writes to the parameters and to large tensors of `shared`.
+    """
+
+    place: Place
+    settled: bool
+    passes: int
+    shared: dict[str, Any]
+    own: State
+    versions: Versions
+    watched: Versions
+
+
+class Recorder:
+    """Notes the points of one `Job`, from the end of `Job.restore` on.
+
+    Args:
+        training: the state of the job.
+        kept: where the rank's own state survives a kill.
+        place: the state that was restored.
+        branch: the branch of the steps that follow.
+        random: whether the random generators are part of the state.
+        counters: the counters of the job at `place`.
+
+    Raises:
+        NotSupported: if the state cannot be kept.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        kept: KeptState,
+        place: Place,
+        branch: str,
+        *,
+        random: bool,
+        counters: dict[str, Any],
+    ) -> None:
+        entries = plain_state_dict(training.module, keep_vars=True)
+        self._training: TrainingState | None = training
+        self._entries: dict[str, Any] = entries
+        self._buffers = Buffers(entries, training.module)
+        _check_supported(training, entries, self._buffers)
+        self._parameters = [each for each in entries.values() if isinstance(each, nn.Parameter)]
+        self._signature = signature(entries)
+        self._state = RankState(training, self._buffers, random=random)
+        self._kept = kept
+        self._branch = branch
+        self._rank, self._world_size = place.rank, place.world_size
+        # The ranks may still write equal values to their parameters before the first step, as
+        # DistributedDataParallel does: then the contents decide, and not the counts.
+        self._digests = {id(each): digest(each) for each in self._parameters}
+        self._frozen: Frozen | None = None
+        self._early: tuple[int, State] | None = None
+        self._passes = 0  # backward passes of the coming step
+        own = self._state.note()
+        payload = pickle.dumps(own)
+        self._slots: Slots | None = Slots(len(payload))
+        self._slots.write(self._record(place.branch, place.step), payload)
+        kept.keep(self._slots.memory)
+        self._intact = True
+        self._first: _Point | None = None
+        self._point = self._first = self._noted(place, counters, own, settled=False)
+        self._removables = [register_optimizer_step_pre_hook(self._before_step)]
+        if is_simple(training):
+            self._removables += self._hook_on_gradient()
+
+    @property
+    def frozen(self) -> Frozen | None:
+        """The state to continue from, once `freeze` was called; `None` if it is not complete."""
+        found = self._frozen
+        return None if found is None or found.versions.changed() else found
+
+    def completed(self, step: int, counters: dict[str, Any]) -> None:
+        """Notes that `step` is complete, with all that belongs to it."""
+        own = self._state.note()
+        early, self._early = self._early, None
+        settled = early is not None and early == (step, own)
+        self._write(self._record(self._branch, step), own)
+        place = Place(self._branch, step, self._rank, self._world_size)
+        self._point = self._noted(place, counters, own, settled)
+        self._passes = 0
+        self._first = None
+        self._digests = {}
+        self._intact = True
+
+    def freeze(self) -> None:
+        """Ends the notes, removes the hooks, and keeps what is needed of the last point. Gradients
+        are released. Call it when the function of the iteration has been left.
+        """
+        self._unhook()
+        training, self._training = self._training, None
+        if training is None:
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            if self._intact and not self._written(training):
+                self._frozen = self._build(training)
+        except Exception as e:  # noqa: BLE001 - the other ranks may have what is needed
+            log.warning("this rank cannot continue from its own state: %s", describe(e))
+        self._parameters, self._entries, self._first = [], {}, None
+
+    def release(self) -> None:
+        """Gives up the state: there is a newer one, or none is needed."""
+        self._unhook()
+        self._training = self._frozen = self._first = None
+        self._parameters, self._entries = [], {}
+
+    def _noted(self, place: Place, counters: dict[str, Any], own: State, settled: bool) -> _Point:
+        training, watched = self._training, Versions()
+        assert training is not None
+        shared = by_value(
+            {
+                "counters": counters,
+                "groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in training.optimizer.param_groups
+                ],
+                **training.shared_state(),
+            },
+            watched,
+        )
+        versions = Versions(self._parameters)
+        return _Point(place, settled, self._passes, shared, own, versions, watched)
+
+    def _build(self, training: TrainingState) -> Frozen:
+        shared = dict(self._point.shared)
+        optimizer = training.optimizer.state_dict()
+        groups = zip(shared.pop("groups"), optimizer["param_groups"], strict=True)
+        optimizer = {
+            **optimizer,
+            "param_groups": [{**noted, "params": group["params"]} for noted, group in groups],
+        }
+        model = {
+            name: self._buffers.initial[name] if name in self._buffers else entry.detach()
+            for name, entry in self._entries.items()
+        }
+        leaves: list[torch.Tensor] = []
+        skeleton = split({"model": model, "optimizer": optimizer, **shared}, leaves)
+        return Frozen(
+            self._point.place,
+            self._point.settled,
+            self._point.passes,
+            (skeleton, self._point.own),
+            leaves,
+            Versions(leaves),
+            self._signature,
+        )
+
+    def _written(self, training: TrainingState) -> bool:
+        """Whether a tensor of the point was written to since, or replaced."""
+        point = self._point
+        changed = point.versions.changed()
+        if point is self._first:
+            changed = [each for each in changed if digest(each) != self._digests[id(each)]]
+        present = dict(training.module.named_parameters(remove_duplicate=False))
+        replaced = [
+            name
+            for name, entry in self._entries.items()
+            if isinstance(entry, nn.Parameter)
+            and not isinstance(entry, DTensor)  # a sharded module shows others during a pass
+            and present.get(name, entry) is not entry
+        ]
+        return bool(changed or replaced or point.watched.changed())
+
+    def _before_step(self, *_: Any) -> None:
+        """Any optimizer counts: the step of a second one belongs to the same step of the job."""
+        if self._intact and self._training is not None:
+            step = self._point.place.step + 1
+            if self._early is None or self._early[0] != step:
+                self._note_early()
+        self._intact = False
+
+    def _hook_on_gradient(self) -> list[Any]:
+        """Notes the coming step when the gradient of one parameter has been accumulated. DDP sends
+        that gradient only afterwards, so no rank can complete the step before this rank's state
+        is noted: also if the process is killed in the rest of the backward pass.
+        """
+        for parameter in reversed(self._parameters):
+            if parameter.requires_grad and parameter.is_leaf and not isinstance(parameter, DTensor):
+                return [parameter.register_post_accumulate_grad_hook(self._after_gradient)]
+        return []
+
+    def _after_gradient(self, _: torch.Tensor) -> None:
+        self._passes += 1
+        self._note_early()
+
+    def _note_early(self) -> None:
+        step = self._point.place.step + 1
+        own = self._state.note()
+        self._write(self._record(self._branch, step, self._passes), own)
+        self._early = (step, own)
+
+    def _write(self, record: Record, own: State) -> None:
+        if self._slots is not None and not self._slots.write(record, pickle.dumps(own)):
+            self._slots = None
+            log.info("this rank's own state has grown, or its memory is lost")
+
+    def _record(self, branch: str, step: int, passes: int | None = None) -> Record:
+        """The description of a state: a final one, unless `passes` is given."""
+        final = passes is None
+        return Record(branch, step, final, self._rank, self._world_size, passes or 0)
+
+    def _unhook(self) -> None:
+        for each in self._removables:
+            each.remove()
+        self._removables = []
+
+
+class NotSupported(Exception):
+    """This state cannot be kept; says why."""
+
+
+def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: Buffers) -> None:
+    if not isinstance(training.optimizer, Optimizer):
+        kind = type(training.optimizer).__name__
+        raise NotSupported(f"{kind} is no torch.optim.Optimizer, so its steps cannot be marked")
+    for name, entry in entries.items():
+        if not isinstance(entry, torch.Tensor) or not (
+            isinstance(entry, nn.Parameter) or name in buffers
+        ):
+            raise NotSupported(f"{name!r} of the model's state is no parameter and no buffer")
+        if entry.device.type != "cpu":
+            raise NotSupported(
+                f"{name!r} is on {entry.device}, whose work may still be in progress"
+            )
+        if name in buffers and isinstance(entry, DTensor):
+            raise NotSupported(f"the buffer {name!r} is sharded")

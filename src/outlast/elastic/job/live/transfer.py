@@ -1,0 +1,217 @@
+"""Sends a frozen state from the ranks that have it to those that need it.
+
+The bytes of all tensors, one after another, are cut into parcels of some MiB. A receiver gets them
+from several ranks at once, if there are more ranks that have the state than ranks that lack it. If
+there are fewer, it is sent in rounds: a rank that has received it sends it on in the next round, so
+that a state that one rank has reaches N ranks in log2(N) rounds.
+
+The sender's checksums follow the parcels, and the receiver compares them with its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from outlast.elastic.job.live.point import Frozen
+
+_PARCEL_BYTES = 8 << 20
+_MOST_SOURCES = 4  # of one receiver: its network is busy then
+
+Piece = tuple[int, int, int]  # the number of a tensor, its first byte, the byte after the last
+
+
+class TransferFailed(Exception):
+    """What has arrived is not what was sent."""
+
+
+def rounds(sources: Mapping[int, Sequence[int]]) -> Iterator[dict[int, list[int]]]:
+    """Which ranks send to which receiver, round after round."""
+    have = {rank: list(found) for rank, found in sources.items()}
+    left = sorted(have)
+    while left:
+        free = {rank for rank in left for rank in have[rank]}
+        now: dict[int, list[int]] = {}
+        for number, receiver in enumerate(left):
+            usable = [rank for rank in have[receiver] if rank in free]
+            waiting = sum(1 for each in left[number:] if set(have[each]) & free)
+            share = max(1, len(usable) // max(waiting, 1))
+            chosen = usable[: min(share, _MOST_SOURCES)]
+            if chosen:
+                now[receiver] = chosen
+                free -= set(chosen)
+        yield now
+        for receiver in now:
+            for other in left:
+                if other not in now and have[other][:1] == have[receiver][:1]:
+                    have[other].append(receiver)
+        left = [rank for rank in left if rank not in now]
+
+
+class Exchange:
+    """One rank's part in a transfer, over a process group; `rank` is that in the group."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def run(
+        self, sources: Mapping[int, Sequence[int]], frozen: Frozen | None
+    ) -> tuple[bytes, list[torch.Tensor]] | None:
+        """Sends what this rank has, and receives what it lacks: the header and the tensors; `None`
+        if it lacks nothing. Called on all ranks with the same `sources`.
+
+        Raises:
+            TransferFailed: names the rank whose bytes arrived damaged. This rank has then taken
+                its part in the whole transfer.
+        """
+        mine: tuple[bytes, list[torch.Tensor]] | None = None
+        if frozen is not None:
+            mine = frozen.header(), list(frozen.leaves)
+        received = False
+        damaged: list[int] = []
+        for now in rounds(sources):
+            if self._rank in now:
+                mine, bad = self._receive(now[self._rank])
+                damaged += bad
+                received = True
+            elif mine is not None:
+                for receiver, senders in now.items():
+                    if self._rank in senders:
+                        self._send(receiver, senders, *mine)
+        if damaged:
+            raise TransferFailed(f"the state that rank {damaged[0]} sent arrived damaged")
+        return mine if received else None
+
+    def move(self, moves: Sequence[tuple[int, int, int]], own: Mapping[int, bytes]) -> bytes | None:
+        """Sends the own states of ranks to the processes that have these ranks now. `moves` are
+        sender, receiver and size; `own` is what this rank sends, by receiver.
+        """
+        found: bytes | None = None
+        for sender, receiver, size in moves:
+            content = torch.zeros(size, dtype=torch.uint8)
+            if self._rank == sender:
+                content = torch.frombuffer(bytearray(own[receiver]), dtype=torch.uint8)
+                dist.send(content, self._global(receiver), group=self._group)
+            elif self._rank == receiver:
+                dist.recv(content, self._global(sender), group=self._group)
+                found = content.numpy().tobytes()
+        return found
+
+    def _send(
+        self, to: int, senders: Sequence[int], header: bytes, leaves: Sequence[torch.Tensor]
+    ) -> None:
+        target, place = self._global(to), senders.index(self._rank)
+        if place == 0:
+            dist.send(torch.tensor([len(header)]), target, group=self._group)
+            content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            dist.send(content, target, group=self._group)
+        shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in leaves]
+        views = [_bytes_of(leaf) for leaf in leaves]
+        checksums = []
+        for parcel in _own_parcels(shapes, place, len(senders)):
+            content = _gathered(views, parcel)
+            checksums.append(_checksum(content))
+            dist.send(content, target, group=self._group)
+        dist.send(torch.tensor([*checksums, 0]), target, group=self._group)
+
+    def _receive(
+        self, senders: Sequence[int]
+    ) -> tuple[tuple[bytes, list[torch.Tensor]], list[int]]:
+        """The header and the tensors, and the senders whose checksums differ."""
+        first = self._global(senders[0])
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, first, group=self._group)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(content, first, group=self._group)
+        header = content.numpy().tobytes()
+        _, shapes = pickle.loads(header)
+        leaves = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in shapes]
+        views = [_bytes_of(leaf) for leaf in leaves]
+        lanes = [
+            (rank, list(_own_parcels(shapes, place, len(senders))))
+            for place, rank in enumerate(senders)
+        ]
+        checksums: dict[int, list[int]] = {rank: [] for rank in senders}
+        for number in range(max(len(parcels) for _, parcels in lanes)):
+            # One parcel of each sender at a time: they arrive while others are checked.
+            waits = []
+            for rank, parcels in lanes:
+                if number < len(parcels):
+                    into = _gathered(views, parcels[number])
+                    work = dist.irecv(into, self._global(rank), group=self._group)
+                    waits.append((rank, parcels[number], into, work))
+            for rank, parcel, into, work in waits:
+                assert work is not None
+                work.wait()
+                _scatter(views, parcel, into)
+                checksums[rank].append(_checksum(into))
+        damaged = []
+        for rank, parcels in lanes:
+            told = torch.zeros(len(parcels) + 1, dtype=torch.int64)
+            dist.recv(told, self._global(rank), group=self._group)
+            if told.tolist() != [*checksums[rank], 0]:
+                damaged.append(rank)
+        return (header, leaves), damaged
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+
+def _own_parcels(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], place: int, count: int
+) -> Iterator[list[Piece]]:
+    """The parcels that the sender at `place` among `count` sends."""
+    for number, parcel in enumerate(_parcels(shapes)):
+        if number % count == place:
+            yield parcel
+
+
+def _parcels(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[list[Piece]]:
+    """Cuts the bytes of all tensors into parcels: small tensors together, large ones in parts."""
+    parcel: list[Piece] = []
+    room = _PARCEL_BYTES
+    for number, (name, shape) in enumerate(shapes):
+        size = torch.Size(shape).numel() * getattr(torch, name).itemsize
+        at = 0
+        while at < size:
+            end = min(at + room, size)
+            parcel.append((number, at, end))
+            room -= end - at
+            at = end
+            if not room:
+                yield parcel
+                parcel, room = [], _PARCEL_BYTES
+    if parcel:
+        yield parcel
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: a view, or a copy if it is not contiguous."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.Tensor:
+    """The bytes of a parcel: a view if it is a part of one tensor."""
+    pieces = [views[number][at:end] for number, at, end in parcel]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: torch.Tensor) -> None:
+    if len(parcel) == 1:
+        return  # received in place
+    at = 0
+    for number, begin, end in parcel:
+        views[number][begin:end].copy_(content[at : at + end - begin])
+        at += end - begin
+
+
+def _checksum(content: torch.Tensor) -> int:
+    """Of the bytes, as a signed number of 64 bits."""
+    value = xxhash.xxh3_64_intdigest(content.numpy().data)
+    return value - (1 << 64) if value >= 1 << 63 else value

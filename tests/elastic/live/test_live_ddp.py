@@ -1,0 +1,124 @@
+"""After a fault, DDP ranks continue from the newest step that a replica has, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.live_trainings import Run, check_same, fault, run
+from procs import Job
+
+Ranks = Callable[..., Job]
+SLOW = pytest.mark.slow
+LIVE, REPLICA = "live", "replica"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Run:
+    folder = tmp_path_factory.mktemp("reference")
+    script = Path(__file__).parents[1] / "scripts" / "live.py"
+
+    def ranks(_: str, plan: str, nprocs: int) -> Job:
+        return Job(folder, script, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
+
+    return run(ranks, folder / "checkpoints")
+
+
+def test_an_exception_between_two_steps_costs_no_step(
+    ranks: Ranks, tmp_path: Path, reference: Run
+) -> None:
+    faulty = run(ranks, tmp_path / "c", fault(1, "forward 7", "raise"))
+    assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE)}
+    assert all(faulty.times(rank, step) == 1 for rank in range(2) for step in range(1, 13))
+    check_same(faulty, reference)
+
+
+@pytest.mark.parametrize("at", ["forward", pytest.param("done", marks=SLOW)])
+def test_a_killed_rank_gets_the_state_of_a_replica(
+    ranks: Ranks, tmp_path: Path, reference: Run, at: str
+) -> None:
+    step = {"forward": 7, "done": 6}[at]
+    faulty = run(ranks, tmp_path / "c", fault(1, f"{at} {step}", "SIGKILL"))
+    assert faulty.restored() == {0: (6, LIVE), 1: (6, REPLICA)}
+    check_same(faulty, reference)
+
+
+@pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=SLOW)])
+@pytest.mark.parametrize(
+    "at", ["torn", *(pytest.param(a, marks=SLOW) for a in ("computed", "stepped"))]
+)
+def test_a_fault_after_the_gradients_were_exchanged(
+    ranks: Ranks, tmp_path: Path, reference: Run, at: str, do: str
+) -> None:
+    """Rank 0 completes the step, and rank 1 does not: rank 0 sends its state."""
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        fault(0, "done 7", "mark done"),
+        fault(1, f"{at} 7", f"await done, {do}"),
+    )
+    assert faulty.restored() == {0: (7, LIVE), 1: (7, REPLICA)}
+    check_same(faulty, reference, None if at == "stepped" else (1, 7))
+
+
+@SLOW
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_second_fault_during_the_transfer_loses_nothing(
+    ranks: Ranks, tmp_path: Path, reference: Run, who: int
+) -> None:
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        fault(0, "done 7", "mark done"),
+        fault(1, "torn 7", "await done, raise"),
+        fault(who, "transfer", "raise", iteration=1),
+    )
+    assert faulty.restored() == {}
+    assert faulty.restored(2) == {0: (7, LIVE), 1: (7, REPLICA)}
+    check_same(faulty, reference, (1, 7))
+
+
+@SLOW
+@pytest.mark.parametrize("at", ["begin", "restored", "forward 8"])
+def test_a_second_fault_soon_after_loses_nothing(
+    ranks: Ranks, tmp_path: Path, reference: Run, at: str
+) -> None:
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        fault(1, "forward 8", "raise", iteration=0),
+        fault(0, at, "raise", iteration=1),
+    )
+    assert faulty.restored(2) == {0: (7, LIVE), 1: (7, LIVE)}
+    check_same(faulty, reference)
+
+
+def test_a_checkpoint_is_loaded_if_no_rank_is_between_two_steps(
+    ranks: Ranks, tmp_path: Path, reference: Run
+) -> None:
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        fault(0, "torn 7", "mark torn, stay"),
+        fault(1, "torn 7", "await torn, raise"),
+    )
+    assert {step for step, _ in faulty.restored().values()} == {4}
+    assert {source for _, source in faulty.restored().values()} <= {"memory", "storage"}
+    check_same(faulty, reference)
+
+
+@SLOW
+def test_a_write_to_a_parameter_is_noticed(ranks: Ranks, tmp_path: Path, reference: Run) -> None:
+    faulty = run(ranks, tmp_path / "c", fault(0, "forward 7", "write, raise"))
+    assert faulty.restored() == {0: (6, REPLICA), 1: (6, LIVE)}
+    check_same(faulty, reference)
+
+
+@SLOW
+def test_without_live_a_checkpoint_is_loaded(ranks: Ranks, tmp_path: Path, reference: Run) -> None:
+    faulty = run(ranks, tmp_path / "c", fault(1, "forward 7", "raise"), job={"live": False})
+    assert {step for step, _ in faulty.restored().values()} == {4}
+    check_same(faulty, reference)

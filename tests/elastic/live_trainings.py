@@ -1,0 +1,74 @@
+"""Runs `live.py`, and compares a run with faults to one without, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from procs import Job, Line
+
+Ranks = Callable[..., Job]
+
+
+def fault(rank: int, at: str, do: str, **more: Any) -> dict[str, Any]:
+    """A fault of the plan."""
+    return {"rank": rank, "at": at, "do": do, **more}
+
+
+@dataclasses.dataclass
+class Run:
+    """The results of one job of `live.py`."""
+
+    lines: list[Line]
+    errors: str
+
+    def events(self, event: str) -> list[Line]:
+        return [line for line in self.lines if line["event"] == event]
+
+    def restored(self, iteration: int = 1) -> dict[int, tuple[int, str]]:
+        """The step and the source of each rank's restore."""
+        found = [line for line in self.events("restored") if line["iteration"] == iteration]
+        return {line["of"]: (line["step"], line["source"]) for line in found}
+
+    def losses(self) -> dict[tuple[int, int], set[str]]:
+        """All losses of each rank at each step: one, however often the step was made."""
+        found: dict[tuple[int, int], set[str]] = {}
+        for line in self.events("trained"):
+            found.setdefault((line["of"], line["step"]), set()).add(line["loss"])
+        return found
+
+    def ended(self) -> dict[int, str]:
+        """The state of each rank at the end: the statistics of a batch norm differ."""
+        return {line["of"]: line["state"] for line in self.events("ended")}
+
+    def times(self, rank: int, step: int) -> int:
+        """How often a rank has made a step."""
+        made = [(line["of"], line["step"]) for line in self.events("trained")]
+        return made.count((rank, step))
+
+
+def run(ranks: Ranks, path: Path, *faults: dict[str, Any], nprocs: int = 2, **plan: Any) -> Run:
+    """Runs a job to its end; a rank that is killed is started again."""
+    arguments = json.dumps({"path": str(path), "faults": faults, **plan})
+    with ranks("live", arguments, nprocs=nprocs) as job:
+        job.start_all()
+        for each in faults:
+            if "SIGKILL" in each["do"]:
+                assert job.wait(each["rank"]) == -9, job.errors(each["rank"])
+                job.start(each["rank"], env={"OUTLAST_REPLACEMENT": "1"})
+        codes = job.wait_all()
+        errors = "\n".join(job.errors(rank) for rank in range(nprocs))
+        assert set(codes.values()) == {0}, errors
+        return Run([line for rank in range(nprocs) for line in job.lines(rank)], errors)
+
+
+def check_same(faulty: Run, reference: Run, not_told: tuple[int, int] | None = None) -> None:
+    """Every loss, and the state at the end, are those of the run without faults. `not_told`: the
+    rank and step of which no loss was printed, because the rank received the state after it.
+    """
+    wanted = {key: loss for key, loss in reference.losses().items() if key != not_told}
+    assert faulty.losses() == wanted, faulty.errors
+    assert faulty.ended() == reference.ended(), faulty.errors

@@ -1,0 +1,196 @@
+"""One rank of a wrapped training whose faults come at every point of a step: `python live.py PLAN`.
+
+The plan is JSON. Its `faults` are carried out once each, when a rank gets to their point:
+{"rank": 0, "at": "torn 3", "do": "raise"}. The points of step N: `forward N`; `computed N` (the
+gradients are there); `torn N` (the optimizer has changed one parameter); `stepped N` (before
+`job.step`); `done N`. Others: `begin`, `restored`, and `transfer` (between two parcels).
+`iteration` limits a fault to one iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import outlast
+from outlast import inprocess
+from outlast.elastic import ElasticLoader
+from outlast.elastic.job.live import transfer
+from outlast.inprocess import Compose
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+
+PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "job": {}, "faults": []}
+PLAN.update(json.loads(sys.argv[1]))
+RANK = int(os.environ["RANK"])
+MARKS = Path(PLAN["path"] + "-marks")
+
+
+def say(event: str, **fields: Any) -> None:
+    """Prints an event as one line, in one write."""
+    os.write(1, json.dumps({"event": event, "of": RANK, **fields}).encode() + b"\n")
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def act(what: str) -> None:
+    if what == "raise":
+        raise RuntimeError("a planned fault")
+    if what.startswith("mark "):
+        (MARKS / what[5:]).touch()
+    elif what.startswith("await "):
+        wait_until((MARKS / what[6:]).exists)
+    elif what == "write":
+        next(MODEL[0].parameters()).data[0] += 0  # not counted
+        with torch.no_grad():
+            next(MODEL[0].parameters())[0] += 1.0
+    elif what == "stay":
+        time.sleep(1000)
+    else:
+        os.kill(os.getpid(), signal.Signals[what])
+
+
+def reach(point: str, iteration: int) -> None:
+    """Carries out the faults of this point."""
+    for number, fault in enumerate(PLAN["faults"]):
+        if fault["rank"] != RANK or fault["at"] != point:
+            continue
+        if fault.get("iteration", iteration) != iteration:
+            continue
+        once = MARKS / f"fault {number}"
+        if not once.exists():
+            once.touch()
+            for what in fault["do"].split(", "):
+                act(what)
+
+
+MODEL: list[nn.Module] = []
+JOB: list[Any] = []
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, parameter by parameter, with a point after the first."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for number, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                moments = self.state[parameter]
+                if not moments:
+                    moments["momentum"] = torch.zeros_like(parameter)
+                moments["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(moments["momentum"] * group["lr"])
+            if number == 0:
+                reach(f"torn {JOB[0].steps + 1}", JOB[1])
+
+
+def build() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """The model that is saved, the one that is called, and the optimizer."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 32), nn.Dropout(0.2), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)]
+    if PLAN["kind"] == "ddp":
+        layers.insert(1, nn.BatchNorm1d(32))
+    model = nn.Sequential(*layers)
+    if PLAN["kind"] in ("fsdp", "hsdp"):
+        size = dist.get_world_size()
+        shape, names = ((size,), ("s",)) if PLAN["kind"] == "fsdp" else ((2, size // 2), ("r", "s"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(model, mesh=mesh)
+        return model, model, torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, None, Momentum(model.parameters())
+
+
+def content(values: Any) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def received() -> None:
+    """A point between two parcels of a transfer; parcels are small here."""
+    transfer._PARCEL_BYTES = 512
+    gathered = transfer._gathered
+    parcels = []
+
+    def counted(views: Any, parcel: Any) -> Any:
+        parcels.append(parcel)
+        if len(parcels) == 3:
+            reach("transfer", JOB[1])
+        return gathered(views, parcel)
+
+    transfer._gathered = counted
+
+
+@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)))
+def train(call: inprocess.CallWrapper) -> str:
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    JOB[:] = [None, call.iteration]
+    reach("begin", call.iteration)
+    random.seed(dist.get_rank())
+    model, called, optimizer = build()
+    MODEL[:] = [model]
+    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(x, x.sum(dim=1, keepdim=True))
+    loader = ElasticLoader(dataset, global_batch_size=16, seed=3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    parts["states"] = {"scheduler": scheduler}
+    with outlast.Job(PLAN["path"], **parts, every=PLAN["every"], **PLAN["job"]) as job:
+        JOB[:] = [job, call.iteration]
+        step = job.restore()
+        say("restored", step=step, source=job.restored_from, iteration=call.iteration, size=size)
+        reach("restored", call.iteration)
+        called = called or DistributedDataParallel(model)
+        for _ in range(loader.epoch, PLAN["epochs"]):
+            for inputs, targets in loader:
+                call.ping()
+                step = job.steps + 1
+                reach(f"forward {step}", call.iteration)
+                noise = 0.01 * random.random()
+                loss = nn.functional.mse_loss(called(inputs) + noise, targets)
+                (loader.weight * loss).backward()
+                reach(f"computed {step}", call.iteration)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                say("trained", step=step, iteration=call.iteration, loss=loss.item().hex())
+                reach(f"stepped {step}", call.iteration)
+                job.step()
+                reach(f"done {step}", call.iteration)
+                if job.steps == 4:
+                    job.checkpointer.wait()  # in every run, the save of this step is committed
+    moments = [v for s in optimizer.state.values() for v in s.values()]
+    return content([*model.state_dict().values(), *moments])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    MARKS.mkdir(parents=True, exist_ok=True)
+    received()
+    say("ended", state=train())
