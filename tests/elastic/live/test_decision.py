@@ -1,0 +1,101 @@
+"""From which step and ranks a job continues, decided from what the ranks have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from outlast.elastic.job.live.decision import Decision, Offer, decide
+from outlast.elastic.job.live.point import Place
+from outlast.elastic.job.live.slots import Record, Slots, read
+from outlast.elastic.job.live.transfer import rounds
+
+NEXT = "000000002-b"
+
+
+def record(rank: int, step: int, *, final: bool = True, size: int = 2, passes: int = 0) -> Record:
+    return Record("000000001-a", step, final, rank, size, passes)
+
+
+def offer(rank: int, step: int | None, *records: Record, size: int = 2, **more: object) -> Offer:
+    """A rank whose tensors are at `step`; `None` if they are at none."""
+    place = None if step is None else Place("000000001-a", step, rank, size)
+    found = Offer(records, "model", True, 1, place, True, 1, "model", "layout")
+    return dataclasses.replace(found, **more)  # type: ignore[arg-type]
+
+
+def test_all_ranks_at_the_same_step_keep_their_own_state() -> None:
+    found = decide([offer(rank, 5, record(rank, 5)) for rank in range(2)], NEXT)
+    assert found == Decision(5, "000000001-a", {}, [(0, record(0, 5)), (1, record(1, 5))], NEXT)
+    assert Decision.of_json(found.to_json()) == found
+
+
+def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
+    early = record(1, 6, final=False, passes=1)
+    torn = offer(1, None, record(1, 5), early)
+    found = decide([offer(0, 6, record(0, 5), record(0, 6)), torn], NEXT)
+    assert found is not None
+    assert (found.step, found.sources) == (6, {1: [0]})
+    assert found.own[1] == (1, early)
+
+
+@pytest.mark.parametrize("more", [{"settled": False}, {"passes": 2}])
+def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, object]) -> None:
+    early = record(1, 6, final=False, passes=1)
+    ahead = offer(0, 6, record(0, 5), record(0, 6), **more)
+    assert decide([ahead, offer(1, None, record(1, 5), early)], NEXT) is None
+    # The other one is still at the step before: rank 0 goes back to it.
+    found = decide([ahead, offer(1, 5, record(1, 5), early)], NEXT)
+    assert found is not None
+    assert (found.step, found.sources) == (5, {0: [1]})
+
+
+def test_shards_without_a_copy_need_all_ranks() -> None:
+    shards = [offer(r, 5, record(r, 5), signature=f"{r}", held=f"{r}") for r in range(2)]
+    assert decide(shards, NEXT) is not None
+    assert decide([shards[0], dataclasses.replace(shards[1], place=None)], NEXT) is None
+
+
+def test_a_job_of_another_size_needs_no_state_of_the_ranks_that_are_gone() -> None:
+    left = [offer(0, 5, record(0, 5, size=3), size=3), offer(2, 5, record(2, 5, size=3), size=3)]
+    found = decide(left, NEXT)
+    assert found is not None
+    assert found.own == [(0, record(0, 5, size=3)), (1, record(2, 5, size=3))]
+    assert decide([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) is None
+
+
+def test_states_of_different_branches_do_not_mix() -> None:
+    other = dataclasses.replace(record(1, 5), branch="000000000-z")
+    assert decide([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT) is None
+
+
+def test_slots_keep_the_last_two_steps_and_the_coming_one() -> None:
+    slots = Slots(100)
+    for step in range(1, 9):
+        for passes in (1, 2):
+            slots.write(record(0, step, final=False, passes=passes), b"early %d" % step)
+            if step > 2:
+                kept = {(r.step, r.final) for r, _ in read(slots.memory)}
+                assert {(step - 2, True), (step - 1, True), (step, False)} <= kept
+        slots.write(record(0, step), b"state %d" % step)
+    found = dict(read(slots.memory))
+    assert found[record(0, 8)] == b"state 8"
+    assert found[record(0, 7)] == b"state 7"
+    assert not slots.write(record(0, 9), bytes(1 << 20))
+    slots.memory.close()
+
+
+def test_a_state_that_was_written_in_part_is_not_read() -> None:
+    slots = Slots(100)
+    slots.write(record(0, 1), b"state 1")
+    at = bytes(slots.memory.view).index(b"state 1")
+    slots.memory.view[at] ^= 1
+    assert read(slots.memory) == []
+    slots.memory.close()
+
+
+def test_one_rank_reaches_all_others_in_few_rounds() -> None:
+    found = list(rounds({rank: [0] for rank in range(1, 8)}))
+    assert [len(each) for each in found] == [1, 2, 4]
+    assert list(rounds({3: [0, 1, 2]})) == [{3: [0, 1, 2]}]
