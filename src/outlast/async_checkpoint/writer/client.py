@@ -159,8 +159,11 @@ class WriterClient:
 
     def keep(self, memory: SharedMemory, socket: str) -> None:
         """Makes the writer keep `memory`, instead of what it kept before: after a kill of this
-        process, its replacement gets it at `socket`. Starts the writer.
+        process, its replacement gets it at `socket`. Starts the writer. Memory that was lost is not
+        kept.
         """
+        if not memory.intact:
+            return
         with self._starting:
             self._kept = (memory, socket)
             process = self._process
