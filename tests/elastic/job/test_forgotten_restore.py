@@ -59,7 +59,7 @@ def test_a_restored_job_saves(path: Path) -> None:
 def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
     """It has loaded what it needs with other code, and set the step."""
     with job(path, every=1) as one:
-        one._counters.steps = 7
+        one.steps = 7
         one.step()
     assert steps_in(path) == [7, 8]
 

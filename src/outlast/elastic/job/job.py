@@ -152,6 +152,10 @@ class Job:
         """The number of steps since the first run."""
         return self._counters.steps
 
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._counters.steps = steps
+
     @property
     def seconds(self) -> float:
         """The time that the job has run, up to the state that was restored."""
