@@ -1,7 +1,7 @@
-"""Training scripts of four kinds survive every fault, with the losses of an undisturbed run.
+"""Training scripts of five kinds survive every fault, with the losses of an undisturbed run.
 
 The examples run as a user starts them, with all defaults: a stopped process is replaced when the
-hard timeout has expired, so the four tests run at the same time, and mostly wait.
+hard timeout has expired, so the tests run at the same time, and mostly wait.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ports.port_run import Losses, PortRun
 PORTS = {
     "nanogpt": (["nanogpt.py", "--max-iters", "240"], "out"),
     "ddp_trainer": (["ddp_trainer.py", "--epochs", "15"], "snapshots"),
+    "accelerate_loop": (["accelerate_loop.py", "--max-steps", "240"], "accelerate"),
     "hf_trainer": (["hf_trainer.py", "--max-steps", "240"], "hf/checkpoints"),
     "lightning_trainer": (["lightning_trainer.py", "--max-epochs", "15"], "lightning"),
 }
