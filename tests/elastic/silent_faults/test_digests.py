@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import hypothesis
@@ -15,11 +16,11 @@ from torch import nn
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic import ReplicaCheck, StragglerCheck
-from outlast.elastic.silent_faults import layout
+from outlast.elastic.silent_faults import layout, replica_check
 from outlast.elastic.silent_faults.comparison import Judge, Record, Result, compare
 from outlast.elastic.silent_faults.digests import cpu_digest, flat_bytes
 from outlast.elastic.silent_faults.job_checks import check_of
-from outlast.elastic.silent_faults.layout import Layout
+from outlast.elastic.silent_faults.layout import Layout, Piece
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
 from outlast.events import Emitter, MemorySink
 
@@ -149,8 +150,14 @@ def test_parameters_that_are_written_to_between_two_steps_are_left_out(
     assert [each.first for each in clean] == [2, 4, 6]
 
 
-def test_the_optimizer_waits_for_the_digest() -> None:
+def test_the_optimizer_waits_for_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests made by a thread that is held up are of the state before the next step."""
+
+    def late(piece: Piece, tensors: Any) -> str:
+        time.sleep(0.05)
+        return cpu_digest(piece, tensors)
+
+    monkeypatch.setattr(replica_check, "cpu_digest", late)
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     expected = []
