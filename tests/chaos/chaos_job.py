@@ -73,7 +73,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     left = marked(job_id)
     psutil.wait_procs(left, timeout=LINGER_S)

@@ -9,7 +9,8 @@ import pytest
 
 from chaos.chaos_job import Outcome, check_same, run
 
-pytestmark = pytest.mark.slow
+# Several restarts and replacements each: the net is for a very busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 24
 
