@@ -39,6 +39,7 @@ OTHERS = {
     "Adaptive.factor",
     "Adaptive.deviations",
     "RandomFaults.rate_per_step",
+    "StragglerCheck.factor",
     "Moment.seconds",  # made by the injector
     "TCPStore.wait_for_workers",  # a bool
     "Slow.sleep",  # a function
@@ -55,7 +56,10 @@ NONE_ALLOWED = {  # no limit, or none given
     "Job.every",
     *(f"{handle}.{wait}.timeout" for handle in HANDLES for wait in WAITS),
     "PlannedFault.after_seconds",
+    "PlannedFault.seconds",
     "fail_at.after_seconds",
+    "fail_at.seconds",
+    "fire.seconds",
 }
 NAMES = re.compile(
     r"time|interval|grace|linger|second|limit|wait|delay|duration|back_?off|cool_?down|_s$"
@@ -165,12 +169,17 @@ CALLS: dict[str, Call] = {
     "PlannedFault.after_seconds": lambda path, value: chaos.PlannedFault(
         rank=0, kind=chaos.Kind.EXCEPTION, after_seconds=value
     ),
+    "PlannedFault.seconds": lambda path, value: chaos.PlannedFault(
+        rank=0, kind=chaos.Kind.SLOW_DISK, seconds=value
+    ),
     "RepeatedFaults.backoff": lambda path, value: inprocess.RepeatedFaults(backoff=value),
     "RepeatedFaults.max_backoff": lambda path, value: inprocess.RepeatedFaults(max_backoff=value),
     "Slow.seconds_per_write": lambda path, value: Slow(seconds_per_write=value),
     "TCPStore.timeout": lambda path, value: store.TCPStore(timeout=value),
     "ThreadedFinalize.timeout": lambda path, value: finalize.ThreadedFinalize(value, print),
     "fail_at.after_seconds": lambda path, value: chaos.fail_at(0, after_seconds=value),
+    "fail_at.seconds": lambda path, value: chaos.fail_at(0, kind="slow_disk", seconds=value),
+    "fire.seconds": lambda path, value: chaos.fire("sigstop", seconds=value),
     "load_all_states.timeout": lambda path, value: elastic.load_all_states(timeout=value),
     "load_state.timeout": lambda path, value: elastic.load_state(Kept("kept"), timeout=value),
     "save_all_states.timeout": lambda path, value: elastic.save_all_states(timeout=value),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from outlast.chaos.kinds import Kind
 from outlast.chaos.other_processes import freeze, start_signal_storm
 from outlast.errors import ChaosError
+from outlast.system.arguments import Duration, as_timedelta
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,7 +46,7 @@ def fire(
     monitor_pid: int | None = None,
     group: dist.ProcessGroup | None = None,
     message: str = "a planned exception",
-    seconds: float | None = None,
+    seconds: Duration | None = None,
     writers: WriterServer | None = None,
     store_pid: int | None = None,
 ) -> None:
@@ -65,7 +66,9 @@ def fire(
         ValueError: if there is no such kind.
     """
     kind = Kind(kind)
-    lasts = kind.default_seconds or 0.0 if seconds is None else seconds
+    lasts = kind.default_seconds or 0.0
+    if seconds is not None:
+        lasts = as_timedelta("seconds", seconds, allow_zero=True).total_seconds()
     if kind.needs_writer and writers is None:
         raise ChaosError(f"{kind}: the writer processes do not run under an injector")
     match kind:

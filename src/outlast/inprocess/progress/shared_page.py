@@ -64,9 +64,8 @@ class SharedPage:
     thread_2 = _Int(8)
     store_port = _Int(9)  # of the iteration's store if the main process serves it, else 0
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
-    step = _Int(
-        progress_page.STEP
-    )  # the last training step of this iteration; 0 if none was reported
+    # The last training step of this iteration; 0 if none was reported.
+    step = _Int(progress_page.STEP)
     # The time of the last progress (monotonic), and the soft timeout in seconds; 0 means the soft
     # timeout of the settings.
     progress = _Float(progress_page.PROGRESS)
