@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from outlast.events import Sink
@@ -199,10 +199,12 @@ class Wrapper:
                 if not wanted and _takes_call_by_name(signature, args, kwargs):
                     wanted = ["call"]
                 # Invalid arguments would fail in every iteration: they fail here, once.
-                signature.bind(*args, **{**kwargs, **dict.fromkeys(wanted, None)})
+                given, named = _with_call(signature, args, kwargs, wanted, None)
+                signature.bind(*given, **named)
 
             def once(call: CallWrapper) -> Any:
-                return function(*args, **{**kwargs, **dict.fromkeys(wanted, call)})
+                given, named = _with_call(signature, args, kwargs, wanted, call)
+                return function(*given, **named)
 
             return run_call(self.settings, once, name, self.event_sink)
 
@@ -256,6 +258,23 @@ def _takes_call_by_name(
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and "call" not in signature.bind_partial(*args, **kwargs).arguments
     )
+
+
+def _with_call(
+    signature: inspect.Signature | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: Sequence[str],
+    call: CallWrapper | None,
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with `call` for the parameters `wanted`: by position where arguments given by
+    position follow, else by name.
+    """
+    given, named = list(args), {**kwargs, **dict.fromkeys(wanted, call)}
+    for index, name in enumerate(() if signature is None else signature.parameters):
+        if name in wanted and index < len(given):
+            given.insert(index, named.pop(name))
+    return given, named
 
 
 def _is_call_wrapper(annotation: Any) -> bool:

@@ -75,6 +75,23 @@ def test_the_call_wrapper_is_passed_by_annotation(function: Callable[..., Any]) 
     assert Wrapper()(function)(7) == (7, CALL)
 
 
+@pytest.mark.usefixtures("called")
+def test_arguments_by_position_may_follow_the_call_wrapper() -> None:
+    @Wrapper()
+    def first(call: CallWrapper, one: int, two: int = 2) -> tuple[CallWrapper, int, int]:
+        return call, one, two
+
+    @Wrapper()
+    def second(one: int, call: CallWrapper, *more: int) -> tuple[int, CallWrapper, Any]:
+        return one, call, more
+
+    given: Any = second  # its type says that the CallWrapper is given by the caller
+    assert first(1) == (CALL, 1, 2)
+    assert first(1, two=3) == (CALL, 1, 3)
+    assert given(1) == (1, CALL, ())
+    assert given(1, 2, 3) == (1, CALL, (2, 3))
+
+
 def by_name(first, call):  # type: ignore[no-untyped-def]
     return first, call
 
@@ -212,7 +229,7 @@ def test_a_call_that_does_not_fit_fails_once_and_at_once() -> None:
 
     with pytest.raises(TypeError, match="missing a required argument"):
         two()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="multiple values"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         two(1, None)  # type: ignore[arg-type]
 
 
