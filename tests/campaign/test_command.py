@@ -76,11 +76,12 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
 
 @pytest.mark.usefixtures("stand_in")
 def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = psutil.Process().children()
     left: list[psutil.Process] = []
 
     def running(self: ProgressLine, what: str, step: int, fired: int) -> None:
         if step and what == "round 1":
-            left.extend(psutil.Process().children())
+            left.extend(set(psutil.Process().children()) - set(before))
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(ProgressLine, "running", running)

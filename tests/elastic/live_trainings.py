@@ -18,6 +18,16 @@ def fault(rank: int, at: str, do: str, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "at": at, "do": do, **more}
 
 
+def later(
+    rank: int, step: int, at: str, do: str, nprocs: int = 2, **more: Any
+) -> list[dict[str, Any]]:
+    """A fault of `rank` that waits until the other ranks have completed `step`, too."""
+    others = [other for other in range(nprocs) if other != rank]
+    marks = [fault(other, f"done {step}", f"mark {step} of {other}") for other in others]
+    waits = [f"await {step} of {other}" for other in others]
+    return [*marks, fault(rank, at, ", ".join([*waits, do]), **more)]
+
+
 @dataclasses.dataclass
 class Run:
     """The results of one job of `live.py`."""

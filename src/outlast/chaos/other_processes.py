@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 
-import psutil
-
 _SIGNALS_PER_SECOND = 2000
 _one_storm = threading.Lock()
 _FREEZE = """
@@ -49,6 +47,8 @@ def freeze(pid: int, seconds: float) -> None:
 
 def server_of(port: int) -> int | None:
     """The process that listens at this TCP port, if it is on this host and of this user."""
+    import psutil  # not above: elsewhere than on Linux, importing `outlast.chaos` must say so
+
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
         if listens and connection.pid is not None:

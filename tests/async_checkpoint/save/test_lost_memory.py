@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outlast.async_checkpoint.snapshot import buffers
-from outlast.async_checkpoint.writer.handover import HandedOver
+from outlast.async_checkpoint.writer.handover import HandedOver, Inheritance
 from outlast.system.shared_memory import SharedMemory
 
 
@@ -22,7 +22,7 @@ def test_it_is_not_taken_over(
     os.ftruncate(memory.descriptor, 4096)
     assert not memory.intact
     handed = HandedOver(snapshot, b"", os.dup(memory.descriptor))
-    monkeypatch.setattr(buffers, "take_over", lambda path: [handed])
+    monkeypatch.setattr(buffers, "take_over", lambda path: Inheritance([handed]))
     writer: Any = None  # is not told of it
     pool = buffers.BufferPool(writer)
     pool.take_over(Path("socket"))

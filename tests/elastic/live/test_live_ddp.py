@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.live_trainings import Run, check_same, fault, run
+from elastic.live_trainings import Run, check_same, fault, later, run
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -30,7 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Run:
 def test_an_exception_between_two_steps_costs_no_step(
     ranks: Ranks, tmp_path: Path, reference: Run
 ) -> None:
-    faulty = run(ranks, tmp_path / "c", fault(1, "forward 7", "raise"))
+    faulty = run(ranks, tmp_path / "c", *later(1, 6, "forward 7", "raise"))
     assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE)}
     assert all(faulty.times(rank, step) == 1 for rank in range(2) for step in range(1, 13))
     check_same(faulty, reference)
@@ -41,7 +41,7 @@ def test_a_killed_rank_gets_the_state_of_a_replica(
     ranks: Ranks, tmp_path: Path, reference: Run, at: str
 ) -> None:
     step = {"forward": 7, "done": 6}[at]
-    faulty = run(ranks, tmp_path / "c", fault(1, f"{at} {step}", "SIGKILL"))
+    faulty = run(ranks, tmp_path / "c", *later(1, 6, f"{at} {step}", "SIGKILL"))
     assert faulty.restored() == {0: (6, LIVE), 1: (6, REPLICA)}
     check_same(faulty, reference)
 
@@ -89,7 +89,7 @@ def test_a_second_fault_soon_after_loses_nothing(
     faulty = run(
         ranks,
         tmp_path / "c",
-        fault(1, "forward 8", "raise", iteration=0),
+        *later(1, 7, "forward 8", "raise", iteration=0),
         fault(0, at, "raise", iteration=1),
     )
     assert faulty.restored(2) == {0: (7, LIVE), 1: (7, LIVE)}
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_loaded_if_no_rank_is_between_two_steps(
 
 @SLOW
 def test_a_write_to_a_parameter_is_noticed(ranks: Ranks, tmp_path: Path, reference: Run) -> None:
-    faulty = run(ranks, tmp_path / "c", fault(0, "forward 7", "write, raise"))
+    faulty = run(ranks, tmp_path / "c", *later(0, 6, "forward 7", "write, raise"))
     assert faulty.restored() == {0: (6, REPLICA), 1: (6, LIVE)}
     check_same(faulty, reference)
 
