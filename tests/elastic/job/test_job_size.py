@@ -136,11 +136,12 @@ def test_a_signal_to_the_launcher_and_a_fault(
         lines = launched.finish(job)
     assert launched.code == (128 + number if code is None else code), launched.errors
     assert sizes(lines, "trained") == {0: {2}}
-    assert launched.saved == 3
+    # If rank 0 has completed its step when it is interrupted, rank 1 gets its state.
+    assert launched.saved in (3, 5)
     if code is None:
         assert "still running, killed" not in launched.errors
-    # Rank 0 may be interrupted before it has completed its step.
-    assert re.search(r"step 3 is saved; the steps up to [45], done before", launched.errors)
+    if launched.saved == 3:
+        assert re.search(r"step 3 is saved; the steps up to [45], done before", launched.errors)
 
 
 @pytest.mark.slow

@@ -183,7 +183,8 @@ def test_a_job_that_fails_in_every_iteration_ends(
     if at == "begin":
         assert training.errors.count("a fault prevented the last save") == 1
         assert "RuntimeError: a planned fault" in training.errors
-    assert training.saved == 3
+    # With "restored", what rank 0 had completed is saved before rank 1 would fail.
+    assert training.saved in ((3,) if at == "begin" else (3, 5))
     check(training, codes, lines, reference)
 
 
