@@ -46,7 +46,8 @@ def test_a_fault_changes_no_loss_no_metric_and_no_weight(
         preexec_fn=default_signals,
     )
     assert done.returncode == 0, done.stderr
-    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    # Other packages print lines that begin with "[".
+    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert runs
     for name, expected, found in runs:
         assert set(found) == set(expected), f"{name}: {set(found) ^ set(expected)}\n{done.stderr}"

@@ -117,8 +117,16 @@ class RankState:
         return state
 
 
-def insert(noted: State, state: dict[str, Any], rank: int) -> None:
-    """Puts a noted state of a rank into the nested state that `TrainingState` loads."""
+def insert(noted: State, state: dict[str, Any], rank: int, world_size: int) -> None:
+    """Puts a noted state of a rank into the nested state that `TrainingState` loads.
+
+    The state of a loader is expected from every rank, and only this rank's is read: the decision
+    has made sure that the job still has the size with which these states were noted.
+    """
+
+    def of_all_ranks(pickled: bytes) -> dict[str, tuple[Any]]:
+        return dict.fromkeys(map(str, range(world_size)), (pickle.loads(pickled),))
+
     for name, value in noted["buffers"].items():
         state["model"][name] = unpacked(value)
     if "random" in noted:
@@ -126,9 +134,9 @@ def insert(noted: State, state: dict[str, Any], rank: int) -> None:
     if "stream" in noted:
         state["loader"] = noted["stream"]
     if "loader" in noted:
-        state["loader"] = {str(rank): (pickle.loads(noted["loader"]),)}
+        state["loader"] = of_all_ranks(noted["loader"])
     for name, value in noted.get("states", {}).items():
-        state["states"][name] = {str(rank): (pickle.loads(value),)}
+        state["states"][name] = of_all_ranks(value)
     if "parts" in noted:
         state["parts"] = _unpacked_tree(noted["parts"])
 

@@ -195,9 +195,9 @@ class LiveState:
             target, _ = self._training.load_target()
         state: dict[str, Any] = join(skeleton, leaves, target)
         # Buffers first as on the rank that sent them, then as on this rank.
-        insert({"buffers": sent["buffers"]}, state, self._rank)
+        insert({"buffers": sent["buffers"]}, state, self._rank, self._world_size)
         if here is not None:
-            insert(pickle.loads(here), state, self._rank)
+            insert(pickle.loads(here), state, self._rank, self._world_size)
         elif self._random:  # a rank that did not exist before keeps its own
             state["random"] = {str(self._rank): generators.capture()}
         received = sum(leaf.nbytes for leaf in leaves) if found is not None else 0
