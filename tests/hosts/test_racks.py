@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,18 @@ def four(_allowed: None) -> Iterator[Network]:
         yield network
 
 
+def copied(cluster: Cluster) -> set[int]:
+    """The ranks whose snapshot of step 30, or a later one, is in the memory of another host."""
+    found = set()
+    for log in cluster.events.rglob("*.jsonl"):
+        for line in log.read_text().splitlines(keepends=True):
+            if "copy_completed" in line and line.endswith("\n"):
+                event = json.loads(line)
+                if event["kind"] == "copy_completed" and event["step"] >= 30:
+                    found.add(event["rank"])
+    return found
+
+
 def test_what_a_lost_rack_had_in_memory_is_restored_from_copies_in_another(
     four: Network, tmp_path: Path, weights: str
 ) -> None:
@@ -33,6 +46,7 @@ def test_what_a_lost_rack_had_in_memory_is_restored_from_copies_in_another(
     for name in racks:
         start(name)
     cluster.until_step(35, size=4)
+    cluster.until(lambda: copied(cluster) == {0, 1, 2, 3}, "the copies of a step")
     # A majority: of an even number of hosts, the leader counts twice.
     lost = [name for name, rack in racks.items() if rack != racks[cluster.leader()]]
     for name in lost:
