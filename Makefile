@@ -87,9 +87,13 @@ test: $(STAMP)
 services:
 	.ci/services
 
+# With AFTER_TEST=1, without those that `make test` runs. The last environment is installed while the
+# tests with hosts run: these mostly wait.
 test-all: $(STAMP) services
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts
-	$(MAKE) test-hosts test-ports test-ray
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
+		$(if $(AFTER_TEST),-m slow)
+	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
+	$(MAKE) test-ports test-ray
 
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services
