@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
+
+from outlast.elastic.job.live.encoding import dump_header
 
 # A larger tensor outside the model and the optimizer, for example in an average of the weights, is
 # not copied after every step: instead, its writes are counted.
@@ -91,7 +92,7 @@ class Frozen:
     def header(self) -> bytes:
         """All but the tensors' contents, for another rank."""
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in self.leaves]
-        return pickle.dumps((self.skeleton, shapes))
+        return dump_header(self.skeleton, shapes)
 
 
 def by_value(value: Any, watched: Versions) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from outlast.elastic.data.stream import ShardedStream
+from outlast.elastic.job.live.encoding import load_plain
 from outlast.elastic.job.live.generator_states import GeneratorStates, restored
 from outlast.elastic.job.third_party_loaders import is_third_party
 from outlast.elastic.job.training_state import TrainingState
@@ -117,15 +118,22 @@ class RankState:
         return state
 
 
-def insert(noted: State, state: dict[str, Any], rank: int, world_size: int) -> None:
+def insert(
+    noted: State, state: dict[str, Any], rank: int, world_size: int, *, trusted: bool = False
+) -> None:
     """Puts a noted state of a rank into the nested state that `TrainingState` loads.
 
     The state of a loader is expected from every rank, and only this rank's is read: the decision
-    has made sure that the job still has the size with which these states were noted.
+    has made sure that the job still has the size with which these states were noted. It may be of
+    any type if it is `trusted`: if this process, or its predecessor on this host, has noted it.
+
+    Raises:
+        ValueError: if the state of a loader is not trusted, and is more than plain values.
     """
 
     def of_all_ranks(pickled: bytes) -> dict[str, tuple[Any]]:
-        return dict.fromkeys(map(str, range(world_size)), (pickle.loads(pickled),))
+        loaded = pickle.loads(pickled) if trusted else load_plain(pickled)
+        return dict.fromkeys(map(str, range(world_size)), (loaded,))
 
     for name, value in noted["buffers"].items():
         state["model"][name] = unpacked(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import pickle
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,8 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.live import registry
 from outlast.elastic.job.live.decision import Decision, Offer, decide, next_branch
-from outlast.elastic.job.live.point import Frozen, Place, join, signature
+from outlast.elastic.job.live.encoding import load_plain, load_state
+from outlast.elastic.job.live.point import Frozen, Leaf, Place, join, signature
 from outlast.elastic.job.live.rank_state import insert, is_simple
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.slots import Record, read
@@ -180,11 +180,11 @@ class LiveState:
     def _collect(self, decision: Decision) -> tuple[dict[str, Any], int]:
         frozen, records = self._offered, self._records()
         exchange = Exchange(self._group, self._rank)
-        here = self._moved(decision, records, exchange)
+        here, moved = self._own(decision, records, exchange)
         found = exchange.run(decision.sources, frozen)
         if found is not None:
             header, leaves = found
-            (skeleton, sent), _ = pickle.loads(header)
+            skeleton, sent = load_state(header, [Leaf])
         else:
             assert frozen is not None  # the decision says so
             (skeleton, sent), leaves = frozen.skeleton, list(frozen.leaves)
@@ -197,16 +197,17 @@ class LiveState:
         # Buffers first as on the rank that sent them, then as on this rank.
         insert({"buffers": sent["buffers"]}, state, self._rank, self._world_size)
         if here is not None:
-            insert(pickle.loads(here), state, self._rank, self._world_size)
+            own = load_plain(here)
+            insert(own, state, self._rank, self._world_size, trusted=not moved)
         elif self._random:  # a rank that did not exist before keeps its own
             state["random"] = {str(self._rank): generators.capture()}
         received = sum(leaf.nbytes for leaf in leaves) if found is not None else 0
         return state, received
 
-    def _moved(
+    def _own(
         self, decision: Decision, records: dict[Record, bytes], exchange: Exchange
-    ) -> bytes | None:
-        """This rank's own state, which may be in another process."""
+    ) -> tuple[bytes | None, bool]:
+        """This rank's own state, and whether another process had it."""
         moves = [
             (holder, rank, record)
             for rank, each in enumerate(decision.own)
@@ -224,8 +225,8 @@ class LiveState:
             moved = exchange.move(sized, sent)
         mine = decision.own[self._rank]
         if moved is not None or mine is None:
-            return moved
-        return records[mine[1]]
+            return moved, True
+        return records[mine[1]], False
 
     def _gather(self, part: Any, work: Callable[[list[Any]], Any]) -> Any:
         """The result of `work` of rank 0 on the parts of all ranks, in JSON."""

@@ -13,12 +13,12 @@ import struct
 
 import xxhash
 
+from outlast.elastic.job.live.encoding import load_plain
 from outlast.system.shared_memory import SharedMemory
 
 _SLOTS = 4
-_HEADER = struct.Struct(
-    "<QQQQ"
-)  # order of writing, size of the description, of the state, checksum
+# The order of writing, the sizes of the description and of the state, the checksum.
+_HEADER = struct.Struct("<QQQQ")
 _LEAST_BYTES = 64 << 10
 
 
@@ -94,7 +94,7 @@ def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:
             continue
         content = bytes(memory.view[first : first + size + state_size])
         if _checksum(order, size, state_size, content) == checksum:
-            record = Record(*pickle.loads(content[:size]))
+            record = Record(*load_plain(content[:size]))
             found.append((order, record, content[size:]))
     found.sort(key=lambda each: each[0], reverse=True)
     return [(record, state) for _, record, state in found]

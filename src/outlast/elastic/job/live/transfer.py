@@ -10,7 +10,6 @@ The sender's checksums follow the parcels, and the receiver compares them with i
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from outlast.elastic.job.live.encoding import load_shapes
 from outlast.elastic.job.live.point import Frozen
 
 _PARCEL_BYTES = 8 << 20
@@ -130,7 +130,7 @@ class Exchange:
         content = torch.zeros(int(size), dtype=torch.uint8)
         dist.recv(content, first, group=self._group)
         header = content.numpy().tobytes()
-        _, shapes = pickle.loads(header)
+        shapes = load_shapes(header)
         leaves = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in shapes]
         views = [_bytes_of(leaf) for leaf in leaves]
         lanes = [

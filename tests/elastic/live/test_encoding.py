@@ -1,0 +1,53 @@
+"""What a rank receives from another one is read without running code that it names."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.elastic.job.live.encoding import dump_header, load_plain, load_shapes, load_state
+from outlast.elastic.job.live.point import Leaf
+
+SHAPES = [("float32", (2, 3)), ("int64", ())]
+
+
+class Touches:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_header_is_read_as_it_was_made() -> None:
+    state = {"leaf": Leaf(1, False), "tensor": torch.arange(3), "steps": (3, [0.5, None, b"x"])}
+    state["milestones"] = collections.Counter([10, 20])  # of torch's MultiStepLR
+    header = dump_header(state, SHAPES)
+    assert load_shapes(header) == SHAPES
+    found = load_state(header, [Leaf])
+    assert torch.equal(found.pop("tensor"), state.pop("tensor"))
+    assert found == state
+
+
+def test_a_header_runs_no_code(tmp_path: Path) -> None:
+    header = dump_header({"state": Touches(tmp_path / "made")}, SHAPES)
+    assert load_shapes(header) == SHAPES  # the tensors can be received, and the transfer ends
+    with pytest.raises(ValueError, match="more than tensors and plain values"):
+        load_state(header, [Leaf])
+    assert not (tmp_path / "made").exists()
+
+
+def test_plain_values_run_no_code(tmp_path: Path) -> None:
+    value = {"buffers": {"mean": ("float32", [2], b"12345678")}, "random": (1, 2.5, [True, None])}
+    assert load_plain(pickle.dumps(value)) == value
+    with pytest.raises(ValueError, match="mkdir is no plain value"):
+        load_plain(pickle.dumps({"state": Touches(tmp_path / "made")}))
+    assert not (tmp_path / "made").exists()
