@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from typing import Any
 
 from rank import main, say, scenario, wrapped
 from rank_actions import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
@@ -20,6 +22,7 @@ from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.state_machine import Machine
 
 # The phase in which rank 1 fails, and how. It fails once; in `initialize` at iteration 1, so that
 # the fault occurs during a restart.
@@ -145,6 +148,30 @@ def dies_at_the_barrier() -> None:
             return state, train_ex
 
     train = wrapped(finalize=Held())(_rank_0_fails_once)
+    train()
+
+
+@scenario
+def is_late_at_the_start() -> None:
+    """Rank 1 raises while rank 0 still waits at the barrier before the function."""
+    passed = Machine._pass
+
+    async def late(self: Machine, name: str, expected: frozenset[int]) -> dict[int, Any]:
+        arrived = await passed(self, name, expected)
+        while name == "start/0" and await self.membership.over(0) is None:
+            time.sleep(0.01)
+        return arrived
+
+    if FIRST_RANK == 0:
+        Machine._pass = late  # type: ignore[method-assign]
+
+    @wrapped(initialize=Init(), abort=Abort(), finalize=Final())
+    def train(call: CallWrapper) -> int:
+        if call.iteration == 0:
+            raise ValueError("a planned fault")
+        join_group()
+        return finish()
+
     train()
 
 

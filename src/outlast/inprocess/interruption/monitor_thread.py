@@ -122,9 +122,13 @@ class MonitorThread:
         self._pending = "", None
         return future.result()
 
-    def watch_iteration(self, key: str) -> IterationWatch:
-        """Starts watching the iteration whose end is announced under `key`."""
+    def watch_iteration(self, key: str, *, left: bool = False) -> IterationWatch:
+        """Starts watching the iteration whose end is announced under `key`; with `left`, this rank
+        does not enter its function.
+        """
         watch = IterationWatch()
+        if left:
+            watch.left.set()
         self._drop_pending()
         self._tasks.put(lambda: self._watch(key, watch))
         return watch

@@ -207,7 +207,7 @@ class RankHost(RankFaults):
         self.atomic_section.reset()
         self.page.pings = self.page.step = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
-        self.watch = self.monitor_thread.watch_iteration(f"{self.prefix}over/{iteration}")
+        self.watch = self.monitor_thread.watch_iteration(self._over(iteration))
         publish_rank(
             self.state.rank,
             self.state.active_world_size,
@@ -277,11 +277,14 @@ class RankHost(RankFaults):
         watch, self.watch = self.watch, None
         restarts.record()
         self.state.status = Status.ABORTING
-        if watch is not None:
-            watch.left.set()
-            with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
-                watch.wait(None)
-        self.sample = None if watch is None else watch.sample
+        if watch is None:
+            # The iteration ended while this rank was still at the barrier before it. The abort runs
+            # all the same: on every rank once for each restart, whichever rank was faster.
+            watch = self.monitor_thread.watch_iteration(self._over(iteration), left=True)
+        watch.left.set()
+        with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
+            watch.wait(None)
+        self.sample = watch.sample
         self.state.status = Status.ABORTED
         error, self.error = self.error, None
         train_ex = None if error is None or is_consequence(error) else error
@@ -340,6 +343,10 @@ class RankHost(RankFaults):
     def timing(self, name: str) -> AbstractContextManager[object]:
         log.debug("rank %d: waiting at the barrier %s", self.state.rank, name)
         return self.emitter.span(BarrierPassed, name=name)
+
+    def _over(self, iteration: int) -> str:
+        """The key that announces the end of the iteration."""
+        return f"{self.prefix}over/{iteration}"
 
     def _present_watch(self) -> IterationWatch:
         if self.watch is None:
