@@ -40,13 +40,13 @@ def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str,
     state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
     if not any(_COMPILED in name for name in state):
         return state
-    return {_plain(name): value for name, value in state.items()}
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Loads a state with plain names, or with those of a compiled module."""
-    names = {_plain(name): name for name in module.state_dict()}
-    module.load_state_dict({names.get(_plain(name), name): state[name] for name in state})
+    names = {plain_name(name): name for name in module.state_dict()}
+    module.load_state_dict({names.get(plain_name(name), name): state[name] for name in state})
 
 
 def with_old_names(restore: Callable[[dict[str, Any]], T], state: dict[str, Any]) -> T:
@@ -79,5 +79,6 @@ def _with_inner(module: nn.Module) -> Iterator[nn.Module]:
         inner = inner.module if is_parallel else getattr(inner, _COMPILED, None)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name of a parameter or a module, whether or not it is inside a compiled one."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)

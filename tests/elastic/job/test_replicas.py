@@ -9,6 +9,7 @@ import pytest
 
 from procs import Job, Line
 
+SLOW = pytest.mark.slow
 NAME = "'0.weight'"
 
 
@@ -36,3 +37,23 @@ def test_the_model_of_rank_0_is_saved(ranks: Callable[..., Job], tmp_path: Path,
     expected = first[0]["state"]
     assert (second[0]["state"] == expected) == (when == "after")
     assert first[1]["state"] == second[1]["state"] == expected
+
+
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [
+        ("stages", "parameter 2 is 'stage0.weight' of shape (6, 4) on rank 0, and 'stage1.weight'"),
+        pytest.param("unrestored", "and 'stage1.weight' of shape (6, 4) on rank 1", marks=SLOW),
+        pytest.param(
+            "shapes", "'0.weight' of shape (6, 4) on rank 0, and '0.weight' of", marks=SLOW
+        ),
+        pytest.param("fsdp1", "0 is a FullyShardedDataParallel module", marks=SLOW),
+    ],
+)
+def test_an_optimizer_whose_state_has_no_common_numbers_is_refused(
+    ranks: Callable[..., Job], tmp_path: Path, when: str, says: str
+) -> None:
+    """State 0 of one pipeline stage would be saved as a copy of state 0 of another one."""
+    for lines in run(ranks, tmp_path / "state", when):
+        assert says in lines[0]["error"]
+        assert ("a Checkpointer, by the names" in lines[0]["error"]) == (when != "fsdp1")

@@ -1,7 +1,9 @@
 """One rank of a `Job` whose model differs between ranks: `python replicas.py PATH WHEN`.
 
 WHEN is `before`: the ranks initialize their models differently; `after`: they do, and DDP gives
-them equal ones; `buffers`: only the statistics of a batch norm differ, after two steps.
+them equal ones; `buffers`: only the statistics of a batch norm differ, after two steps. `stages`,
+`shapes`, `unrestored` (no call of `restore`): each rank has a stage of its own, with another name
+or another shape; `fsdp1`: the model is sharded without DTensors.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
@@ -23,9 +26,32 @@ def say(event: str, **fields: object) -> None:
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
+def refused(path: str, when: str) -> None:
+    """A model that is not the same on all ranks."""
+    rank = dist.get_rank()
+    module: nn.Module = nn.ModuleDict({"all": nn.Linear(4, 6), f"stage{rank}": nn.Linear(4, 6)})
+    if when == "shapes":
+        module = nn.Sequential(nn.Linear(4, 6 + rank))
+    elif when == "fsdp1":
+        module = nn.Sequential(
+            FullyShardedDataParallel(nn.Linear(4, 6), device_id=torch.device("cpu"))
+        )
+    optimizer = torch.optim.Adam(module.parameters())
+    with outlast.Job(path, model=module, optimizer=optimizer, every=None) as job:
+        try:
+            if when == "unrestored":
+                job.step()
+            job.restore()
+        except ValueError as error:
+            say("refused", error=str(error))
+
+
 def main(path: str, when: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
+    if when in ("stages", "unrestored", "shapes", "fsdp1"):
+        refused(path, when)
+        return
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     ddp = None if when == "before" else DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -33,6 +33,7 @@ from outlast.elastic.job.live.restore import LiveState
 from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.restoring import Restoring
+from outlast.elastic.job.same_parameters import SameParameters
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
 from outlast.elastic.job.step_events import StepEvents
 from outlast.elastic.job.stop_request import present_request, release_request
@@ -127,6 +128,12 @@ class Job:
             model, optimizer, loader, states or {}, rank=rank, world_size=world_size, random=random
         )
         self._ledger = connect_ledger("job", self._group)
+        self._parameters = SameParameters(
+            self.module,
+            optimizer,
+            self._ledger.child("parameters"),
+            self.checkpointer.kept.timeout_s,
+        )
         self._counters = Counters(loader)
         self._live: LiveState | None = None
         if live and self._call is not None:
@@ -224,10 +231,12 @@ class Job:
             CheckpointError: as `Checkpointer.restore`; or if a state could not be loaded, here or
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
-                there is no checkpoint yet, and the model is not the same on all ranks.
+                there is no checkpoint yet, and the model is not the same on all ranks. If the
+                optimizer has other parameters on other ranks, as with pipeline stages.
             SystemExit: if the job was told to stop before a restart in place, after a state that
                 was in memory only has been saved.
         """
+        self._parameters.check()
         trusted = TrustedRestore(self.checkpointer, step)
         # With a step, from a checkpoint: survivors are in a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
@@ -382,5 +391,6 @@ class Job:
         if self._may_save:
             return
         check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
+        self._parameters.check()
         self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
         self._may_save = True
