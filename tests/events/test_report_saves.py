@@ -6,9 +6,7 @@ import io
 
 from rich.console import Console
 
-from outlast.events.report import build, render_report
-from outlast.events.report.sentences import describe_saves
-from outlast.events.types import (
+from outlast.events import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointPassedOver,
@@ -17,6 +15,8 @@ from outlast.events.types import (
     CopySkipped,
     Event,
 )
+from outlast.events.report import build, render_report
+from outlast.events.report.sentences import describe_saves
 
 
 def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float) -> Event:

@@ -2,48 +2,55 @@
 
 from outlast.events.emitter import Emitter, Span
 from outlast.events.sinks import JsonlSink, MemorySink, NullSink, Sink
-from outlast.events.types import (
+from outlast.events.types.base import (
     EVENT_TYPES,
-    AbortDone,
-    Admitted,
-    Assigned,
-    BarrierPassed,
+    Event,
+    Note,
+    event_from_dict,
+    event_to_dict,
+)
+from outlast.events.types.checkpoints import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointPassedOver,
     CheckpointRemoved,
     CheckpointRestored,
-    Completed,
     CopyCompleted,
     CopySkipped,
+    NothingToRestore,
+)
+from outlast.events.types.launcher import (
+    HostJoined,
+    HostLost,
+    LauncherEnded,
+    PlannedFault,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+)
+from outlast.events.types.recovery import (
+    AbortDone,
+    Admitted,
+    Assigned,
+    BarrierPassed,
+    Completed,
     Entered,
-    Event,
     Fault,
     FinalizeDone,
     HealthCheckDone,
-    HostJoined,
-    HostLost,
     InitializeDone,
     InterruptSent,
     InterruptSwallowed,
     Joined,
-    LauncherEnded,
     LeftFunction,
     Lost,
     MonitorRestarted,
-    Note,
-    NothingToRestore,
-    PlannedFault,
-    ReplicaMismatch,
     Seen,
+)
+from outlast.events.types.silent_faults import ReplicaMismatch, StragglerFound
+from outlast.events.types.training import (
     StepsDone,
     StopRequested,
-    StragglerFound,
-    WorkerExited,
-    WorkerFailed,
-    WorkerStarted,
-    event_from_dict,
-    event_to_dict,
 )
 
 __all__ = [

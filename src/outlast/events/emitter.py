@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.events.sinks import NullSink, Sink
-from outlast.events.types import Event
+from outlast.events.types.base import Event
 
 log = logging.getLogger("outlast.events")
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 from outlast.errors import EventLogError
-from outlast.events.types import Event, event_from_dict
+from outlast.events.types.base import Event, event_from_dict
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),

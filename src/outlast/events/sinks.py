@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from outlast.events.types import Event, event_to_dict
+from outlast.events.types.base import Event, event_to_dict
 
 __all__ = ["JsonlSink", "MemorySink", "NullSink", "Sink"]
 

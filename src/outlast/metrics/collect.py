@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast.events import CheckpointCommitted, CheckpointFailed, Event
-from outlast.events.report import Cause, HostTime, Report, Restart
+from outlast.events.report import PHASE_FIELDS, Cause, HostTime, Report, Restart
 from outlast.metrics import instruments
 from outlast.metrics.instruments import MEMBER_STATES, Histogram, Instrument
 from outlast.metrics.live_run import LiveRun
@@ -28,20 +28,7 @@ Labels = tuple[str, ...]
 ELSEWHERE = "elsewhere"
 """The cause of a restart whose first fault is in no log that was read: it is on another host."""
 
-# The names in the tables of `outlast report`.
-_PHASES = {
-    "detect": "detection",
-    "abort": "abort",
-    "leave": "interrupt",
-    "finalize": "finalize",
-    "health": "health_check",
-    "term": "termination_barrier",
-    "assign": "assignment",
-    "start": "start_barrier",
-    "init": "initialize",
-    "total": "total",
-}
-PHASES = tuple(_PHASES)
+PHASES = tuple(PHASE_FIELDS)
 
 _MEMBER_STATES = {
     State.RUNNING: "active",
@@ -145,7 +132,7 @@ class Collector:
 
     def _count(self, restart: Restart) -> None:
         self._restarts[cause_label(restart)] += 1
-        for phase, name in _PHASES.items():
+        for phase, name in PHASE_FIELDS.items():
             seconds = getattr(restart.phases, name)
             if seconds is not None:
                 self._observe(instruments.RECOVERY, (phase,), seconds)

@@ -1,27 +1,22 @@
 """One rank of a wrapped training whose faults come at every point of a step: `python live.py PLAN`.
 
-The plan is JSON. Its `faults` are carried out once each, when a rank gets to their point:
-{"rank": 0, "at": "torn 3", "do": "raise"}. The points of step N: `forward N`; `computed N` (the
-gradients are there); `torn N` (the optimizer has changed one parameter); `stepped N` (before
-`job.step`); `done N`. Others: `begin`, `restored`, and `transfer` (between two parcels).
-`iteration` limits a fault to one iteration.
+The plan is JSON; its `faults` are those of `planned_faults`. The points of step N: `forward N`;
+`computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
+`stepped N` (before `job.step`); `done N`. Others: `begin`, `restored`, and `transfer` (between two
+parcels).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from planned_faults import PlannedFaults, say
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,53 +33,18 @@ from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "job": {}, "faults": []}
 PLAN.update(json.loads(sys.argv[1]))
-RANK = int(os.environ["RANK"])
-MARKS = Path(PLAN["path"] + "-marks")
-
-
-def say(event: str, **fields: Any) -> None:
-    """Prints an event as one line, in one write."""
-    os.write(1, json.dumps({"event": event, "of": RANK, **fields}).encode() + b"\n")
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.002)
-
-
-def act(what: str) -> None:
-    if what == "raise":
-        raise RuntimeError("a planned fault")
-    if what.startswith("mark "):
-        (MARKS / what[5:]).touch()
-    elif what.startswith("await "):
-        wait_until((MARKS / what[6:]).exists)
-    elif what == "write":
-        next(MODEL[0].parameters()).data[0] += 0  # not counted
-        with torch.no_grad():
-            next(MODEL[0].parameters())[0] += 1.0
-    elif what == "stay":
-        time.sleep(1000)
-    else:
-        os.kill(os.getpid(), signal.Signals[what])
-
-
-def reach(point: str, iteration: int) -> None:
-    """Carries out the faults of this point."""
-    for number, fault in enumerate(PLAN["faults"]):
-        if fault["rank"] != RANK or fault["at"] != point:
-            continue
-        if fault.get("iteration", iteration) != iteration:
-            continue
-        once = MARKS / f"fault {number}"
-        if not once.exists():
-            once.touch()
-            for what in fault["do"].split(", "):
-                act(what)
-
-
 MODEL: list[nn.Module] = []
 JOB: list[Any] = []
+
+
+def write() -> None:
+    """Changes a parameter beside the optimizer."""
+    next(MODEL[0].parameters()).data[0] += 0  # not counted
+    with torch.no_grad():
+        next(MODEL[0].parameters())[0] += 1.0
+
+
+reach = PlannedFaults(PLAN, {"write": write}).reach
 
 
 class Momentum(torch.optim.Optimizer):
@@ -191,6 +151,5 @@ def train(call: inprocess.CallWrapper) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    MARKS.mkdir(parents=True, exist_ok=True)
     received()
     say("ended", state=train())

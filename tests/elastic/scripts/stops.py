@@ -1,9 +1,8 @@
 """One rank of a wrapped training with stops and faults: `python stops.py PLAN`.
 
-The plan is JSON; its `faults` are carried out once each, in their order, when a rank gets to their
-point: {"rank": 0, "at": "step 3", "do": "SIGTERM"}. The points: `begin` (before the `Job` exists),
-`restored`, `step N` (trained, before `job.step`), `saving N` (when the save of step N begins).
-`iteration` limits a fault to one iteration, `always` repeats it.
+The plan is JSON; its `faults` are those of `planned_faults`. The points: `begin` (before the `Job`
+exists), `restored`, `step N` (trained, before `job.step`), `saving N` (when the save of step N
+begins).
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import datetime
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from planned_faults import PlannedFaults, say, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -43,18 +40,6 @@ PLAN: dict[str, Any] = {
     "faults": [],
 }
 PLAN.update(json.loads(sys.argv[1]))
-RANK = int(os.environ["RANK"])
-MARKS = Path(PLAN["path"] + "-marks")
-
-
-def say(event: str, **fields: Any) -> None:
-    """Prints an event as one line, in one write."""
-    os.write(1, json.dumps({"event": event, "of": RANK, **fields}).encode() + b"\n")
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.002)
 
 
 def stop_is_known() -> bool:
@@ -62,40 +47,14 @@ def stop_is_known() -> bool:
     return drive(call._membership.stop_request(), call._perform) is not None
 
 
-def act(what: str) -> None:
-    """One action of a fault."""
-    if what == "raise":
-        raise RuntimeError("a planned fault")
-    if what == "known":  # until the request to stop is in the store
-        wait_until(stop_is_known)
-    elif what.startswith("mark "):
-        (MARKS / what[5:]).touch()
-    elif what.startswith("await "):
-        wait_until((MARKS / what[6:]).exists)
-    elif what == "stay":
-        time.sleep(1000)
-    elif what == "hang":
-        while True:
-            with contextlib.suppress(BaseException):
-                time.sleep(1000)
-    else:
-        os.kill(os.getpid(), signal.Signals[what])
+def hang() -> None:
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1000)
 
 
-def reach(point: str, iteration: int) -> None:
-    """Carries out the faults of this point."""
-    for number, fault in enumerate(PLAN["faults"]):
-        if fault["rank"] != RANK or fault["at"] != point:
-            continue
-        if fault.get("iteration", iteration) != iteration:
-            continue
-        once = MARKS / f"fault {number}"
-        if not fault.get("always"):
-            if once.exists():
-                continue
-            once.touch()
-        for what in fault["do"].split(", "):
-            act(what)
+# `known`: until the request to stop is in the store.
+reach = PlannedFaults(PLAN, {"known": lambda: wait_until(stop_is_known), "hang": hang}).reach
 
 
 def be_late() -> None:
@@ -167,7 +126,6 @@ def train(call: inprocess.CallWrapper) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    MARKS.mkdir(parents=True, exist_ok=True)
     watch_saves()
     if PLAN["late"]:
         be_late()

@@ -18,12 +18,12 @@ from inprocess.job_output import assert_never_together, errors, full, views
 from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, ServerProcess, served
 from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
 from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.coordination.stores.torch_protocol import Query
 from outlast.errors import LaunchError, StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.store import TCPStore
 from outlast.launch.hosts.server import client_connection
 from outlast.launch.hosts.server.store_server import StoreServer
-from outlast.launch.hosts.server.wire_protocol import Query
 from procs import Job
 from zygote import Zygote
 

@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
+from outlast.coordination.stores.torch_protocol import Query
 from outlast.launch.hosts.server.wire_protocol import (
     MalformedRequest,
-    Query,
     Request,
     RequestReader,
     encode_keys,

@@ -5,47 +5,28 @@ the rank that serves a store ends all of them. torch's own client then logs a wa
 stack trace for each operation, besides raising an error, and it waits in C++, where no signal
 arrives. This client raises a `StoreError`, logs nothing, and is interrupted by signals.
 
-It speaks the protocol of torch's server (`TCPStoreBackend.hpp`), unchanged from torch 2.6 to 2.13:
-a request is one byte, then its arguments in the machine's byte order; texts and values are preceded
-by their length. A key gets the prefix that torch's client gives it, so that both see the same keys.
+It speaks the protocol of torch's server (`torch_protocol`). A key gets the prefix that torch's
+client gives it, so that both see the same keys.
 """
 
 from __future__ import annotations
 
-import enum
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.stores.torch_protocol import LENGTH, MAGIC, NUMBER, WORD, Query
 from outlast.errors import StoreError
 from outlast.system.waiting import readable
 
 T = TypeVar("T")
 
-_MAGIC = 0x3C85F7CE
 _NONCE = 0x6F75746C
-_LENGTH = struct.Struct("=Q")
-_NUMBER = struct.Struct("=q")
-_WORD = struct.Struct("=I")
-_ONE_KEY = _LENGTH.pack(1)
+_ONE_KEY = LENGTH.pack(1)
 _PRESENT = b"\0"
-
-
-class _Request(enum.IntEnum):
-    VALIDATE = 0
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    DELETE_KEY = 8
-    APPEND = 9
-    PING = 13
 
 
 class TcpClient:
@@ -77,12 +58,12 @@ class TcpClient:
         self._perform(lambda connection: None)
 
     def put(self, key: str, value: bytes) -> None:
-        self._perform(lambda connection: _send(connection, _Request.SET, _key(key), _bytes(value)))
+        self._perform(lambda connection: _send(connection, Query.SET, _key(key), _bytes(value)))
 
     def claim(self, key: str, value: bytes) -> bytes:
         def work(connection: socket.socket) -> bytes:
             absent = _bytes(b"")
-            _send(connection, _Request.COMPARE_SET, _key(key), absent, _bytes(value))
+            _send(connection, Query.COMPARE_SET, _key(key), absent, _bytes(value))
             return _receive_bytes(connection)
 
         return self._perform(work)
@@ -97,7 +78,7 @@ class TcpClient:
             # Repeated, because torch's server also ends the waits for a key when a claim on it is
             # refused and leaves it absent.
             while (value := _read(connection, key)) is None:
-                _send(connection, _Request.WAIT, _ONE_KEY, _key(key))
+                _send(connection, Query.WAIT, _ONE_KEY, _key(key))
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not readable(connection.fileno(), timeout=left):
                     raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}")
@@ -108,20 +89,18 @@ class TcpClient:
 
     def add(self, key: str, amount: int) -> int:
         def work(connection: socket.socket) -> int:
-            _send(connection, _Request.ADD, _key(key), _NUMBER.pack(amount))
-            return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+            _send(connection, Query.ADD, _key(key), NUMBER.pack(amount))
+            return int(NUMBER.unpack(_receive(connection, NUMBER.size))[0])
 
         return self._perform(work)
 
     def append(self, key: str, value: bytes) -> None:
-        self._perform(
-            lambda connection: _send(connection, _Request.APPEND, _key(key), _bytes(value))
-        )
+        self._perform(lambda connection: _send(connection, Query.APPEND, _key(key), _bytes(value)))
 
     def delete(self, key: str) -> None:
         def work(connection: socket.socket) -> None:
-            _send(connection, _Request.DELETE_KEY, _key(key))
-            _receive(connection, _NUMBER.size)
+            _send(connection, Query.DELETE_KEY, _key(key))
+            _receive(connection, NUMBER.size)
 
         self._perform(work)
 
@@ -145,9 +124,9 @@ class TcpClient:
         connection = socket.create_connection(self._address, self._timeout)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _send(connection, _Request.VALIDATE, _WORD.pack(_MAGIC))
-            _send(connection, _Request.PING, _WORD.pack(_NONCE))
-            if _receive(connection, _WORD.size) != _WORD.pack(_NONCE):
+            _send(connection, Query.VALIDATE, WORD.pack(MAGIC))
+            _send(connection, Query.PING, WORD.pack(_NONCE))
+            if _receive(connection, WORD.size) != WORD.pack(_NONCE):
                 raise StoreError(f"{self.where} does not answer as torch's store")
         except BaseException:
             connection.close()
@@ -161,7 +140,7 @@ class TcpClient:
             connection.close()
 
 
-def _send(connection: socket.socket, request: _Request, *arguments: bytes) -> None:
+def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:
     connection.sendall(bytes([request]) + b"".join(arguments))
 
 
@@ -170,7 +149,7 @@ def _key(key: str) -> bytes:
 
 
 def _bytes(value: bytes) -> bytes:
-    return _LENGTH.pack(len(value)) + value
+    return LENGTH.pack(len(value)) + value
 
 
 def _read(connection: socket.socket, key: str) -> bytes | None:
@@ -179,7 +158,7 @@ def _read(connection: socket.socket, key: str) -> bytes | None:
     value: bytes | None = None
     while _is_present(connection, key):
         before = value
-        _send(connection, _Request.GET, _key(key))
+        _send(connection, Query.GET, _key(key))
         value = _receive_bytes(connection)
         if value or value == before:
             return value
@@ -187,12 +166,12 @@ def _read(connection: socket.socket, key: str) -> bytes | None:
 
 
 def _is_present(connection: socket.socket, key: str) -> bool:
-    _send(connection, _Request.CHECK, _ONE_KEY, _key(key))
+    _send(connection, Query.CHECK, _ONE_KEY, _key(key))
     return _receive(connection, 1) == _PRESENT
 
 
 def _receive_bytes(connection: socket.socket) -> bytes:
-    return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
+    return _receive(connection, LENGTH.unpack(_receive(connection, LENGTH.size))[0])
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -15,10 +15,20 @@ before its monitor process reports the death.
 from outlast.events.report.builder import build
 from outlast.events.report.html import render_html
 from outlast.events.report.log_reader import load, load_run
-from outlast.events.report.model import Cause, HostTime, Party, Phases, Report, Restart, Saves
+from outlast.events.report.model import (
+    PHASE_FIELDS,
+    Cause,
+    HostTime,
+    Party,
+    Phases,
+    Report,
+    Restart,
+    Saves,
+)
 from outlast.events.report.render import render, render_report, to_json
 
 __all__ = [
+    "PHASE_FIELDS",
     "Cause",
     "HostTime",
     "Party",

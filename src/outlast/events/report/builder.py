@@ -7,6 +7,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from outlast.errors import NO_RESTART
+from outlast.events import (
+    Completed,
+    Entered,
+    Event,
+    InterruptSwallowed,
+    Joined,
+    MonitorRestarted,
+    Note,
+    PlannedFault,
+    Seen,
+    WorkerExited,
+)
 from outlast.events.report.figures.causes import count_causes, count_hosts
 from outlast.events.report.figures.goodput import measure
 from outlast.events.report.figures.phases import measure_phases
@@ -29,18 +41,6 @@ from outlast.events.report.history.stretches import Stretch, stretches_of
 from outlast.events.report.intervals import Interval
 from outlast.events.report.log_reader import TORN_LINE
 from outlast.events.report.model import InjectedFault, Party, Report, Restart
-from outlast.events.types import (
-    Completed,
-    Entered,
-    Event,
-    InterruptSwallowed,
-    Joined,
-    MonitorRestarted,
-    Note,
-    PlannedFault,
-    Seen,
-    WorkerExited,
-)
 
 
 @dataclasses.dataclass(frozen=True)

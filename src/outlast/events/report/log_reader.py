@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from outlast.errors import EventLogError
+from outlast.events import Event, Note
 from outlast.events.log_lines import parse_line
 from outlast.events.run_folders import Run, choose_run, logs_in, runs_in
-from outlast.events.types import Event, Note
 
 TORN_LINE = "outlast.torn_line"
 """Name of the note that replaces a torn last line; `data["file"]` is the name of the file."""

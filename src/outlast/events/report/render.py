@@ -21,7 +21,7 @@ from rich.text import Text
 
 from outlast.events.report.builder import build
 from outlast.events.report.log_reader import load
-from outlast.events.report.model import HostTime, Party, Report, Restart
+from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Report, Restart
 from outlast.events.report.sentences import (
     cause_text,
     describe_restart,
@@ -34,20 +34,6 @@ from outlast.events.report.totals import (
 )
 from outlast.events.report.words import one_line, plural, share
 from outlast.system.units import duration_text
-
-_PHASES = {
-    "detect": "detection",
-    "abort": "abort",
-    "leave": "interrupt",
-    "finalize": "finalize",
-    "health": "health_check",
-    "term": "termination_barrier",
-    "assign": "assignment",
-    "start": "start_barrier",
-    "init": "initialize",
-    "total": "total",
-}
-
 
 _ONLY_CHECKPOINTS = (
     "The logs have only events of checkpoints. Starts and restarts are recorded by `outlast run "
@@ -168,10 +154,10 @@ def _time_table(host: HostTime, report: Report) -> Table:
 def _phase_table(restarts: Iterable[Restart]) -> Table:
     table = _table("Duration of each phase (of the slowest survivor, in ms)")
     table.add_column("#", justify="right", no_wrap=True)
-    for name in _PHASES:
+    for name in PHASE_FIELDS:
         table.add_column(name, justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
-        seconds = (getattr(restart.phases, field) for field in _PHASES.values())
+        seconds = (getattr(restart.phases, field) for field in PHASE_FIELDS.values())
         table.add_row(str(number), *map(_milliseconds, seconds))
     table.caption = "leave: since the abort ended; term, start: barriers, of the last to arrive"
     return table

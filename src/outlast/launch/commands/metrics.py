@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outlast.errors import EventLogError
 from outlast.launch.commands.error_exit import exit_on
+from outlast.launch.commands.run_arguments import RunDirectory, RunName
 
 
 def register(app: typer.Typer) -> None:
@@ -19,22 +19,8 @@ def register(app: typer.Typer) -> None:
 
 
 def metrics(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The directory given to `outlast run --events-dir`, or the folder of a run in it.",
-        ),
-    ],
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="ID",
-            help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
-            show_default=False,
-        ),
-    ] = None,
+    directory: RunDirectory,
+    run: RunName = None,
     port: Annotated[
         int | None,
         typer.Option(

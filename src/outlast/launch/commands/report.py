@@ -11,6 +11,7 @@ import typer
 
 from outlast.errors import EventLogError
 from outlast.launch.commands.error_exit import exit_on
+from outlast.launch.commands.run_arguments import RunDirectory, RunName
 
 if TYPE_CHECKING:
     from outlast.events.run_folders import Run
@@ -24,13 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The directory given to `outlast run --events-dir`.",
-        ),
-    ],
+    directory: RunDirectory,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     html: Annotated[
         Path | None,
@@ -41,15 +36,7 @@ def report(
             show_default=False,
         ),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="ID",
-            help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
-            show_default=False,
-        ),
-    ] = None,
+    run: RunName = None,
     every: Annotated[
         bool, typer.Option("--all", help="Every run in DIR, the oldest first.")
     ] = False,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.errors import EventLogError
 from outlast.launch.commands.error_exit import exit_on
+from outlast.launch.commands.run_arguments import RunDirectory, RunName
 
 if TYPE_CHECKING:
     from outlast.metrics.live_run import LiveRun
@@ -21,22 +21,8 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The directory given to `outlast run --events-dir`, or the folder of a run in it.",
-        ),
-    ],
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="ID",
-            help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
-            show_default=False,
-        ),
-    ] = None,
+    directory: RunDirectory,
+    run: RunName = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame. The default without a terminal.")
     ] = False,

@@ -11,9 +11,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from outlast.events.report.history.stretches import Stretch
-from outlast.events.report.intervals import Interval, difference, intersection, length, union
-from outlast.events.types import (
+from outlast.events import (
     AbortDone,
     BarrierPassed,
     Event,
@@ -23,6 +21,8 @@ from outlast.events.types import (
     Seen,
     WorkerExited,
 )
+from outlast.events.report.history.stretches import Stretch
+from outlast.events.report.intervals import Interval, difference, intersection, length, union
 
 REPLACEMENTS = "replacements"
 """The name of the `BarrierPassed` event that ends the wait for replacements."""

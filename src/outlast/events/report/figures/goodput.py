@@ -20,11 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from outlast.events.report.figures.gaps import PARTS, Gap, gaps_of
-from outlast.events.report.history.stretches import Stretch
-from outlast.events.report.intervals import Interval, difference, intersection, length, union
-from outlast.events.report.model import HostTime, LostTime, RestartParts
-from outlast.events.types import (
+from outlast.events import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRestored,
@@ -33,6 +29,10 @@ from outlast.events.types import (
     StepsDone,
     WorkerStarted,
 )
+from outlast.events.report.figures.gaps import PARTS, Gap, gaps_of
+from outlast.events.report.history.stretches import Stretch
+from outlast.events.report.intervals import Interval, difference, intersection, length, union
+from outlast.events.report.model import HostTime, LostTime, RestartParts
 
 Save = CheckpointCommitted | CheckpointFailed
 Restore = CheckpointRestored | NothingToRestore

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from outlast.events.report.history.call_history import CallHistory
-from outlast.events.report.model import Phases
-from outlast.events.types import (
+from outlast.events import (
     AbortDone,
     Assigned,
     BarrierPassed,
@@ -19,6 +17,8 @@ from outlast.events.types import (
     LeftFunction,
     Seen,
 )
+from outlast.events.report.history.call_history import CallHistory
+from outlast.events.report.model import Phases
 
 Timed = AbortDone | Assigned | BarrierPassed | FinalizeDone | HealthCheckDone | InitializeDone
 

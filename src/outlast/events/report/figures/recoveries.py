@@ -7,11 +7,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from outlast.events import Event
 from outlast.events.report.figures.gaps import Gap, gaps_of
 from outlast.events.report.figures.goodput import restore_times
 from outlast.events.report.history.stretches import Stretch
 from outlast.events.report.model import Distribution, Recovery, Restart
-from outlast.events.types import Event
 
 BACK = "back"
 """From the fault until the ranks are in the function again (`Phases.total`)."""

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from outlast.events.types import (
+from outlast.events import (
     CheckpointCommitted,
     CheckpointRestored,
     Event,

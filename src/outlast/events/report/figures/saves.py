@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from outlast.events.report.figures.goodput import LIVE_SOURCES
-from outlast.events.report.model import Restore, Save, Saves
-from outlast.events.types import (
+from outlast.events import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointPassedOver,
@@ -17,6 +15,8 @@ from outlast.events.types import (
     CopySkipped,
     Event,
 )
+from outlast.events.report.figures.goodput import LIVE_SOURCES
+from outlast.events.report.model import Restore, Save, Saves
 
 
 def summarize_saves(events: Iterable[Event], origins: Mapping[str, float]) -> Saves | None:

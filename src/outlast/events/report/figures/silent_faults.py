@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report.model import Mismatch, Straggler
-from outlast.events.types import Event, ReplicaMismatch, StragglerFound
 
 
 def find_mismatches(events: Iterable[Event], origins: Mapping[str, float]) -> tuple[Mismatch, ...]:

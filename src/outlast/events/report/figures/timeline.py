@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from outlast.events import (
+    CheckpointPassedOver,
+    Event,
+    HostJoined,
+    HostLost,
+    MonitorRestarted,
+    ReplicaMismatch,
+    StopRequested,
+    StragglerFound,
+)
 from outlast.events.report.figures.causes import what_failed
 from outlast.events.report.history.lanes import LaneKey, Track, mark_hang
 from outlast.events.report.model import (
@@ -19,16 +29,6 @@ from outlast.events.report.model import (
     Span,
 )
 from outlast.events.report.words import one_line
-from outlast.events.types import (
-    CheckpointPassedOver,
-    Event,
-    HostJoined,
-    HostLost,
-    MonitorRestarted,
-    ReplicaMismatch,
-    StopRequested,
-    StragglerFound,
-)
 from outlast.system.units import duration_text
 
 SAVING = "saving"

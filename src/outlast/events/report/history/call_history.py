@@ -12,11 +12,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from outlast.events.hang_report import HUNG, hung_ranks
-from outlast.events.report.history.split_calls import Process, main_processes
-from outlast.events.report.intervals import Interval
-from outlast.events.report.model import Cause, Party
-from outlast.events.types import (
+from outlast.events import (
     Assigned,
     Completed,
     Entered,
@@ -27,6 +23,10 @@ from outlast.events.types import (
     WorkerExited,
     WorkerStarted,
 )
+from outlast.events.hang_report import HUNG, hung_ranks
+from outlast.events.report.history.split_calls import Process, main_processes
+from outlast.events.report.intervals import Interval
+from outlast.events.report.model import Cause, Party
 from outlast.system.error_text import exit_summary
 
 _HANGS = (HUNG, "HARD_TIMEOUT", "UNRESPONSIVE")

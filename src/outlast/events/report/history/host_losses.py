@@ -10,9 +10,9 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from outlast.events import Event, HostLost
 from outlast.events.report.history.stretches import Stretch
 from outlast.events.report.model import HostLoss, Restart
-from outlast.events.types import Event, HostLost
 
 _SILENT = re.compile(r"no heartbeat for (?P<seconds>[0-9.]+) s")
 _DEATHS = ("TERMINATED", "UNRESPONSIVE")

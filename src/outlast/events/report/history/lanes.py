@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from outlast.events.report.history.split_calls import Process
-from outlast.events.report.model import Cause, Mark, Span
-from outlast.events.types import (
+from outlast.events import (
     Assigned,
     CheckpointRestored,
     Completed,
@@ -26,6 +24,8 @@ from outlast.events.types import (
     WorkerExited,
     WorkerStarted,
 )
+from outlast.events.report.history.split_calls import Process
+from outlast.events.report.model import Cause, Mark, Span
 
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
 RESERVE, RESTARTING, LOST, ENDED = "reserve", "restarting", "lost", "ended"

@@ -10,10 +10,10 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from outlast.events import Event, WorkerExited, WorkerFailed, WorkerStarted
 from outlast.events.report.history.stretches import Stretch
 from outlast.events.report.intervals import Interval
 from outlast.events.report.model import Cause, Phases, Restart
-from outlast.events.types import Event, WorkerExited, WorkerFailed, WorkerStarted
 from outlast.system.error_text import exit_summary
 
 

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from outlast.events.types import Assigned, Completed, Entered, Event
+from outlast.events import Assigned, Completed, Entered, Event
 
 Process = tuple[str, int]
 """Host and process id."""

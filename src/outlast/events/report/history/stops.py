@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from outlast.events import Event, Fault, Lost, StopRequested, WorkerExited
 from outlast.events.report.history.call_history import CallHistory
 from outlast.events.report.model import Stop
-from outlast.events.types import Event, Fault, Lost, StopRequested, WorkerExited
 from outlast.system.error_text import exit_summary
 
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")

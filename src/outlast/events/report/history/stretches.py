@@ -6,9 +6,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
+from outlast.events import Assigned, Entered, Event, Fault, LeftFunction, Lost, Seen
 from outlast.events.report.history.call_history import CallHistory
 from outlast.events.report.intervals import Interval
-from outlast.events.types import Assigned, Entered, Event, Fault, LeftFunction, Lost, Seen
 
 _HUNG = ("SOFT_TIMEOUT", "HARD_TIMEOUT", "UNRESPONSIVE")
 

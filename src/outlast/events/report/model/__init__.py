@@ -6,6 +6,7 @@ monotonic clocks of two hosts have nothing in common. An unknown duration is `No
 
 from outlast.events.report.model.checkpoints import Restore, Save, Saves
 from outlast.events.report.model.restarts import (
+    PHASE_FIELDS,
     Cause,
     HostLoss,
     Party,
@@ -26,6 +27,7 @@ from outlast.events.report.model.timeline import HostTimeline, Lane, Mark, Span
 from outlast.events.report.model.times import HostTime, LostTime, RestartParts
 
 __all__ = [
+    "PHASE_FIELDS",
     "Cause",
     "CauseCount",
     "Distribution",

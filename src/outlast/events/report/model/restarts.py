@@ -75,6 +75,21 @@ class Phases:
     total_from_seen: bool = False
 
 
+PHASE_FIELDS = {
+    "detect": "detection",
+    "abort": "abort",
+    "leave": "interrupt",
+    "finalize": "finalize",
+    "health": "health_check",
+    "term": "termination_barrier",
+    "assign": "assignment",
+    "start": "start_barrier",
+    "init": "initialize",
+    "total": "total",
+}
+"""The fields of `Phases` by their names in tables and metrics, in order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostLoss:
     """A host that the job has lost, as the launcher of host `seen_by` recorded it first."""

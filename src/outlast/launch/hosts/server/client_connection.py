@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.stores.torch_protocol import Query
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server import wire_protocol as wire
 from outlast.launch.hosts.server.host_keys import Stores
-from outlast.launch.hosts.server.wire_protocol import MalformedRequest, Query, Request
+from outlast.launch.hosts.server.wire_protocol import MalformedRequest, Request
 
 _RECEIVED_BYTES = 256 << 10  # at a time
 # A client gets no further while it leaves this much of its answers unread, or while this many of

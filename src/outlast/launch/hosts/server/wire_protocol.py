@@ -1,21 +1,12 @@
-"""The wire protocol of torch's TCP store, as a server sees it: parses requests, encodes answers.
-
-Unchanged from torch 2.6 to 2.13, except that later versions have more requests. A request is one
-byte, then its arguments in the machine's byte order: numbers have 8 bytes, and keys and values are
-preceded by their length. The first request of a connection is VALIDATE, with a magic number.
-"""
+"""The protocol of torch's TCP store, as a server sees it: parses requests, encodes answers."""
 
 from __future__ import annotations
 
-import enum
 import struct
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-_MAGIC = 0x3C85F7CE
-_LENGTH = struct.Struct("=Q")
-_NUMBER = struct.Struct("=q")
-_WORD = struct.Struct("=I")
+from outlast.coordination.stores.torch_protocol import LENGTH, MAGIC, NUMBER, WORD, Query
 
 # A client that sends more is not torch's: its limits are the same or lower.
 MAX_KEY_BYTES = 8 << 10
@@ -27,31 +18,6 @@ STOP_WAITING = b"\0"
 WAIT_CANCELED = b"\1"
 READY = b"\0"
 NOT_READY = b"\1"
-
-
-class Query(enum.IntEnum):
-    """The kinds of requests."""
-
-    VALIDATE = 0
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    GETNUMKEYS = 7
-    DELETE_KEY = 8
-    APPEND = 9
-    MULTI_GET = 10
-    MULTI_SET = 11
-    CANCEL_WAIT = 12
-    PING = 13
-    QUEUE_PUSH = 14
-    QUEUE_POP = 15
-    QUEUE_LEN = 16
-    LIST_KEYS = 17
-    BARRIER = 18
-
 
 # torch's queues are not served. A take from a queue is a read and a write that depends on it, and
 # neither this package nor torch's process groups use them.
@@ -119,11 +85,11 @@ class RequestReader:
             if self.validated == (query is Query.VALIDATE):
                 raise MalformedRequest(f"{query.name} out of place: VALIDATE comes first, and once")
             if query is Query.VALIDATE:
-                if _WORD.unpack((yield _WORD.size))[0] != _MAGIC:
+                if WORD.unpack((yield WORD.size))[0] != MAGIC:
                     raise MalformedRequest("the magic number of torch's store is missing")
                 self.validated = True
             elif query is Query.PING:
-                nonce = _WORD.unpack((yield _WORD.size))[0]
+                nonce = WORD.unpack((yield WORD.size))[0]
                 self._parsed.append(Request(query, number=nonce))
             else:
                 request = yield from self._arguments(query)
@@ -134,7 +100,7 @@ class RequestReader:
             return Request(query)
         count = 1
         if query in _LISTS:
-            count = _LENGTH.unpack((yield _LENGTH.size))[0]
+            count = LENGTH.unpack((yield LENGTH.size))[0]
             if count > MAX_KEYS:
                 raise MalformedRequest(f"{query.name} of {count} keys")
         keys, values = [], []
@@ -142,7 +108,7 @@ class RequestReader:
             keys.append((yield from self._text(query)))
             for _ in range(_VALUES.get(query, 0)):
                 values.append((yield from self._bytes(query, MAX_VALUE_BYTES)))
-        number = _NUMBER.unpack((yield _NUMBER.size))[0] if query in _NUMBERS else 0
+        number = NUMBER.unpack((yield NUMBER.size))[0] if query in _NUMBERS else 0
         return Request(query, tuple(keys), tuple(values), number)
 
     def _text(self, query: Query) -> Generator[int, bytes, str]:
@@ -153,7 +119,7 @@ class RequestReader:
             raise MalformedRequest(f"the key of {query.name} is not UTF-8: {data[:64]!r}") from None
 
     def _bytes(self, query: Query, limit: int) -> Generator[int, bytes, bytes]:
-        size = _LENGTH.unpack((yield _LENGTH.size))[0]
+        size = LENGTH.unpack((yield LENGTH.size))[0]
         self._left -= size
         if size > limit or self._left < 0:
             raise MalformedRequest(f"{query.name} with an argument of {size} bytes")
@@ -167,19 +133,19 @@ def encode_number(number: int) -> bytes:
         MalformedRequest: if the sum of an ADD has more than 64 bits.
     """
     try:
-        return _NUMBER.pack(number)
+        return NUMBER.pack(number)
     except struct.error:
         raise MalformedRequest(f"ADD: the sum {number} has more than 64 bits") from None
 
 
 def encode_nonce(nonce: int) -> bytes:
     """The answer to PING."""
-    return _WORD.pack(nonce)
+    return WORD.pack(nonce)
 
 
 def encode_value(value: bytes) -> bytes:
     """The answer to GET and COMPARE_SET."""
-    return _LENGTH.pack(len(value)) + value
+    return LENGTH.pack(len(value)) + value
 
 
 def encode_values(values: Sequence[bytes]) -> bytes:
