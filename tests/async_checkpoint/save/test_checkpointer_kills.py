@@ -28,6 +28,7 @@ from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.pipeline import SavePipeline
 from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.messages import BeginSave
 from outlast.errors import CheckpointError
 from procs import Job
@@ -144,6 +145,59 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
     assert outcomes[False] > KILLS // 5, outcomes
     assert restored_large(tmp_path, state) == good
     assert left_over(tmp_path) == []
+
+
+def await_sent(client: WriterClient) -> None:
+    while not client._half_read:
+        time.sleep(0.001)
+
+
+def test_a_writer_killed_as_a_save_begins_is_replaced(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        client = checkpointer._session.writer
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # it looks alive, and does not answer
+        handle = checkpointer.save(2, state_of(2))
+        await_sent(client)
+        os.kill(pid, signal.SIGKILL)
+        handle.wait(NET)
+        assert client.pid != pid
+        assert valid_steps(tmp_path) == [1, 2]
+        state = blank()
+        assert checkpointer.restore(state) == 2
+        assert same(state, state_of(2))
+
+
+def test_a_second_writer_killed_as_a_save_begins_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        client = checkpointer._session.writer
+        start, killed = client.start, []
+
+        def and_stopped() -> None:
+            start()
+            if len(killed) < 2:
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGSTOP)
+
+        monkeypatch.setattr(client, "start", and_stopped)
+        handle = checkpointer.save(2, state_of(2))
+        for _ in range(2):
+            await_sent(client)
+            pid = client.pid
+            assert pid is not None
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            while client.pid == pid:
+                time.sleep(0.001)
+        with pytest.raises(CheckpointError, match=rf"writer process {pid} was killed by SIGKILL"):
+            handle.wait(NET)
+        checkpointer.save(3, state_of(3)).wait(NET)
+    assert valid_steps(tmp_path) == [1, 3]
 
 
 def running_writer(checkpointer: Checkpointer) -> int:

@@ -48,7 +48,6 @@ from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import (
-    BeginSave,
     DropSaves,
     RemoveFolders,
     SnapshotCommitted,
@@ -299,7 +298,7 @@ class SavePipeline:
         )
         try:
             with writer.exclusive:  # no `BeginSave` of another checkpointer in between
-                writer.request(BeginSave())
+                writer.begin_save()
                 if self._aborted:
                     raise Dropped
                 answer = writer.request(request)

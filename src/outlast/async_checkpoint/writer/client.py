@@ -11,6 +11,7 @@ buffers again, and the messages that say which snapshots are in them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -21,6 +22,7 @@ from typing import Any, TypeVar, cast
 from outlast.async_checkpoint.observers import writer_program
 from outlast.async_checkpoint.writer.messages import (
     AwaitRemovals,
+    BeginSave,
     BufferReused,
     Commit,
     Goodbye,
@@ -46,6 +48,8 @@ from outlast.system.channel import Channel, pack
 from outlast.system.error_text import exit_text
 from outlast.system.shared_memory import SharedMemory
 
+log = logging.getLogger("outlast.checkpoint")
+
 A = TypeVar("A", bound=Message)
 
 
@@ -55,6 +59,10 @@ class WriterFailed(CheckpointError):
     def __init__(self, cause: str, remote_traceback: str = "") -> None:
         super().__init__(cause)
         self.remote_traceback = remote_traceback
+
+
+class WriterLost(WriterFailed):
+    """The writer ended before it answered a request."""
 
 
 class WriterTimeout(WriterFailed, CheckpointTimeout):
@@ -247,8 +255,29 @@ class WriterClient:
             self._half_read = False
             if self._deaf is process:  # killed meanwhile by `tell`, on another thread
                 raise self._too_late(process, request) from None
-            raise WriterFailed(self._how_lost(process)) from None
+            raise WriterLost(self._how_lost(process)) from None
         return answer
+
+    def begin_save(self) -> None:
+        """Sends `BeginSave`, and sends it again to another writer if this one ends before it
+        answers.
+
+        A writer that was killed between two saves looks alive to `start` until the kernel has ended
+        it, milliseconds later, and then only this request fails. A second attempt is safe:
+        `BeginSave` comes before everything that a save writes, and no rank has reported a result.
+        The new writer has the buffers, and knows how each copy ended (`start`). A copy in progress
+        tells it the offset that it reaches next, which covers those that the lost writer was told.
+
+        It is the only request that is sent again: a writer that was lost later may have written
+        files or committed. It is sent again once: if the second writer is lost too, whatever ends
+        it would end the third. A writer that does not answer in time is not tried again either: the
+        disk does not respond.
+        """
+        try:
+            self.request(BeginSave())
+        except WriterLost as lost:
+            log.warning("%s before a save began: another one is started", lost)
+            self.request(BeginSave())
 
     def close(self, timeout: float, *, tidy: bool = False, last: bool = False) -> None:
         """Ends the writer process, after `timeout` seconds with a kill; what it is writing and its
