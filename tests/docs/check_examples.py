@@ -66,7 +66,7 @@ def main(folder: Path) -> int:
         (stub.parent / "__init__.pyi").touch()
         stub.touch()
     known = defined(ast.parse(NAMES.read_text()))
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text()
         for title, source in ((found[1], found[2]) for found in BLOCK.finditer(text)):
             line = text[: text.index(source)].count("\n")
