@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,7 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
+    table.write_text("before\n<!-- campaign: begin -->\nold\n<!-- campaign: end -->\nafter\n")
     code, output = invoke(
         *("--faults", "1", "--kinds", "stop", "--nproc-per-node", "1", "--seed", "4"),
         *("--out", str(tmp_path / "out"), "--markdown", str(table)),
@@ -53,7 +55,11 @@ def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     assert code == 0, output
     assert "round 1: 1 faults in" in output
     assert "differences: 0, orphans: 0, leaks: 0, leftovers: 0, believed: 0" in output
-    assert "| stop | 1 | - | - | - |" in table.read_text()
+    page = table.read_text()
+    assert page.startswith("before\n<!-- campaign: begin -->\n\nSeed 4, 1 ranks, ")
+    assert "| stop | 1 | - | - | - |" in page
+    assert page.endswith("\n\n<!-- campaign: end -->\nafter\n")
+    assert "old" not in page
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["faults"] == 1
     assert results["rounds"][0]["exit_codes"] == [143, 0]
@@ -79,8 +85,8 @@ def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
     before = psutil.Process().children()
     left: list[psutil.Process] = []
 
-    def running(self: ProgressLine, what: str, step: int, fired: int) -> None:
-        if step and what == "round 1":
+    def running(self: ProgressLine, steps: Mapping[str, int]) -> None:
+        if steps.get("round 1") and not left:
             left.extend(set(psutil.Process().children()) - set(before))
             os.kill(os.getpid(), signal.SIGTERM)
 

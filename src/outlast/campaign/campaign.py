@@ -1,20 +1,29 @@
-"""The campaign: rounds one after another, until enough faults have fired or the time is over."""
+"""The campaign: rounds side by side, until enough faults have fired or the time is over."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
+import functools
+import itertools
+import os
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 
 from outlast.campaign.checks.result import Reference
 from outlast.campaign.generate import Card, Shape, parse_kinds, plans, reference_plan
+from outlast.campaign.machine import describe
 from outlast.campaign.plan import Fault, RoundPlan
 from outlast.campaign.results import CampaignResult, Failure, RoundResult
 from outlast.campaign.rounds.run_round import Surroundings, run_round
 from outlast.campaign.shrink import shorten
+from outlast.campaign.side_by_side import SideBySide
 from outlast.errors import OutlastError
 
 LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
@@ -24,6 +33,13 @@ _MOST_RUNS = 12
 """Runs that shorten the plan of one failed round."""
 _FEW = 6
 """Faults in each round of a campaign of limited time: a round is never cut short."""
+_MOST_JOBS = 8
+"""Rounds side by side by default, however many cores there are: each needs gigabytes of memory."""
+
+
+def default_jobs() -> int:
+    """The number of cores that this process may use, at most 8."""
+    return min(len(os.sched_getaffinity(0)), _MOST_JOBS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +54,7 @@ class Options:
         ranks: of each job.
         kinds: all by default.
         per_round: the number of faults in a round.
+        jobs: how many rounds run at the same time.
         standby: how many standby processes each job has.
         keep: whether to keep the folders of all rounds.
         shrink: whether to shorten the plans of failed rounds.
@@ -53,7 +70,8 @@ class Options:
     seed: int = 0
     ranks: int = 4
     kinds: tuple[Card, ...] = parse_kinds([])
-    per_round: int = 20
+    per_round: int = 40
+    jobs: int = 1
     standby: int = 2
     keep: bool = False
     shrink: bool = True
@@ -71,13 +89,19 @@ class Options:
 
 
 class Observer:
-    """Hears how a campaign goes on; this one does nothing."""
+    """Hears how a campaign goes on, always in the thread that runs it; this one does nothing."""
 
-    def running(self, what: str, step: int, fired: int) -> None:
-        """A job has come to this step; `fired` faults of earlier rounds have fired."""
+    def running(self, steps: Mapping[str, int]) -> None:
+        """These jobs are running, and each has come to this step."""
 
     def ended(self, result: RoundResult) -> None:
-        """A round has ended."""
+        """A round has ended, and all rounds before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    result: RoundResult
+    failure: Failure | None
 
 
 class CampaignError(OutlastError):
@@ -104,63 +128,93 @@ class Campaign:
         self._since = time.monotonic()
         self._rounds: list[RoundResult] = []
         self._failures: list[Failure] = []
-        self._runs = 0
+        self._lock = threading.Lock()
+        # Written by the threads of the rounds:
+        self._steps: dict[str, int] = {}
+        self._faults = 0  # of the rounds that have ended, and planned for those that run
+        self._longest = 0.0
 
     def run(self) -> CampaignResult:
         """Runs rounds as the options say."""
         options, shape = self._options, self._options.shape
         reference = self._reference(reference_plan(options.seed, shape))
-        for plan in plans(options.seed, shape):
-            if not self._continues():
-                break
-            self._run(plan, reference)
+        self._run_all(plans(options.seed, shape), reference)
         return self._result(options.seed, options.ranks)
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
         """Runs one round."""
-        self._run(plan, self._reference(dataclasses.replace(plan, faults=(), launcher=())))
+        reference = self._reference(dataclasses.replace(plan, faults=(), launcher=()))
+        self._run_all(iter([plan]), reference)
         return self._result(plan.seed, plan.ranks)
 
-    def _continues(self) -> bool:
-        options = self._options
-        if options.faults is not None and self._fired() >= options.faults:
-            return False
-        if options.seconds is None or not self._rounds:
-            return True
-        longest = max(one.seconds for one in self._rounds)
-        return time.monotonic() - self._since + longest <= options.seconds
+    def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
+        def next_round() -> Callable[[], _Outcome] | None:
+            plan = next(upcoming, None) if self._continues() else None
+            if plan is None:
+                return None
+            with self._lock:
+                self._faults += len(plan.all_faults)
+            return functools.partial(self._run, plan, reference, side_by_side.check)
 
-    def _fired(self) -> int:
-        return sum(len(one.fired) for one in self._rounds)
+        side_by_side = SideBySide(self._options.jobs, next_round)
+        results = side_by_side.results(lambda: self._observer.running(dict(self._steps)))
+        # Closed: an error here must end the rounds that run.
+        with contextlib.closing(results) as outcomes:
+            for outcome in outcomes:
+                self._rounds.append(outcome.result)
+                if outcome.failure is not None:
+                    self._failures.append(outcome.failure)
+                self._observer.ended(outcome.result)
+
+    def _continues(self) -> bool:
+        """Whether to start another round, now that others may be running."""
+        options = self._options
+        with self._lock:
+            faults, longest = self._faults, self._longest
+        if options.faults is not None and faults >= options.faults:
+            return False
+        if options.seconds is None or not longest:
+            return True
+        return time.monotonic() - self._since + longest <= options.seconds
 
     def _reference(self, plan: RoundPlan) -> Reference:
         folder = self._folder("reference")
-        result = self._one(plan, folder, None, "the undisturbed run")
+        # Nothing in it needs a standby process.
+        surroundings = dataclasses.replace(self._surroundings, standby=0)
+
+        def tell(step: int) -> None:
+            self._observer.running({"the undisturbed run": step})
+
+        result = run_round(plan, folder, None, surroundings, tell)
         if result.problems:
             raise CampaignError(
                 f"the undisturbed run in {folder} failed: {'; '.join(result.problems.lines())}"
             )
         return Reference.read(folder / "records")
 
-    def _run(self, plan: RoundPlan, reference: Reference) -> None:
+    def _run(self, plan: RoundPlan, reference: Reference, check: Callable[[], None]) -> _Outcome:
         folder = self._folder(f"round-{plan.number:04d}")
-        result = self._one(plan, folder, reference, f"round {plan.number}")
-        self._rounds.append(result)
-        self._observer.ended(result)
+        one = functools.partial(self._one, reference=reference, check=check)
+        result = one(plan, folder, f"round {plan.number}")
+        with self._lock:
+            self._faults += len(result.fired) - len(plan.all_faults)
+            self._longest = max(self._longest, result.seconds)
         if result.problems:
-            self._failures.append(self._shorten(result, folder, reference))
-        elif not self._options.keep:
+            return _Outcome(result, self._shorten(result, folder, one))
+        if not self._options.keep:
             shutil.rmtree(folder)
+        return _Outcome(result, None)
 
-    def _shorten(self, result: RoundResult, folder: Path, reference: Reference) -> Failure:
+    def _shorten(
+        self, result: RoundResult, folder: Path, one: Callable[[RoundPlan, Path, str], RoundResult]
+    ) -> Failure:
         plan = result.plan
+        numbers = itertools.count(1)
 
         def fails(faults: list[Fault]) -> bool:
-            shorter = plan.only(faults)
-            self._runs += 1
-            place = folder / f"shortening-{self._runs:02d}"
-            what = f"shortening round {plan.number} ({len(faults)} faults)"
-            return bool(self._one(shorter, place, reference, what).problems)
+            place = folder / f"shortening-{next(numbers):02d}"
+            what = f"shortening round {plan.number} to {len(faults)} faults"
+            return bool(one(plan.only(faults), place, what).problems)
 
         faults = list(plan.all_faults)
         repeated = self._options.shrink and fails(list(faults))
@@ -171,14 +225,21 @@ class Campaign:
         return Failure(result=result, shortened=shortened, repeated=repeated, folder=str(folder))
 
     def _one(
-        self, plan: RoundPlan, folder: Path, reference: Reference | None, what: str
+        self,
+        plan: RoundPlan,
+        folder: Path,
+        what: str,
+        reference: Reference,
+        check: Callable[[], None],
     ) -> RoundResult:
-        fired = self._fired()
-
         def tell(step: int) -> None:
-            self._observer.running(what, step, fired)
+            check()
+            self._steps[what] = step
 
-        return run_round(plan, folder, reference, self._surroundings, tell)
+        try:
+            return run_round(plan, folder, reference, self._surroundings, tell)
+        finally:
+            self._steps.pop(what, None)
 
     def _folder(self, name: str) -> Path:
         folder = self._options.out / name
@@ -190,6 +251,9 @@ class Campaign:
         return CampaignResult(
             seed=seed,
             ranks=ranks,
+            jobs=self._options.jobs,
+            machine=describe(),
+            date=datetime.date.today().isoformat(),
             rounds=tuple(self._rounds),
             failures=tuple(self._failures),
             seconds=time.monotonic() - self._since,

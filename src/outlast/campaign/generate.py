@@ -25,7 +25,7 @@ _TOGETHER = 0.2
 _PHASES = (Phase.STEP, *Phase)
 """The phases of each kind; a step comes twice, since training is mostly steps."""
 _ENDS_JOB = (Kind.SIGTERM, *Action)
-"""Half as often as others: the next launcher starts all processes anew, which takes long."""
+"""A third as often as others: the next launcher starts all processes anew, which takes long."""
 _MOST_ITERATION = 5
 """The last iteration at whose entry a fault is planned."""
 _OF_RANK_0 = Phase.COMMITTED
@@ -76,7 +76,7 @@ def reference_plan(seed: int, shape: Shape) -> RoundPlan:
 def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
     """The plans of the rounds, numbered from 1, without end."""
     often = [card for card in shape.kinds if card not in _ENDS_JOB]
-    deck = _deal(f"{seed}/kinds", (*shape.kinds, *often))
+    deck = _deal(f"{seed}/kinds", (*shape.kinds, *often, *often))
     phases = {card: _deal(f"{seed}/phases/{card}", _PHASES) for card in shape.kinds}
     number = 0
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.status import Status
@@ -26,9 +27,10 @@ class ProgressLine(Observer):
         self._fired = 0
         self._failed = 0
 
-    def running(self, what: str, step: int, fired: int) -> None:
-        failed = f", {self._failed} failed" if self._failed else ""
-        self._status.update(f"{fired}{self._all} faults{failed}; {what}: step {step}")
+    def running(self, steps: Mapping[str, int]) -> None:
+        failed = f", {self._failed} rounds failed" if self._failed else ""
+        jobs = "".join(f"; {what}: step {step}" for what, step in steps.items())
+        self._status.update(f"{self._fired}{self._all} faults{failed}{jobs}")
 
     def ended(self, result: RoundResult) -> None:
         self._fired += len(result.fired)
@@ -38,7 +40,7 @@ class ProgressLine(Observer):
         line = f"round {result.plan.number}: {fired}, {verdict}; {self._fired}{self._all} faults"
         self._console.print(line, highlight=False)
         for problem in result.problems.lines():
-            self._console.print(f"  {problem}", highlight=False, markup=False)
+            self._console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_result(result: CampaignResult, console: Console) -> None:

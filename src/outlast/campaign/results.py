@@ -98,10 +98,20 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignResult:
-    """The result of a campaign."""
+    """The result of a campaign.
+
+    Attributes:
+        jobs: how many rounds ran at the same time.
+        machine: on which it ran.
+        date: on which it ended.
+        seconds: of the whole campaign.
+    """
 
     seed: int
     ranks: int
+    jobs: int = 1
+    machine: str = ""
+    date: str = ""
     rounds: tuple[RoundResult, ...]
     failures: tuple[Failure, ...]
     seconds: float
@@ -126,6 +136,9 @@ class CampaignResult:
         values = {
             "seed": self.seed,
             "ranks": self.ranks,
+            "jobs": self.jobs,
+            "machine": self.machine,
+            "date": self.date,
             "seconds": self.seconds,
             "goodput": self.goodput,
             "faults": len(self.fired),

@@ -1,10 +1,15 @@
-"""The table of a campaign: what each kind of fault has cost; and its totals."""
+"""The table of a campaign: what each kind of fault has cost; and its totals.
+
+In a page that has the lines `<!-- campaign: begin -->` and `<!-- campaign: end -->`, it is written
+between them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +17,7 @@ from rich.table import Table
 from outlast.campaign.results import CampaignResult, Fired, Problems, percentile
 
 HEADINGS = ("kind", "count", "seen within", "back within", "steps redone")
+_BEGIN, _END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
 _NOTE = "seen, back: median and maximum, in seconds from the fault"
 
 
@@ -55,12 +61,28 @@ def print_table(result: CampaignResult, console: Console) -> None:
 
 
 def markdown(result: CampaignResult) -> str:
-    """Both as Markdown."""
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
+    """Both as Markdown, with the date and the machine."""
+    sides = "one round at a time" if result.jobs == 1 else f"{result.jobs} rounds at the same time"
+    lines = [
+        f"Seed {result.seed}, {result.ranks} ranks, {sides}; {result.date}, on {result.machine}.",
+        "",
+        f"| {' | '.join(HEADINGS)} |",
+        "|---|" + "--:|" * (len(HEADINGS) - 1),
+    ]
     lines += [f"| {' | '.join(row)} |" for row in rows(result.fired)]
     lines += ["", f"({_NOTE.capitalize()}.)", "", "| | |", "|---|--:|"]
     lines += [f"| {name} | {value} |" for name, value in totals(result)]
     return "\n".join(lines) + "\n"
+
+
+def write_markdown(result: CampaignResult, path: Path) -> None:
+    """Writes it between the markers of a page; to a file without markers, instead of all else."""
+    text = markdown(result)
+    page = path.read_text() if path.exists() else ""
+    if _BEGIN in page and _END in page:
+        before, _, rest = page.partition(_BEGIN)
+        text = f"{before}{_BEGIN}\n\n{text}\n{_END}{rest.partition(_END)[2]}"
+    path.write_text(text)
 
 
 def _row(kind: str, fired: Sequence[Fired]) -> tuple[str, ...]:

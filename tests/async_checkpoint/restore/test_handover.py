@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,15 @@ def test_a_killed_writer_announces_nothing(path: Path, dead: int) -> None:
     with writer(path, dead) as process:
         process.kill()
     assert not handover.take_over(path).snapshots
+
+
+def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # and does not listen
+        with writer(path, dead) as process:
+            assert handover._connect(path) is None
+            assert path.exists()  # the writer is about to listen
+            process.kill()
+        found = handover.take_over(path)
+    assert not found.snapshots
+    assert not path.exists()

@@ -220,6 +220,13 @@ def _connect(path: Path) -> socket.socket | None:
         connection.connect(str(path))
         if not _is_ours(connection):
             raise PermissionError(f"{path} belongs to another user")
+    except ConnectionRefusedError:
+        connection.close()
+        # A writer that was killed has left its socket. Between its `bind` and its `listen`, a live
+        # writer refuses too, but it is announced.
+        if not is_announced(path):
+            path.unlink(missing_ok=True)
+        return None
     except OSError:
         connection.close()
         return None

@@ -20,7 +20,7 @@ _DUMP_S = 5.0
 
 
 class Follower(Protocol):
-    """Hears of every look at a running job."""
+    """Hears of every look at a running job; an error that it raises ends the job."""
 
     def __call__(self, step: int) -> None:
         """`step` is the highest that a rank has completed."""

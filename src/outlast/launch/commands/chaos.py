@@ -48,7 +48,16 @@ def campaign(
     ] = "",
     per_round: Annotated[
         int, typer.Option("--faults-per-round", min=1, help="Faults in one job.")
-    ] = 20,
+    ] = 40,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="Rounds at the same time. Default: the number of cores, at most 8.",
+            show_default=False,
+        ),
+    ] = None,
     standby: Annotated[
         int, typer.Option("--standby", min=0, help="Standby processes of each job.")
     ] = 2,
@@ -77,7 +86,11 @@ def campaign(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            "--markdown", metavar="FILE", help="Write the table there too.", show_default=False
+            "--markdown",
+            metavar="FILE",
+            help="Write the table there too; if the file is a page with the lines "
+            "'<!-- campaign: begin -->' and '<!-- campaign: end -->', between them.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -86,11 +99,11 @@ def campaign(
     """
     from rich.console import Console
 
-    from outlast.campaign.campaign import Campaign, CampaignError, Options
+    from outlast.campaign.campaign import Campaign, CampaignError, Options, default_jobs
     from outlast.campaign.generate import parse_kinds
     from outlast.campaign.output import ProgressLine, print_result
     from outlast.campaign.plan import RoundPlan
-    from outlast.campaign.table import markdown as as_markdown
+    from outlast.campaign.table import write_markdown
 
     try:
         chosen = parse_kinds([name for name in kinds.split(",") if name])
@@ -104,6 +117,7 @@ def campaign(
         ranks=ranks,
         kinds=chosen,
         per_round=per_round,
+        jobs=default_jobs() if jobs is None else jobs,
         standby=standby,
         keep=keep,
         shrink=shrink,
@@ -116,7 +130,7 @@ def campaign(
             result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
         (options.out / "results.json").write_text(result.to_json())
         if markdown is not None:
-            markdown.write_text(as_markdown(result))
+            write_markdown(result, markdown)
     print_result(result, console)
     if result.failures:
         raise typer.Exit(1)
