@@ -150,9 +150,9 @@ class Run:
         """Waits until `text` is in the launcher's stderr."""
         self.until(lambda: text in self.err, repr(text))
 
-    def wait(self) -> int:
+    def wait(self, net_s: float = NET_S) -> int:
         """The exit code, once it has ended and all its output is read."""
-        deadline = time.monotonic() + NET_S
+        deadline = time.monotonic() + net_s
         while self._selector.get_map():
             assert self._read(deadline), f"still running:\n{self.out}\n{self.err}"
         return self.process.wait(NET_S)

@@ -303,7 +303,8 @@ class Agent:
         phases = (Phase.RUNNING, Phase.RESTARTING, Phase.ENDING)
         if self._resources.workers or self._phase not in phases:
             return
-        if self._replacements.pending and self._phase is Phase.RUNNING:
+        waits = self._replacements.pending and self._phase is Phase.RUNNING
+        if waits and self._resources.coordinator.keys.job().state is JobState.RUNNING:
             return  # all are dead; the replacements will decide among themselves how to continue
         self._replacements.cancel()
         if self._phase is Phase.RESTARTING:
