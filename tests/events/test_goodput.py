@@ -342,3 +342,24 @@ def test_a_fault_of_an_event_log_without_idle_time() -> None:
     run.complete(at=9.0)
     assert any(isinstance(event, Fault) for event in run.events)
     assert "hang" not in lost(build(run.events))
+
+
+def test_a_log_without_an_end_counts_up_to_its_last_step() -> None:
+    """The job still runs, or its launcher was killed: no rank has left the function."""
+    run = run_with_redone_steps()
+    end = max(event.time for event in run.events)
+    events = [event for event in run.events if event.time < end]
+    early = build(events).hosts[0]
+    save(run, 40, began=20.0)
+    own(run, 1, StepsDone(first=20, last=60), 24.5)
+    host = build([event for event in run.events if event.time < end]).hosts[0]
+    assert host.wall_seconds == 24.5
+    assert early.wall_seconds < host.wall_seconds
+    assert host.productive_seconds == pytest.approx(early.productive_seconds + 24.5 - 17.5 - 0.25)
+
+
+def test_what_a_process_records_after_the_call_is_not_part_of_it() -> None:
+    run = run_with_redone_steps()
+    before = build(run.events).hosts[0].wall_seconds
+    own(run, 0, CheckpointCommitted(step=50, blocked_seconds=0.25, seconds=0.5), 100.0)
+    assert build(run.events).hosts[0].wall_seconds == before

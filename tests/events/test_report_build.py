@@ -25,6 +25,7 @@ from outlast.events import (
     Fault,
     InterruptSwallowed,
     Joined,
+    Lost,
     MonitorRestarted,
     Note,
     Seen,
@@ -32,6 +33,7 @@ from outlast.events import (
     WorkerFailed,
 )
 from outlast.events.report import build, to_json
+from outlast.events.report.sentences import cause_text
 
 
 def run_with_an_exception() -> SyntheticRun:
@@ -117,6 +119,23 @@ def test_the_launcher_knows_how_a_process_died() -> None:
     (restart,) = build(run.events).restarts
     assert restart.cause is not None
     assert restart.cause.exit == "killed by SIGKILL"
+
+
+def test_the_cause_of_a_hang_is_not_the_signal_that_ended_it() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    hung = Fault(interruption="HARD_TIMEOUT", cause="no progress for 90 s", idle=4.0)
+    run.write(1, hung, 10.0, monitor=True)
+    run.write(1, Lost(reason="terminated"), 10.5, monitor=True)
+    run.restart(at=11.0, lost=[1], joiners=["a"])
+    run.complete(at=20.0)
+    run.events.append(WorkerExited(host="a", pid=1, time=11.0, worker_pid=1001, exit_code=-9))
+    report = build(run.events)
+    (restart,) = report.restarts
+    assert restart.cause is not None
+    assert restart.cause.exit == "killed by SIGKILL"
+    assert cause_text(restart) == "rank 1: no progress"
+    assert [count.what for count in report.causes] == ["no progress"]
 
 
 def test_how_a_survivor_ended_later_is_no_part_of_its_fault() -> None:

@@ -14,7 +14,14 @@ from events.synthetic_run import (
     SyntheticRun,
 )
 from events.test_goodput import own, run_with_redone_steps
-from outlast.events import BarrierPassed, NothingToRestore, PlannedFault, WorkerExited
+from outlast.events import (
+    BarrierPassed,
+    LauncherEnded,
+    NothingToRestore,
+    PlannedFault,
+    WorkerExited,
+    WorkerStarted,
+)
 from outlast.events.report import build
 from outlast.events.report.figures.recoveries import distribution
 from outlast.events.report.totals import (
@@ -22,6 +29,7 @@ from outlast.events.report.totals import (
     describe_injected,
     describe_no_restart,
     describe_recovery,
+    ending,
     headline_host,
     lost_parts,
 )
@@ -129,6 +137,20 @@ def test_exit_code_93_is_explained() -> None:
         run.events.append(exited)
     report = build(run.events)
     assert describe_no_restart(report).startswith("Ranks 0 and 1 ended with exit code 93: ")
+
+
+def test_a_log_that_does_not_end_says_so() -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    started = [WorkerStarted(host="a", pid=1, rank=rank, worker_pid=1000 + rank) for rank in (0, 1)]
+    run.begin(at=0.0)
+    text = " ".join(ending(build([*started, *run.events])))
+    assert "The log has no end of the job: it still runs, or its launcher was killed." in text
+    assert "completed" not in text
+
+    ended = LauncherEnded(host="a", pid=1, time=9.0, exit_code=1)
+    text = " ".join(ending(build([*started, *run.events, ended])))
+    assert "no end of the job" not in text
+    assert "No rank is known to have completed the function." in text
 
 
 def test_a_planned_fault_that_any_launcher_saw_has_fired() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
 from outlast.events import (
     Event,
+    Fault,
     HostLost,
     LauncherEnded,
     Lost,
@@ -84,6 +86,29 @@ def test_a_rank_that_leaves_at_a_stop_is_not_lost(logs: Logs) -> None:
     text = frame(logs.folder, alive=True)
     assert "told to stop: SIGTERM to the launcher" in text
     assert "1 lost so far" in text  # the rank that was killed before
+
+
+def test_ranks_that_ended_at_a_stop_have_not_completed(logs: Logs) -> None:
+    logs.write(running())
+    logs.write([StopRequested(host="a", pid=1, time=139.5, reason="SIGINT to the launcher")])
+    for pid in (1000, 1001, 1003):
+        logs.write([WorkerExited(host="a", pid=1, worker_pid=pid, exit_code=143, time=140.0)])
+    text = frame(logs.folder, alive=True)
+    assert "3 ended" in text
+    assert "completed" not in text
+
+
+def test_the_last_fault_is_a_hang_also_if_it_was_ended_by_a_signal(logs: Logs) -> None:
+    run = SyntheticRun(("a",) * 3, {"a": 100.0})
+    run.begin(0.0)
+    hung = Fault(interruption="HARD_TIMEOUT", cause="no progress for 90 s", idle=4.0)
+    run.write(1, hung, 20.0, monitor=True)
+    run.restart(21.0, lost=[1], joiners=["a"])
+    logs.write(run.events)
+    logs.write([WorkerExited(host="a", pid=1, worker_pid=1001, exit_code=-9, time=121.0)])
+    text = frame(logs.folder, alive=True)
+    assert "rank 1 (pid 1001) on a hung and was killed: no progress for 90 s; " in text
+    assert "SIGKILL" not in text
 
 
 def test_a_script_without_wrapper(logs: Logs) -> None:

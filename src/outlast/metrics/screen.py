@@ -109,8 +109,9 @@ class Screen:
             f"{counts[State.RESTARTING]} restarting",
             f"{counts[State.LOST]} lost so far",
         ]
-        if counts[State.COMPLETED] or counts[State.ENDED]:
-            parts.append(f"{counts[State.COMPLETED] + counts[State.ENDED]} completed")
+        for state_over in (State.COMPLETED, State.ENDED):
+            if counts[state_over]:
+                parts.append(f"{counts[state_over]} {state_over.value}")
         parts.append(f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}")
         if state.hosts_lost:
             parts.append(f"hosts lost: {_clean(', '.join(state.hosts_lost.values()))}")
@@ -224,10 +225,11 @@ class Screen:
 
 def _sentence(cause: Cause) -> str:
     who = f"rank {cause.rank} (pid {cause.pid})" if cause.pid >= 0 else f"rank {cause.rank}"
-    what = f"was {cause.exit}" if cause.exit.startswith("killed") else ""
+    hung = cause.interruption in ("SOFT_TIMEOUT", "HARD_TIMEOUT")  # killed only then, if at all
+    what = f"was {cause.exit}" if cause.exit.startswith("killed") and not hung else ""
     what = what or _KINDS.get(cause.interruption, cause.interruption.lower())
     message = _clean(next(iter(cause.message.strip().splitlines()), ""))
-    told = f": {message}" if message and not cause.exit else ""
+    told = f": {message}" if message and (hung or not cause.exit) else ""
     return f"{who} on {_clean(cause.host)} {what}{told}"
 
 

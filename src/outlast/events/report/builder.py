@@ -13,11 +13,13 @@ from outlast.events import (
     Event,
     InterruptSwallowed,
     Joined,
+    LauncherEnded,
     MonitorRestarted,
     Note,
     PlannedFault,
     Seen,
     WorkerExited,
+    WorkerStarted,
 )
 from outlast.events.report.figures.causes import count_causes, count_hosts
 from outlast.events.report.figures.goodput import measure
@@ -122,6 +124,8 @@ def build(events: Iterable[Event]) -> Report:
         notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
         torn_logs=tuple(torn),
         saves=saves,
+        no_end=any(isinstance(event, WorkerStarted) for event in events)
+        and not any(isinstance(event, LauncherEnded) for event in events),
         hosts_lost=tuple(each.loss for each in losses),
         recovery=distributions(restarts),
         causes=count_causes(restarts),

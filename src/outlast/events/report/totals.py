@@ -133,9 +133,15 @@ def ending(report: Report) -> list[str]:
     sentences += [one_line(sentence) for sentence in describe_injected(report)]
     if report.stop is not None:
         sentences.append(describe_stop(report.stop))
-    if report.source == "launcher" and (report.completed or report.stop is None):
+    if report.no_end:
+        sentences.append(
+            "The log has no end of the job: it still runs, or its launcher was killed. All figures "
+            "are up to the last event."
+        )
+    ended = report.stop is None and not report.no_end
+    if report.source == "launcher" and (report.completed or ended):
         sentences.append(f"{plural(report.completed, 'process')} ended with exit code 0.")
-    if report.source == "wrapper" and (report.completed or report.stop is None):
+    if report.source == "wrapper" and (report.completed or ended):
         who = plural(report.completed, "rank") if report.completed else "No rank is known to have"
         sentences.append(f"{who} completed the function.")
     if redone := describe_redone(report):

@@ -15,6 +15,11 @@ _IN_SHORT = {
     "TERMINATED": "died",
     "UNRESPONSIVE": "no heartbeat",
 }
+_HANGS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
+"""Kinds of faults that are a lack of progress: the signal that ended the process came after it, in
+most cases from its own monitor process.
+"""
+
 _EXCEPTION = re.compile(r"(?:[a-z_]+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
 """The type of an exception at the beginning of a message, after "initialize: "."""
 
@@ -27,6 +32,8 @@ def kind_of(cause: Cause) -> str:
 def what_failed(cause: Cause) -> str:
     """A fault of a rank in a few words: the type of an exception, a signal, or its kind."""
     error = _EXCEPTION.match(one_line(cause.message))
+    if kind_of(cause) in _HANGS:
+        return _IN_SHORT[kind_of(cause)]
     what = _IN_SHORT.get(kind_of(cause)) or (error["type"] if error is not None else "failed")
     if cause.exit and (cause.exit.startswith("killed") or error is None):
         what = cause.exit

@@ -181,8 +181,19 @@ class CallHistory:
     def ends(self) -> dict[str, float]:
         """The last event of each host that concerns a member which took part. The launcher, and a
         process that asked to join too late, go on after the end of the call.
+
+        The log of a job that still runs, or whose launcher was killed, ends with steps and saves.
+        These carry no member, so they count for a process that is in the function.
         """
-        return {e.host: e.time for e in self.events if e.member in self._firsts}
+        ends: dict[str, float] = {}
+        inside: set[Process] = set()
+        for event in self.events:
+            process = (event.host, event.pid)
+            if event.member in self._firsts:
+                (inside.add if isinstance(event, Entered) else inside.discard)(process)
+            if event.member in self._firsts or process in inside:
+                ends[event.host] = event.time
+        return ends
 
     def begins(self, iteration: int) -> dict[str, float]:
         """When each host was assigned its ranks in the iteration."""

@@ -97,6 +97,8 @@ class Report:
         stop: the request that ended the job, if one did.
         waiting: members that asked to join and were in no iteration.
         completed: number of members that completed the last call.
+        no_end: a launcher has recorded starts of processes, and no launcher the end of the job: the
+            job still runs, or its launchers were killed.
         notes: number of notes of each name.
         torn_logs: files whose last line was left incomplete by a dying process.
         saves: the checkpoints; `None` if there are no checkpoint events.
@@ -138,6 +140,7 @@ class Report:
     host_counts: tuple[HostCount, ...] = ()
     injected: tuple[InjectedFault, ...] = ()
     no_restart: tuple[int, ...] = ()
+    no_end: bool = False
     timeline: tuple[HostTimeline, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
