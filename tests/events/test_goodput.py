@@ -363,3 +363,14 @@ def test_what_a_process_records_after_the_call_is_not_part_of_it() -> None:
     before = build(run.events).hosts[0].wall_seconds
     own(run, 0, CheckpointCommitted(step=50, blocked_seconds=0.25, seconds=0.5), 100.0)
     assert build(run.events).hosts[0].wall_seconds == before
+
+
+def test_an_iteration_that_ended_before_its_restore_is_set_up() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(2, at=4.0)
+    run.restart(at=4.0)
+    for member in run.view:
+        own(run, member, NothingToRestore(), 5.0)
+    run.complete(at=10.0)
+    assert lost(build(run.events)) == {"restart": RESTART, "setup": 4.0 + 0.5}

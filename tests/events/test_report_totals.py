@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from events.synthetic_run import (
@@ -16,7 +18,9 @@ from events.synthetic_run import (
 from events.test_goodput import own, run_with_redone_steps
 from outlast.events import (
     BarrierPassed,
+    Fault,
     LauncherEnded,
+    Lost,
     NothingToRestore,
     PlannedFault,
     WorkerExited,
@@ -62,6 +66,27 @@ def test_the_parts_of_a_restart_follow_each_other() -> None:
     parts = host.lost.restart_parts
     assert (parts.detection, parts.abort, parts.entry) == (SEEN, ABORT, recovery.entry)
     assert parts.uneven == 0.0
+
+
+def test_the_wait_for_a_rank_that_must_be_terminated_is_not_clean_up() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    hung = Fault(interruption="SOFT_TIMEOUT", cause="no progress for 2 s", idle=2.0)
+    run.write(1, hung, 8.0, monitor=True)
+    run.restart(at=8.0, lost=[1], joiners=["a"])
+    later = [
+        e for e in run.events if e.iteration == 1 or isinstance(e, BarrierPassed) and e.time > 8.0
+    ]
+    run.events = [e for e in run.events if e not in later]
+    run.events += [dataclasses.replace(event, time=event.time + 16.0) for event in later]
+    run.iteration = 0
+    terminated = 8.0 + 16.0
+    run.write(1, Lost(reason="terminated by its monitor process"), terminated, monitor=True)
+    (restart,) = build(run.events).restarts
+    assert restart.recovery is not None
+    cleaned = SEEN + ABORT + INTERRUPT + FINALIZE + HEALTH  # until the barrier, 16 s later
+    assert restart.recovery.leave == 16.0 - SEEN - ABORT
+    assert restart.recovery.clean_up == cleaned
 
 
 def test_the_time_without_progress_is_part_of_the_recovery() -> None:

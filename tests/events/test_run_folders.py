@@ -76,6 +76,14 @@ def test_other_folders_are_skipped(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
+def test_the_parent_of_an_events_directory_is_told_where_the_logs_are(tmp_path: Path) -> None:
+    for name in ("first", "second", "third", "fourth"):
+        written(tmp_path / name / "20260101-120000.000-x", "")
+    (tmp_path / "without").mkdir()
+    with pytest.raises(EventLogError, match="folders in it that have: .*/first, .* and 1 more$"):
+        runs_in(tmp_path)
+
+
 def test_an_unknown_run_is_an_error_that_lists_the_runs(tmp_path: Path) -> None:
     written(tmp_path / "20260101-120000.000-x", "")
     with pytest.raises(EventLogError, match=r"no run 'y'; there are: 20260101-120000\.000-x"):

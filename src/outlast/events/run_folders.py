@@ -92,8 +92,21 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
         at = datetime.datetime.fromtimestamp(written, datetime.timezone.utc)
         runs.append(Run(root, OWN, "", at))
     if not runs:
-        raise EventLogError(f"{root} has no event logs (*.jsonl)")
+        inside = [path for path in sorted(root.iterdir()) if path.is_dir() and _has_runs(path)]
+        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+        names = ", ".join(map(str, inside[:3])) + more
+        hint = f"; folders in it that have: {names}" if inside else ""
+        raise EventLogError(f"{root} has no event logs (*.jsonl){hint}")
     return sorted(runs, key=lambda run: (run.at, run.name))
+
+
+def _has_runs(folder: Path) -> bool:
+    """Whether `folder` has logs, or is a directory with runs of `outlast run`."""
+    try:
+        runs = [each for each in folder.iterdir() if _NAME.fullmatch(each.name) and each.is_dir()]
+        return bool(logs_in(folder)) or any(map(logs_in, runs))
+    except OSError:
+        return False
 
 
 def choose_run(runs: list[Run], wanted: str | None) -> Run:

@@ -18,6 +18,7 @@ from outlast.events import (
     FinalizeDone,
     Joined,
     LeftFunction,
+    Lost,
     Seen,
     WorkerExited,
 )
@@ -69,6 +70,8 @@ def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
 def _divide(before: Stretch, after: Stretch, events: Sequence[Event]) -> dict[str, list[Interval]]:
     start, end = before.end, after.start
     wrapped = any(isinstance(event, Seen | LeftFunction) for event in events)
+    terms = [event.time for event in events if _is_barrier(event, "term")]
+    met = min(terms, default=end)
     ends: dict[str, list[float]] = {name: [] for name in PARTS[:-2]}
     waits: list[Interval] = []
     for event in events:
@@ -77,6 +80,9 @@ def _divide(before: Stretch, after: Stretch, events: Sequence[Event]) -> dict[st
         elif isinstance(event, AbortDone):
             ends["abort"].append(event.time)
         elif isinstance(event, LeftFunction) or (isinstance(event, WorkerExited) and not wrapped):
+            ends["leave"].append(event.time)
+        elif isinstance(event, Lost) and event.time <= met:
+            # The survivors waited for this rank: one that does not leave is terminated at last.
             ends["leave"].append(event.time)
         elif isinstance(event, FinalizeDone) or _is_barrier(event, "term"):
             ends["clean_up"].append(event.time)

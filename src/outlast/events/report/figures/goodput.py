@@ -25,6 +25,7 @@ from outlast.events import (
     CheckpointFailed,
     CheckpointRestored,
     Event,
+    LeftFunction,
     NothingToRestore,
     StepsDone,
     WorkerStarted,
@@ -64,7 +65,7 @@ def _measure_host(
     outside = difference(wall, worked)
     layers = {
         "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
-        "setup": union(restore_times(stretches, events).values()),
+        "setup": union(_setup_times(stretches, events)),
         "saves": union(_blocked(e) for e in events if isinstance(e, Save)),
         "redone": _discarded(events, wall[0][0] if wall else 0.0),
     }
@@ -117,6 +118,27 @@ def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict
         if isinstance(event, Restore) and number >= 0:
             ends[number].setdefault(event.pid, event.time)
     return {number: (starts[number], max(times.values())) for number, times in ends.items()}
+
+
+def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
+    """From the start of each stretch to its restore. If the other stretches have a restore, and this
+    one has neither that nor a step or a save, it ended before its restore (or is still there).
+    """
+    restored = restore_times(stretches, events)
+    if not restored:
+        return []
+    starts = [each.start for each in stretches]
+    trained = {
+        bisect_right(starts, _began(event) if isinstance(event, Save) else event.time) - 1
+        for event in events
+        if isinstance(event, Save | StepsDone) or (isinstance(event, LeftFunction) and event.pings)
+    }
+    unfinished = [
+        (each.start, each.end)
+        for number, each in enumerate(stretches)
+        if number not in restored and number not in trained
+    ]
+    return [*restored.values(), *unfinished]
 
 
 def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:

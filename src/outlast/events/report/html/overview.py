@@ -14,7 +14,7 @@ PARTS = {
     "productive": ("productive", "training advanced"),
     "detection": ("detection", "from a fault until all ranks knew of it"),
     "abort": ("abort", "in-flight collectives were aborted"),
-    "leave": ("leaving", "until the last rank had left the function"),
+    "leave": ("leaving", "until the last rank had left the function, or was terminated"),
     "clean_up": ("clean-up", "finalize and health check, on all ranks"),
     "replacements": ("waiting for replacements", "the restart waited for new processes"),
     "entry": ("re-entry", "rank assignment, barriers, initialize, until all ranks trained again"),
