@@ -75,7 +75,7 @@ def test_the_wait_for_a_rank_that_must_be_terminated_is_not_clean_up() -> None:
     run.write(1, hung, 8.0, monitor=True)
     run.restart(at=8.0, lost=[1], joiners=["a"])
     later = [
-        e for e in run.events if e.iteration == 1 or isinstance(e, BarrierPassed) and e.time > 8.0
+        e for e in run.events if e.iteration == 1 or (isinstance(e, BarrierPassed) and e.time > 8.0)
     ]
     run.events = [e for e in run.events if e not in later]
     run.events += [dataclasses.replace(event, time=event.time + 16.0) for event in later]

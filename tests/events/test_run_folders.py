@@ -80,7 +80,7 @@ def test_the_parent_of_an_events_directory_is_told_where_the_logs_are(tmp_path: 
     for name in ("first", "second", "third", "fourth"):
         written(tmp_path / name / "20260101-120000.000-x", "")
     (tmp_path / "without").mkdir()
-    with pytest.raises(EventLogError, match="folders in it that have: .*/first, .* and 1 more$"):
+    with pytest.raises(EventLogError, match=r"folders in it that have: .*/first, .* and 1 more$"):
         runs_in(tmp_path)
 
 
