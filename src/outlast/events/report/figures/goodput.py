@@ -121,8 +121,8 @@ def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict
 
 
 def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
-    """From the start of each stretch to its restore. If the other stretches have a restore, and this
-    one has neither that nor a step or a save, it ended before its restore (or is still there).
+    """From the start of each stretch to its restore. If the other stretches have a restore, and
+    this one has neither that nor a step or a save, it ended before its restore (or is still there).
     """
     restored = restore_times(stretches, events)
     if not restored:
