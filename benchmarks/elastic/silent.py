@@ -1,8 +1,8 @@
 """The cost of the checks for silent faults, and their false alarms over a run without faults.
 
 Segments of ten steps with and without calls of the checks alternate in the same two processes, in
-the order A B B A, to cancel drift. The checks are at their default intervals: ten segments with them
-make one cycle of the replica check, so that it has its work in the true proportion. Each cycle is
+the order A B B A, to cancel drift. The checks are at their default intervals: ten segments with
+them make one cycle of the replica check, so that it has its work in the true proportion. Each is
 compared with the ten segments between its own, and gives one ratio. Beside the time of a step there
 is its processor time, of all threads of both ranks: it includes the background threads, which an
 idle core would hide, and another process on the machine changes it less.
