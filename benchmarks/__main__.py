@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ def main() -> None:
     # torch resolves the name of every host that it connects to. If the resolver drops the query,
     # each connection takes five seconds, with outlast and with the peer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    # Ends as after an exception, so that benchmarks end the processes that they have started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(width=None if Console().is_terminal else 140)
     for name in names:
         module = load(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ MODULES = {
     "ablation": ("checkpoint.ablation", "Recycled files"),
     "recovery": ("recovery.run", "Beside other systems"),
     "elastic": ("elastic.run", "Elastic state"),
+    "rollback": ("rollback.run", "No rollback where a replica survives"),
     "silent": ("elastic.silent", "Checks for silent faults"),
 }
 """The module of each benchmark, and the title of its section on the page."""
@@ -35,17 +37,30 @@ def load(name: str) -> Any:
 
 
 def write_docs(page: Path, results: dict[str, Any]) -> None:
-    """Writes the tables of `results` between the markers of `page`.
+    """Writes the tables of `results` between the markers of `page`. A benchmark without a result
+    keeps its tables.
 
     Raises:
         ValueError: if the page has no markers.
     """
     before, begin, rest = page.read_text().partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    figures, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{page} lacks the lines {_BEGIN} and {_END}")
-    parts = [_section(name, results[name]) for name in MODULES if name in results]
+    present = _sections(figures)
+    parts = []
+    for name, (_, title) in MODULES.items():
+        if name in results:
+            parts.append(_section(name, results[name]))
+        elif title in present:
+            parts.append(present[title])
     page.write_text(f"{before}{_BEGIN}\n\n" + "\n".join(parts) + f"\n{_END}{after}")
+
+
+def _sections(figures: str) -> dict[str, str]:
+    """The sections of the page by title, each as `_section` returns it."""
+    _, *found = re.split(r"^(?=## )", figures, flags=re.MULTILINE)
+    return {each[3 : each.index("\n")]: each.rstrip("\n") + "\n" for each in found}
 
 
 def _section(name: str, result: dict[str, Any]) -> str:

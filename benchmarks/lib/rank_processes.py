@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import random
@@ -16,14 +15,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
+
+from benchmarks.lib.process_tree import adopt_orphans, die_with_parent, end_descendants
 
 __all__ = ["FOLDER", "RankProcesses", "free_port", "serve", "store", "wrapped"]
 
 FOLDER = Path("build/benchmarks")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 T = TypeVar("T")
 
@@ -80,21 +79,14 @@ class RankProcesses:
         self._pidfds: dict[int, int] = {}
 
     def __enter__(self) -> RankProcesses:
-        # Orphans, such as monitors of killed ranks, become children of this process, to be reaped.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         return self
 
     def __exit__(self, *error: object) -> None:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
-        while children := psutil.Process().children(recursive=True):
-            for child in children:
-                try:
-                    child.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            self._reap()
+        end_descendants()
 
     def start(
         self, slot: int, target: Callable[[], None], env: Mapping[str, str] | None = None
@@ -157,7 +149,7 @@ class RankProcesses:
         try:
             os.setsid()
             # If this process is killed, its ranks end too, and their monitors after them.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            die_with_parent()
             log = os.open(
                 self.folder / f"slot{slot}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
             )
@@ -184,11 +176,3 @@ class RankProcesses:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-
-    def _reap(self) -> None:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.01)

@@ -2,12 +2,14 @@
 
 The harness gives a folder in `RECOVERY_FOLDER`, with the plan in `plan.json`. Each process appends
 to `said.log` there, one JSON object a line: `step` (a step is complete), `fault` (a planned one is
-about to happen). Times are monotonic, and so comparable between the processes of this host.
+about to happen), `missed` (one was due while this rank was down). Times are monotonic, and so
+comparable between the processes of this host.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -34,6 +36,7 @@ class Run:
             self.folder / "said.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         )
         self._started = self.folder / "started"
+        self._training_since = math.inf
 
     @property
     def checkpoints(self) -> Path:
@@ -62,25 +65,36 @@ class Run:
     def completed(self, step: int) -> None:
         """Notes that `step` is complete on this rank."""
         if not self._started.exists():
-            self._started.write_text(str(time.monotonic()))
+            temporary = self._started.with_suffix(f".{self.rank}")
+            temporary.write_text(str(time.monotonic()))
+            temporary.replace(self._started)  # never read half written
         self._say("step", step=step)
 
     def _fail_if_due(self) -> None:
         if not self._started.exists():
             return
-        started = self._started.read_text()
-        age = time.monotonic() - float(started) if started else 0.0
+        began = float(self._started.read_text())
+        now = time.monotonic()
+        self._training_since = min(self._training_since, now)
         for number, fault in enumerate(self.faults):
-            if fault["rank"] != self.rank or fault["at"] > age:
+            due = began + fault["at"]
+            if fault["rank"] != self.rank or due > now or not self._claim(number):
                 continue
-            try:
-                os.close(os.open(self.folder / f"fault-{number}", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
+            if due < self._training_since:  # nothing to kill then: this rank was down
+                self._say("missed", number=number, kind=fault["kind"])
                 continue
             self._say("fault", number=number, kind=fault["kind"])
             if fault["kind"] == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"planned fault {number}")
+
+    def _claim(self, number: int) -> bool:
+        """Whether this is the first time that this fault is looked at when it is due."""
+        try:
+            os.close(os.open(self.folder / f"fault-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     def _say(self, event: str, **fields: Any) -> None:
         line = {"event": event, "at": time.monotonic(), "rank": self.rank, **fields}

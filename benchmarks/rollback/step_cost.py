@@ -1,0 +1,121 @@
+"""What keeping live state costs per step: the same steps with `Job(live=True)` and without.
+
+Segments alternate in the same two processes, in the order A B B A; each pair gives one ratio. Each
+segment has a new `Job` in an empty folder, whose first save is over before the time is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import outlast
+from benchmarks.lib.rank_processes import FOLDER, RankProcesses, wrapped
+from outlast import inprocess
+
+__all__ = ["MODELS", "step_cost"]
+
+RANKS = 2
+MODELS = {"small": (64, 256, 1, 64), "middling": (256, 1024, 2, 64)}
+"""Inputs, width, inner layers and batch."""
+SEGMENT_S = 0.6
+_WARM_STEPS = 5
+_LEAST_PAIRS = 2
+
+_Cost: TypeAlias = tuple[float, float]
+"""Of one step: its time, and its processor time of both ranks together."""
+
+
+def step_cost(name: str, seconds: float) -> dict[str, Any]:
+    """The costs of a step in each segment, without and with live state."""
+    with RankProcesses(f"rollback-cost-{name}", RANKS) as processes:
+        folder = processes.folder
+        processes.start_all(lambda slot: _rank(slot, name, seconds, folder))
+        processes.wait_all(300 + 4 * seconds)
+        found: dict[str, Any] = json.loads((folder / "costs.json").read_text())
+    return found
+
+
+def _rank(slot: int, name: str, seconds: float, folder: Path) -> None:
+    def body(call: inprocess.CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        training = _Training(*MODELS[name])
+        count = _agreed(max(_WARM_STEPS, SEGMENT_S / training.steps(20)[0]))
+        plain: list[_Cost] = []
+        live: list[_Cost] = []
+        with tempfile.TemporaryDirectory(dir=FOLDER.absolute(), prefix="cost-") as mine:
+            shared = [mine]
+            dist.broadcast_object_list(shared, 0)
+            end = time.monotonic() + seconds
+            while _agreed(len(plain) < _LEAST_PAIRS or time.monotonic() < end):
+                order = (False, True) if len(plain) % 2 == 0 else (True, False)
+                for kept in order:
+                    path = Path(shared[0]) / "checkpoints"
+                    (live if kept else plain).append(training.segment(path, kept, int(count)))
+            dist.barrier()
+        if slot == 0:
+            size = sum(p.nbytes for p in training.model.parameters())
+            costs = {"plain": plain, "live": live, "size_bytes": 3 * size, "steps": int(count)}
+            (folder / "costs.json").write_text(json.dumps(costs))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    body.__annotations__ = {"call": inprocess.CallWrapper}
+    wrapped(body, inprocess.Wrapper())()
+
+
+class _Training:
+    def __init__(self, inputs: int, width: int, inner: int, batch: int) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(inputs, width), nn.ReLU()]
+        for _ in range(inner):
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Linear(width, 10))
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+        self.inputs = torch.randn(batch, inputs)
+
+    def segment(self, path: Path, live: bool, count: int) -> _Cost:
+        """The cost of a step with a new job."""
+        job = outlast.Job(path, model=self.model, optimizer=self.optimizer, every=None, live=live)
+        job.restore()
+        self.steps(_WARM_STEPS, job)
+        cost = self.steps(count, job)
+        job.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+        dist.barrier()
+        return cost
+
+    def steps(self, count: int, job: outlast.Job | None = None) -> _Cost:
+        """Trains; returns the cost of a step, of the slower rank."""
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            self.ddp(self.inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if job is not None:
+                job.step()
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        processor = torch.tensor([time.process_time() - used], dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        dist.all_reduce(processor)
+        return taken.item() / count, processor.item() / count
+
+
+def _agreed(value: float) -> float:
+    """The value of rank 0."""
+    tensor = torch.tensor([float(value)])
+    dist.broadcast(tensor, 0)
+    return tensor.item()
