@@ -111,8 +111,11 @@ def test_a_checkpoint_is_loaded_if_no_rank_is_between_two_steps(
 
 
 @SLOW
-def test_a_write_to_a_parameter_is_noticed(ranks: Ranks, tmp_path: Path, reference: Run) -> None:
-    faulty = run(ranks, tmp_path / "c", *later(0, 6, "forward 7", "write, raise"))
+@pytest.mark.parametrize("do", ["write", "swap"])
+def test_a_write_to_a_parameter_is_noticed(
+    ranks: Ranks, tmp_path: Path, reference: Run, do: str
+) -> None:
+    faulty = run(ranks, tmp_path / "c", *later(0, 6, "forward 7", f"{do}, raise"))
     assert faulty.restored() == {0: (6, REPLICA), 1: (6, LIVE)}
     check_same(faulty, reference)
 

@@ -44,7 +44,13 @@ def write() -> None:
         next(MODEL[0].parameters())[0] += 1.0
 
 
-reach = PlannedFaults(PLAN, {"write": write}).reach
+def swap() -> None:
+    """As a validation with an average of the weights does."""
+    for parameter in MODEL[0].parameters():
+        parameter.data.mul_(0.5)  # not counted
+
+
+reach = PlannedFaults(PLAN, {"write": write, "swap": swap}).reach
 
 
 class Momentum(torch.optim.Optimizer):

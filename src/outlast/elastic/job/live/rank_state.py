@@ -18,21 +18,24 @@ from torch import nn
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.live.encoding import load_plain
 from outlast.elastic.job.live.generator_states import GeneratorStates, restored
+from outlast.elastic.job.live.point import digest
 from outlast.elastic.job.third_party_loaders import is_third_party
 from outlast.elastic.job.training_state import TrainingState
 
 State = dict[str, Any]
 
 
-# A batch norm writes its statistics in a kernel whose writes torch does not count. So small buffers
-# are noted every time; larger ones when they were replaced, or torch has counted a write.
+# Small buffers are noted every time.
 _SMALL_BYTES = 64 << 10
 
 
 class Buffers:
     """The persistent buffers of a module. Large ones are only noted if they have changed.
 
-    A buffer may be written to or replaced, so it is looked up by its name each time.
+    A buffer may be written to or replaced, so it is looked up by its name each time. Only a digest
+    of its contents tells whether it has changed: the kernel of a batch norm and programs that write
+    through `.data` (averages in a codebook) do so uncounted by torch, and `DistributedDataParallel`
+    writes the same contents again.
     """
 
     def __init__(self, entries: Mapping[str, Any], module: nn.Module) -> None:
@@ -59,9 +62,9 @@ class Buffers:
         was created.
         """
         for name in self._owners:
-            buffer, mark = self._present(name), self._mark(name)
-            if mark != self._seen[name] or buffer.nbytes <= _SMALL_BYTES:
-                self._noted[name] = packed(buffer)
+            mark = self._mark(name)
+            if not mark or mark != self._seen[name]:
+                self._noted[name] = packed(self._present(name))
                 self._seen[name] = mark
         return dict(self._noted)
 
@@ -71,9 +74,12 @@ class Buffers:
         assert found is not None
         return found
 
-    def _mark(self, name: str) -> tuple[int, int]:
+    def _mark(self, name: str) -> str:
+        """Changes with the contents; empty for a small buffer."""
         buffer = self._present(name)
-        return id(buffer), 0 if buffer.is_inference() else buffer._version
+        if buffer.nbytes <= _SMALL_BYTES:
+            return ""
+        return f"{buffer.dtype} {tuple(buffer.shape)} {digest(buffer)}"
 
 
 def is_simple(training: TrainingState) -> bool:

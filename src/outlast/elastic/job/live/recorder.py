@@ -2,9 +2,13 @@
 
 Why a point is what it says: after `completed`, three things may change the tensors of the model and
 the optimizer. An optimizer's step is announced by torch's hook before its first write, and makes
-the point unusable. Another write to a parameter is counted by torch, and found when the point is
-frozen. A write through `.data`, NumPy or a raw pointer, or one to an optimizer's tensors outside of
-its step, is not found.
+the point unusable. Another write to a parameter or to an optimizer's tensor is counted by torch,
+and found when the point is frozen. A write to a parameter through `.data`, NumPy or a raw pointer
+is not counted: it is found if it changes one of the elements that are compared (`contents`). Such a
+write to an optimizer's tensors is not found.
+
+Gradients belong to no point. So a step of the job after which gradients are left over from a
+backward pass that no optimizer's step has used (accumulation over steps of the job) has none.
 
 A restart in place may interrupt `completed` at any point: a point is complete before the one
 assignment that makes it the present one.
@@ -23,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.kept_state import KeptState
+from outlast.elastic.job.live.contents import Sample, Samples, moments_of
 from outlast.elastic.job.live.point import (
     Frozen,
     Place,
@@ -44,7 +49,8 @@ log = logging.getLogger("outlast.elastic")
 @dataclasses.dataclass(frozen=True)
 class _Point:
     """The last completed step. `shared` is the small state that is the same on all ranks;
-    `versions` and `watched` find writes to the parameters and to large tensors of `shared`.
+    `versions` and `watched` find writes to the parameters and to large tensors of `shared`;
+    `sample` finds those to parameters that torch does not count, `moments` those to the optimizer.
     """
 
     place: Place
@@ -54,6 +60,8 @@ class _Point:
     own: State
     versions: Versions
     watched: Versions
+    sample: Sample
+    moments: tuple[list[int], list[int]]
 
 
 class Recorder:
@@ -87,6 +95,7 @@ class Recorder:
         self._buffers = Buffers(entries, training.module)
         _check_supported(training, entries, self._buffers)
         self._parameters = [each for each in entries.values() if isinstance(each, nn.Parameter)]
+        self._samples = Samples(self._parameters)
         self._signature = signature(entries)
         self._state = RankState(training, self._buffers, random=random)
         self._kept = kept
@@ -103,7 +112,7 @@ class Recorder:
         self._slots: Slots | None = Slots(len(payload))
         self._slots.write(self._record(place.branch, place.step), payload)
         kept.keep(self._slots.memory)
-        self._intact = True
+        self._intact, self._stepped = True, False
         self._first: _Point | None = None
         self._point = self._first = self._noted(place, counters, own, settled=False)
         self._removables = [register_optimizer_step_pre_hook(self._before_step)]
@@ -127,7 +136,9 @@ class Recorder:
         self._passes = 0
         self._first = None
         self._digests = {}
-        self._intact = True
+        # Without an optimizer's step, gradients that are there are still needed.
+        self._intact = self._stepped or all(p.grad is None for p in self._parameters)
+        self._stepped = False
 
     def freeze(self) -> None:
         """Ends the notes, removes the hooks, and keeps what is needed of the last point. Gradients
@@ -145,12 +156,14 @@ class Recorder:
         except Exception as e:  # noqa: BLE001 - the other ranks may have what is needed
             log.warning("this rank cannot continue from its own state: %s", describe(e))
         self._parameters, self._entries, self._first = [], {}, None
+        self._samples = Samples([])
 
     def release(self) -> None:
         """Gives up the state: there is a newer one, or none is needed."""
         self._unhook()
         self._training = self._frozen = self._first = None
         self._parameters, self._entries = [], {}
+        self._samples = Samples([])
 
     def _noted(self, place: Place, counters: dict[str, Any], own: State, settled: bool) -> _Point:
         training, watched = self._training, Versions()
@@ -167,7 +180,8 @@ class Recorder:
             watched,
         )
         versions = Versions(self._parameters)
-        return _Point(place, settled, self._passes, shared, own, versions, watched)
+        sample, moments = self._samples.take(), moments_of(training.optimizer)
+        return _Point(place, settled, self._passes, shared, own, versions, watched, sample, moments)
 
     def _build(self, training: TrainingState) -> Frozen:
         shared = dict(self._point.shared)
@@ -207,15 +221,21 @@ class Recorder:
             and not isinstance(entry, DTensor)  # a sharded module shows others during a pass
             and present.get(name, entry) is not entry
         ]
-        return bool(changed or replaced or point.watched.changed())
+        return bool(
+            changed
+            or replaced
+            or point.watched.changed()
+            or point.sample != self._samples.take()
+            or point.moments != moments_of(training.optimizer)
+        )
 
     def _before_step(self, *_: Any) -> None:
         """Any optimizer counts: the step of a second one belongs to the same step of the job."""
-        if self._intact and self._training is not None:
+        if not self._stepped and self._training is not None:
             step = self._point.place.step + 1
             if self._early is None or self._early[0] != step:
                 self._note_early()
-        self._intact = False
+        self._intact, self._stepped = False, True
 
     def _hook_on_gradient(self) -> list[Any]:
         """Notes the coming step when the gradient of one parameter has been accumulated. DDP sends
