@@ -23,6 +23,7 @@ import dataclasses
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,6 +129,7 @@ class RunningReplicaCheck:
         self._digests: list[list[Digest] | None] = []
         self._handover: _Handover | None = None
         self._told_of_writes = False
+        self._times: Counter[tuple[int, ...]] = Counter()
         devices = {local_tensor(p).device for p in self._layout.parameters}
         self._streams = {d: SideStream(d) for d in devices if d.type == "cuda"}
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
@@ -244,15 +246,24 @@ class RunningReplicaCheck:
             self._before_result(decoded)
         return result
 
+    def _log(self, mismatch: ReplicaMismatch, text: str) -> None:
+        """Logs the message. Ranks that differ once differ in all later cycles, if training goes on:
+        then only every 2nd, 4th, 8th... time is logged.
+        """
+        ranks = tuple(mismatch.ranks)
+        self._times[ranks] += 1
+        times = self._times[ranks]
+        if times & (times - 1) == 0:
+            log.error("%s%s", text, f" (seen {times} times)" if times > 1 else "")
+
     def _act_on(self, result: Result) -> None:
         mine = self._exchange.rank
         for difference in result.differences:
             mismatch = self._mismatch(difference, result.clean_step)
             text = describe(mismatch)
-            if mine in difference.replicas:
-                log.error("%s", text)
             if mine == difference.replicas[0]:  # one event; this rank knows the names
                 self._emitter.emit(mismatch)
+                self._log(mismatch, text)
             if callable(self._check.on_mismatch):
                 self._check.on_mismatch(mismatch)
             elif self._check.excludes and mine in difference.ranks:
