@@ -4,7 +4,8 @@ The plan is JSON. `flip` is the rank that flips a bit of a parameter, once, afte
 step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`. `replicas` and
 `stragglers` are the arguments of the checks; `steps` how many to train at least. With `await`,
 training goes on until every rank was told of something; with `raises`, until the first iteration
-ends with an exception. With `shards`, the model is sharded over so many ranks, and replicated.
+ends with an exception. With `fail_after`, rank 0 raises an exception once, when all ranks have
+completed that step. With `shards`, the model is sharded over so many ranks, and replicated.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PLAN: dict[str, Any] = {
     "min_ranks": None,
     "await": False,
     "raises": False,
+    "fail_after": 0,
     "shards": 0,
     "job": {},
 }
@@ -149,6 +151,10 @@ def train(call: inprocess.CallWrapper) -> str:
                 flip_bit(model.first.weight)
                 say("flipped", step=job.steps + 1)
             job.step(samples=8)
+            if job.steps == PLAN["fail_after"]:
+                dist.barrier()
+                if RANK == 0 and once("failed"):
+                    raise RuntimeError("a planned fault")
         say("left", step=job.steps)
     content = hashlib.sha256()
     for tensor in model.state_dict().values():

@@ -117,6 +117,32 @@ def test_without_a_majority_all_ranks_go_back_to_before_the_flip(
 
 
 @pytest.mark.slow
+def test_a_flip_from_before_an_unrelated_fault_is_undone(ranks: Ranks, tmp_path: Path) -> None:
+    """The survivors would continue with their own replicas, and DDP would copy that of rank 0 to
+    all. The checkpoint of step 6 is from after the flip.
+    """
+    plan = {**EXCLUDE, "replicas": {"every": 10, "on_mismatch": "exclude"}}
+    undisturbed = Run(ranks, tmp_path / "undisturbed", 2, **plan)
+    run = Run(ranks, tmp_path / "flip", 2, **plan, flip=0, flip_at=5, fail_after=7)
+    assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
+    assert len([line for line in run.of("entered") if line["iteration"] == 2]) == 2
+    assert {line["step"] for line in run.of("restored") if line["iteration"] > 0} == {0}
+    assert [(each.step, each.clean_step) for each in run.mismatches] == [(7, 0)]
+    assert run.weights == undisturbed.weights
+
+
+@pytest.mark.slow
+def test_the_last_state_is_compared_before_it_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    plan = {**EXCLUDE, "steps": 11}
+    undisturbed = Run(ranks, tmp_path / "undisturbed", 2, **plan)
+    run = Run(ranks, tmp_path / "flip", 2, **plan, flip=1, flip_at=11)
+    assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
+    assert [each.step for each in run.mismatches] == [11]
+    assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} <= {3, 6}
+    assert run.weights == undisturbed.weights
+
+
+@pytest.mark.slow
 def test_a_job_started_anew_does_not_restore_what_was_saved_after_the_flip(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -128,12 +128,7 @@ class Job:
             model, optimizer, loader, states or {}, rank=rank, world_size=world_size, random=random
         )
         self._ledger = connect_ledger("job", self._group)
-        self._parameters = SameParameters(
-            self.module,
-            optimizer,
-            self._ledger.child("parameters"),
-            self.checkpointer.kept.timeout_s,
-        )
+        self._parameters = SameParameters(self._training, self._ledger, self.checkpointer.kept)
         self._counters = Counters(loader)
         self._live: LiveState | None = None
         if live and self._call is not None:
@@ -231,14 +226,14 @@ class Job:
             CheckpointError: as `Checkpointer.restore`; or if a state could not be loaded, here or
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
-                there is no checkpoint yet, and the model is not the same on all ranks. If the
-                optimizer has other parameters on other ranks, as with pipeline stages.
+                the optimizer's parameters are not the same on all ranks, as with pipeline stages,
+                or the model is not, and there is no checkpoint yet.
             SystemExit: if the job was told to stop before a restart in place, after a state that
                 was in memory only has been saved.
         """
         self._parameters.check()
         trusted = TrustedRestore(self.checkpointer, step)
-        # With a step, from a checkpoint: survivors are in a state from after a silent fault.
+        # With a step, from a checkpoint: survivors have a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
         self._may_save = True
         if found is None:
@@ -249,7 +244,11 @@ class Job:
         if found is not None:
             self._last_saved, self._restored = -1, self.steps
         trusted.finish(self.save)
-        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
+        self._checks.start(
+            self.module, self.checkpointer, self._ledger, self.steps, self._counters.clean_step
+        )
+        if self._restoring.from_survivors:
+            self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
         if self._call is not None and self._call.stop is not None:
@@ -278,7 +277,8 @@ class Job:
         self._step_events.completed(self.steps)
         self._counters.samples.add_step(samples)
         if self._live is not None:
-            self._live.completed(self.steps, self._counters.state_dict())
+            self._counters.clean_step = self._checks.clean_step(self.steps)
+            self._live.completed(self.steps, self._counters.live_state_dict())
         report_step(self.steps)
         self._checks.completed(self.steps)
         if agreement.is_last(self.steps, self._grace.total_seconds()):
@@ -328,8 +328,10 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._step_events.write()  # first: a restart may interrupt the rest
         self._stop_listening()
-        self._checks.close()
         try:
+            if kind is None and self.steps:
+                self._checks.compare_now(self._grace.total_seconds())
+            self._checks.close()
             if kind is None and self.steps and not self._is_saved():
                 self.save()
             self.checkpointer.__exit__(kind)
@@ -345,6 +347,7 @@ class Job:
         self.checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._call is not None:
             self._call.saving_for_stop(self._grace.total_seconds())
+        self._checks.compare_now(self._grace.total_seconds())
         if not self._is_saved():
             self.save()
         self.checkpointer.wait(self._grace)

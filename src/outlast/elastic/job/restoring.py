@@ -49,12 +49,17 @@ class Restoring:
         self._from = None
         return self._from_checkpoint(step)
 
+    @property
+    def from_survivors(self) -> bool:
+        """Whether the last restore was from the ranks that survived a fault."""
+        return self._from is not None
+
     def done(self) -> None:
         """The job continues from what was restored, or from its initial state. From now on, the
         state of each step is noted.
         """
         if self._live is not None:
-            self._live.begin(self._from, self._counters.state_dict())
+            self._live.begin(self._from, self._counters.live_state_dict())
 
     def _from_survivors(self, decision: Decision) -> bool:
         assert self._live is not None

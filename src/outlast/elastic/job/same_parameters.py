@@ -17,7 +17,9 @@ import xxhash
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from outlast.async_checkpoint.kept_state import KeptState
 from outlast.coordination.call_ledger import CallLedger
+from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_name
 
 Described = list[tuple[str, tuple[int, ...]]]
@@ -27,11 +29,9 @@ Described = list[tuple[str, tuple[int, ...]]]
 class SameParameters:
     """The check of one `Job`, made once: it costs nothing in the steps."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: Any, ledger: CallLedger, timeout_s: float | None
-    ) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._ledger, self._timeout_s = ledger, timeout_s
+    def __init__(self, training: TrainingState, ledger: CallLedger, kept: KeptState) -> None:
+        self._module, self._optimizer = training.module, training.optimizer
+        self._ledger, self._kept = ledger.child("parameters"), kept
         self._checked = ledger.world_size == 1
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class SameParameters:
 
     def _exchange(self, index: int, part: Any) -> list[Any]:
         """The parts of all ranks, in JSON, in the order of the ranks."""
-        ledger, timeout_s = self._ledger, self._timeout_s
+        ledger, timeout_s = self._ledger, self._kept.timeout_s
         ledger.finish(index, json.dumps(part).encode())
         if ledger.rank == 0:
             ledger.await_verdict(index, timeout_s)

@@ -17,6 +17,7 @@ class Record:
         first: the step after which the first slice was hashed; every further slice one step later.
         slices: the number of pieces of each slice.
         digests: of each piece; `None` if its parameters were written to while they were hashed.
+        known: the last clean step that the rank knows of.
     """
 
     signature: str
@@ -24,6 +25,7 @@ class Record:
     first: int
     slices: list[int]
     digests: list[str | None]
+    known: int = -1
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -133,17 +135,23 @@ class Result:
 
 
 class Judge:
-    """Compares one cycle after the other, on rank 0. `clean_step` is where the check began: the
-    ranks have loaded the same state.
+    """Compares one cycle after the other, on rank 0.
+
+    Attributes:
+        clean_step: the last step after which the replicas are known to have been equal. At first
+            that of the state from which the check began.
+        known_by_all: the same, as far as every rank knows it: whichever ranks survive a fault, the
+            check that follows begins with this step or a later one.
     """
 
     def __init__(self, clean_step: int) -> None:
-        self.clean_step = clean_step
+        self.clean_step = self.known_by_all = clean_step
 
     def __call__(self, texts: Sequence[str]) -> str:
         records = [Record.decode(text) for text in texts]
         differences = compare(records)
         first = min(record.first for record in records)
+        self.known_by_all = max(self.known_by_all, min(record.known for record in records))
         # A piece that was skipped everywhere says nothing about this cycle.
         complete = all(None not in record.digests for record in records)
         if not differences and complete:

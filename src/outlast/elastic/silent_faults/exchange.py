@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ Judge = Callable[[Sequence[str]], str]
 is called on rank 0 alone, for one round after the other.
 """
 
+_POLL_S = 0.002
 _CLOSE_S = 5.0  # one store operation may be in progress
 
 
@@ -75,6 +77,24 @@ class Exchange:
         if self._unread and not self._poked and not self._lost:
             self._poked = True
             self._work.put(self._look)
+        return found
+
+    def all_results(self, timeout_s: float) -> list[str]:
+        """Waits for the results of all rounds. If they do not all come, says so in the log, and
+        returns those that have. Call it on the training thread.
+        """
+        end = time.monotonic() + timeout_s
+        found = self.results()
+        while self._unread and not self._lost:
+            if time.monotonic() > end:
+                log.warning(
+                    "%s: no result within %g s: this state was not checked",
+                    self._name,
+                    timeout_s,
+                )
+                break
+            time.sleep(_POLL_S)
+            found += self.results()
         return found
 
     def close(self) -> None:

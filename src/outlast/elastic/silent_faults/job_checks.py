@@ -46,7 +46,7 @@ class JobChecks:
     def __init__(self, checks: Sequence[Check]) -> None:
         self._checks = checks
         self._running: list[_Running] = []
-        self._clean_step: Callable[[], int] = lambda: -1
+        self._replicas: RunningReplicaCheck | None = None
 
     def retention(self, keep: Retention | int) -> Retention:
         """What a job keeps, and the newest checkpoint that is known to be from before any
@@ -55,13 +55,25 @@ class JobChecks:
         kept = Retention.of(keep)
         if not any(isinstance(check, ReplicaCheck) and check.excludes for check in self._checks):
             return kept
-        return _KeepsVerified(kept, lambda: self._clean_step())
+        return _KeepsVerified(kept, self._clean_steps)
+
+    def clean_step(self, step: int) -> int:
+        """The last step after which the replicas were equal, as far as this rank knows: `step`, the
+        present one, if they are not compared.
+        """
+        return step if self._replicas is None else self._replicas.known_clean_step
 
     def start(
-        self, module: nn.Module, checkpointer: Checkpointer, ledger: CallLedger, step: int
+        self,
+        module: nn.Module,
+        checkpointer: Checkpointer,
+        ledger: CallLedger,
+        step: int,
+        clean_step: int | None = None,
     ) -> None:
-        """Starts the checks, or starts them anew, after `step` steps. Call it on all ranks at the
-        same point.
+        """Starts the checks, or starts them anew, after `step` steps. After an earlier one,
+        `clean_step`, the replicas were equal, as far as this rank knows; by default, now. Call it
+        on all ranks at the same point.
         """
         began = bool(self._running)
         self.close()
@@ -73,20 +85,33 @@ class JobChecks:
                 continue
             distrust = _distrust(checkpointer) if check.excludes else None
             own = ledger.child(f"replicas/{step}/{began}")
-            running = RunningReplicaCheck(check, module, own, emitter, step, distrust)
-            self._clean_step = lambda running=running: running.clean_step  # type: ignore[misc]
-            self._running.append(running)
+            clean = step if clean_step is None else min(clean_step, step)
+            # Each rank may know of another one: all are true. All begin with the same.
+            clean = int(own.agree("clean step", str(clean)))
+            self._replicas = RunningReplicaCheck(check, module, own, emitter, step, distrust, clean)
+            self._running.append(self._replicas)
 
     def completed(self, step: int) -> None:
         """Notes that a step is completed; raises what the checks raise."""
         for check in self._running:
             check.step(step)
 
+    def compare_now(self, timeout_s: float) -> None:
+        """Compares the replicas, and waits for the result at most `timeout_s` seconds; raises what
+        the check raises. Call it on all ranks after the same step.
+        """
+        if self._running and self._replicas is not None:
+            self._replicas.compare_now(timeout_s)
+
     def close(self) -> None:
         """Ends the checks."""
         running, self._running = self._running, []
         for check in running:
             check.close()
+
+    def _clean_steps(self) -> tuple[int, ...]:
+        found = self._replicas
+        return () if found is None else (found.clean_step, found.clean_step_known_by_all)
 
 
 class TrustedRestore:
@@ -135,16 +160,19 @@ def _distrust(checkpointer: Checkpointer) -> Callable[[Result], None]:
 
 
 class _KeepsVerified(Retention):
-    """Another retention, and the newest checkpoint up to the step that `clean_step` returns."""
+    """Another retention, and the newest checkpoint up to each of the steps from `clean_steps`."""
 
-    def __init__(self, kept: Retention, clean_step: Callable[[], int]) -> None:
+    def __init__(self, kept: Retention, clean_steps: Callable[[], Iterable[int]]) -> None:
         super().__init__(last=kept.last, every=kept.every, best=kept.best, mode=kept.mode)
-        object.__setattr__(self, "_clean_step", clean_step)
+        object.__setattr__(self, "_clean_steps", clean_steps)
 
     def removable(
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
-        clean_step: int = object.__getattribute__(self, "_clean_step")()
-        verified = max((c.step for c in checkpoints if c.step <= clean_step), default=None)
+        clean_steps: Iterable[int] = object.__getattribute__(self, "_clean_steps")()
+        verified = {
+            max((c.step for c in checkpoints if c.step <= clean), default=None)
+            for clean in clean_steps
+        }
         found = super().removable(checkpoints, committed)
-        return [info for info in found if info.step != verified]
+        return [info for info in found if info.step not in verified]

@@ -103,7 +103,12 @@ class RunningReplicaCheck:
     """The check of one module. Close it, or use it in a `with` block.
 
     `before_result`, if given, is called on rank 0 with each result that has differences, in the
-    background, before any other rank knows of it.
+    background, before any other rank knows of it. `clean_step` is an earlier step, if the replicas
+    are not known to be equal at the beginning.
+
+    Attributes:
+        known_clean_step: the last step after which the replicas were equal, as far as this rank
+            knows.
     """
 
     def __init__(
@@ -114,11 +119,13 @@ class RunningReplicaCheck:
         emitter: Emitter,
         step: int,
         before_result: Callable[[Result], None] | None = None,
+        clean_step: int | None = None,
     ) -> None:
         self._check = check
         self._emitter = emitter
         self._layout = Layout.of(module, check.every)
-        self._judge = Judge(step)
+        self.known_clean_step = step if clean_step is None else clean_step
+        self._judge = Judge(self.known_clean_step)
         self._before_result = before_result
         self._alone = ledger.world_size == 1
         self._exchange = Exchange(ledger, "replicas", self._compare)
@@ -139,6 +146,11 @@ class RunningReplicaCheck:
         """The last step after which the replicas are known to have been equal; on rank 0."""
         return self._judge.clean_step
 
+    @property
+    def clean_step_known_by_all(self) -> int:
+        """The same, as far as every rank knows it; on rank 0."""
+        return self._judge.known_by_all
+
     def step(self, step: int | None = None) -> None:
         """Call it after each step of the optimizer, with the number of steps so far.
 
@@ -150,17 +162,34 @@ class RunningReplicaCheck:
         if self._alone:
             return
         self._settle()
-        # A rank that holds no parameters has no slices, and publishes an empty record: all ranks
-        # take part in every round.
-        if self._in_cycle and self._slice == len(self._layout.slices):
-            self._in_cycle = False
-            self._publish()
+        self._publish_if_complete()
         if not self._in_cycle and self._step % self._check.every == 0:
             self._in_cycle, self._slice, self._first = True, 0, self._step
         if self._in_cycle and self._slice < len(self._layout.slices):
             self._hand_over(self._slice)
             self._slice += 1
         for text in self._exchange.results():
+            self._act_on(Result.decode(text))
+
+    def compare_now(self, timeout_s: float) -> None:
+        """Compares all parameters as they are now, and waits for the result: before a state is
+        saved as the last one, or copied to other ranks. Call it on all ranks after the same step.
+        After `timeout_s` seconds without a result, it only says so in the log.
+
+        Raises:
+            RankExcluded, ReplicasDiffer: as `step`.
+        """
+        if self._alone:
+            return
+        self._settle()
+        self._publish_if_complete()
+        self._digests, self._first = [], self._step
+        for number in range(len(self._layout.slices)):
+            self._hand_over(number)
+            self._settle()
+        self._publish()
+        self._in_cycle = False
+        for text in self._exchange.all_results(timeout_s):
             self._act_on(Result.decode(text))
 
     def close(self) -> None:
@@ -225,16 +254,24 @@ class RunningReplicaCheck:
                 self._step,
             )
 
+    def _publish_if_complete(self) -> None:
+        # A rank that holds no parameters has no slices, and publishes an empty record: all ranks
+        # take part in every round.
+        if self._in_cycle and self._slice == len(self._layout.slices):
+            self._in_cycle = False
+            self._publish()
+
     def _publish(self) -> None:
         digests, self._digests = self._digests, []
-        layout, first = self._layout, self._first
+        layout, first, known = self._layout, self._first, self.known_clean_step
 
         def record() -> str:
             found: list[str | None] = []
             for pieces, made in zip(layout.slices, digests, strict=True):
                 found += [None] * len(pieces) if made is None else [digest() for digest in made]
             sizes = [len(pieces) for pieces in layout.slices]
-            return Record(layout.signature, socket.gethostname(), first, sizes, found).encode()
+            host = socket.gethostname()
+            return Record(layout.signature, host, first, sizes, found, known).encode()
 
         self._exchange.publish(record)
 
@@ -258,6 +295,7 @@ class RunningReplicaCheck:
 
     def _act_on(self, result: Result) -> None:
         mine = self._exchange.rank
+        self.known_clean_step = max(self.known_clean_step, result.clean_step)
         for difference in result.differences:
             mismatch = self._mismatch(difference, result.clean_step)
             text = describe(mismatch)
