@@ -18,6 +18,7 @@ import abc
 import importlib
 import logging
 import threading
+import time
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 log = logging.getLogger("outlast.inprocess")
 
 _AGAIN_S = 0.02
+NCCL_THREAD = "outlast-abort-nccl"
+_NCCL_S = 30.0
+"""How long to wait for NCCL's abort, which waits for the GPU. torch's own limit, the timeout of the
+group, does not end it: torch then waits for its thread. A thread that is still in an abort is left
+behind; if the function's thread waits for the GPU too, the hard timeout ends the process.
+"""
 
 
 class Abort(abc.ABC):
@@ -62,7 +69,7 @@ class AbortTorchDistributed(Abort):
 
     def __call__(self, state: State) -> State:
         threads = [
-            threading.Thread(target=_abort_nccl, args=(backend,), daemon=True)
+            threading.Thread(target=_abort_nccl, args=(backend,), name=NCCL_THREAD, daemon=True)
             for backend in _nccl_backends()
         ]
         for thread in threads:
@@ -70,8 +77,11 @@ class AbortTorchDistributed(Abort):
         self._gloo = GlooAbort(keep=self._open_before)
         self._gloo.shut_down()
         self._shut_down_store()
+        deadline = time.monotonic() + _NCCL_S
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            log.warning("an NCCL communicator was not aborted within %g s", _NCCL_S)
         return state
 
     def again(self, state: State) -> None:

@@ -114,11 +114,37 @@ def is_host_server(endpoint: tuple[str, int] | None) -> bool:
     return endpoint is not None and endpoint == _agent_store()
 
 
+def _nccl_variables() -> dict[str, str]:
+    """Keeps torch's NCCL watchdog from ending a process that restarts in place.
+
+    torch reads them whenever it creates an NCCL group. By default the watchdog ends the process
+    when a collective fails, which may happen whenever a peer dies: not at once, but after a sleep
+    of four times the time for a dump, 60 s, when the process has long restarted. Until then, the
+    destruction of the group waits for the watchdog. The abort of the groups and the timeouts of the
+    `Wrapper` take its place.
+
+    A value of the user is kept, except for `TORCH_NCCL_ASYNC_ERROR_HANDLING=1`: launchers set it.
+    """
+    values: dict[str, str] = {}
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ:
+        values["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+    dumps = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    if not any(name in os.environ for name in dumps):
+        values.update(zip(dumps, ("0", "1"), strict=True))
+    return values
+
+
 @contextmanager
 def exported() -> Iterator[None]:
-    """Restores the variables that `publish_rank` writes."""
-    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
+    """Sets the variables of the NCCL watchdog; restores them, and those that `publish_rank`
+    writes.
+    """
+    nccl = _nccl_variables()
+    before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *nccl)}
     try:
+        os.environ.update(nccl)
         yield
     finally:
         for name, value in before.items():

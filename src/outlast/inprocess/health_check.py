@@ -9,10 +9,11 @@ import datetime
 
 import torch
 
-from outlast.errors import FaultCounterExceeded, RankShouldRestart
+from outlast.errors import FaultCounterExceeded, HealthCheckError, RankShouldRestart
 from outlast.inprocess.finalize import run_within
 from outlast.inprocess.state import State
 from outlast.system.arguments import Duration, as_timedelta, check_int
+from outlast.system.error_text import first_line
 
 __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthCheck"]
 
@@ -112,6 +113,31 @@ class FaultCounter(HealthCheck):
                     f"{train_ex!r}"
                 ) from train_ex
         return state, train_ex
+
+
+def check_cuda_context(rank: int) -> None:
+    """Raises if the CUDA context of this process cannot be used any more.
+
+    An error inside a kernel (a device-side assertion, an illegal address) stays: every later CUDA
+    call of the process fails with it, in every later iteration too. Only a new process has a new
+    context, so this rank must leave. This check runs before every restart, in addition to the
+    user's health check. It does not wait for the GPU: work in progress is no error.
+
+    Raises:
+        HealthCheckError: if a device reports such an error; names the rank and the device.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    device = -1
+    try:
+        for device in _devices_in_use():
+            torch.cuda.default_stream(device).query()
+    except RuntimeError as e:
+        where = "" if device < 0 else f" on cuda:{device}"
+        raise HealthCheckError(
+            f"rank {rank}: the CUDA context of this process cannot be used after an error{where}, "
+            f"and no restart in place can mend it; the process must be replaced: {first_line(e)}"
+        ) from e
 
 
 def _devices_in_use() -> list[int]:

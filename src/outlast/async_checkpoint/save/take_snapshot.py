@@ -13,15 +13,19 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint.observers import notify_saving
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, are_private
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, are_private
+from outlast.async_checkpoint.snapshot.device_copy import (
+    CopyPair,
+    DeviceChunks,
+    DeviceCopy,
+    on_gpu,
+)
 from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
 from outlast.async_checkpoint.snapshot.overlapped_copy import (
-    CopyPair,
     OverlappedCopy,
     Writes,
     addresses_of_optimizers,
     can_overlap,
-    copy_by_torch,
     is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
@@ -203,9 +207,13 @@ class Snapshotter:
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.layout.files
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
-        hashed = snapshot.hashed = bool(later) and self._are_private(sources)
+        by_gpu = bool(later) and on_gpu(later[0][0])
+        hashed = bool(later) and not by_gpu and self._are_private(sources)
+        snapshot.hashed = hashed
         writes = Writes(source for source, _ in now)
-        copy_by_torch(by_torch)
+        buffer.copy = by_device = DeviceCopy(by_torch)
+        by_device.run()
+        chunks: Chunks | DeviceChunks
         chunks = self._now.chunks(memory, files, by_chunks, hashed=False)
         buffer.copy = eager = EagerCopy(by_chunks, chunks)
         eager.run()
@@ -213,7 +221,11 @@ class Snapshotter:
         if error is not None or not later:
             sealed(error)
         else:
-            chunks = self._later.chunks(memory, files, later, hashed=hashed)
+            chunks = (
+                DeviceChunks(later)
+                if by_gpu
+                else self._later.chunks(memory, files, later, hashed=hashed)
+            )
             snapshot.copy = buffer.copy = OverlappedCopy(
                 later, chunks, self._optimizers, sealed, reached
             )
@@ -233,4 +245,9 @@ class Snapshotter:
         now: list[CopyPair] = []
         for source, to in copies:
             (later if can_overlap(source, owned) else now).append((source, to))
+        if any(on_gpu(source) for source, _ in later):
+            # Those in CPU memory are few and small, such as Adam's counters of steps.
+            now += [pair for pair in later if not on_gpu(pair[0])]
+            now.sort(key=lambda pair: pair[1].data_ptr())
+            later = [pair for pair in later if on_gpu(pair[0])]
         return later, now

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from outlast.async_checkpoint.snapshot.device_copy import DeviceCopy
 from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
 from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
+from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory, device_in_use
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
@@ -39,6 +41,7 @@ class SnapshotBuffer:
 
     Attributes:
         number: names it in the writer.
+        pinned: its registration with CUDA, if the process uses CUDA.
         targets: views into it, one for each tensor of the structure that it is laid out for.
         snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
         copy: the copy into it that may still be running.
@@ -48,12 +51,13 @@ class SnapshotBuffer:
 
     number: int
     memory: SharedMemory | None = None
+    pinned: PinnedMemory | None = None
     structure: Structure | None = None
     targets: Sequence[torch.Tensor] = ()
     busy: bool = False
     snapshot: SnapshotDescription | None = None
     values: bytes = b""
-    copy: OverlappedCopy | EagerCopy | None = None
+    copy: OverlappedCopy | EagerCopy | DeviceCopy | None = None
     turn: int = 0
     reserved: object = None
 
@@ -71,6 +75,9 @@ class SnapshotBuffer:
     def drop_memory(self) -> None:
         """Releases its memory."""
         self.targets, self.structure = (), None
+        pinned, self.pinned = self.pinned, None
+        if pinned is not None:
+            pinned.unpin()
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.close()
@@ -117,7 +124,7 @@ class BufferPool:
             buffer.busy = True
             buffer.turn += 1
         try:
-            self._lay_out(buffer, structure)
+            self._lay_out(buffer, structure, device_in_use())
         except BaseException:
             self.give_back(buffer)
             raise
@@ -177,10 +184,12 @@ class BufferPool:
         if not fresh:
             return
 
+        device = device_in_use()  # of this thread: a new one has device 0
+
         def allocate() -> None:
             for buffer in fresh:
                 try:
-                    self._lay_out(buffer, structure)
+                    self._lay_out(buffer, structure, device)
                 finally:
                     self.give_back(buffer)
 
@@ -264,7 +273,7 @@ class BufferPool:
         if self._allocating is not None:
             self._allocating.join()
 
-    def _lay_out(self, buffer: SnapshotBuffer, structure: Structure) -> None:
+    def _lay_out(self, buffer: SnapshotBuffer, structure: Structure, device: int | None) -> None:
         # Before the first byte is overwritten: see `Writer._note`.
         buffer.snapshot = None
         self._writer.tell(BufferReused(buffer=buffer.number))
@@ -281,18 +290,12 @@ class BufferPool:
                 buffer.drop_memory()
             buffer.memory = memory = SharedMemory(needed)
             populate(memory)
-            _pin(memory)
+            if device is not None:
+                buffer.pinned = PinnedMemory.pin(memory, device)
         self._writer.share(buffer.number, memory, structure.index)
         structure.layout.inscribe(memory, structure.tensors)
         buffer.targets = structure.targets(memory)
         buffer.structure = structure
-
-
-def _pin(memory: SharedMemory) -> None:
-    """Lets a GPU copy into the memory asynchronously."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        # Without it copies are slower but correct, so an error is ignored.
-        torch.cuda.cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)
 
 
 def _age(buffer: SnapshotBuffer) -> int:

@@ -131,6 +131,9 @@ class Chunks:
             self._checksums[chunk.file][chunk.number] = digest.hexdigest()
         return self._memory + chunk.end
 
+    def settle(self) -> None:
+        """When this returns, nothing is being copied; a copy here ends before `fill` returns."""
+
     def checksums(self) -> dict[str, dict[str, Any]]:
         """`size_bytes` and `checksums` of each file, as in the manifest, once all chunks are filled
         and hashed.

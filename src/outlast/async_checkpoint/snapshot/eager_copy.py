@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
-from outlast.async_checkpoint.snapshot.overlapped_copy import CopyPair
+from outlast.async_checkpoint.snapshot.device_copy import CopyPair
 
 _MOST_THREADS = 8  # fewer saturate the memory bandwidth of a host
 

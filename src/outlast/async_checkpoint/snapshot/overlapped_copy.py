@@ -1,5 +1,7 @@
 """Copies tensors during training, as long as training does not change them.
 
+Tensors on a GPU are copied by the GPU (`snapshot/device_copy.py`); here a thread waits for it.
+
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied by a thread during the next
 forward and backward pass, and the optimizer's `step` waits, in a torch hook, for the rest of the
@@ -30,9 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.snapshot.chunk_copy import Chunks
+from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, on_gpu
 from outlast.errors import CheckpointError, SaveCancelled
-
-CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
@@ -41,22 +42,12 @@ _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 
 def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
     """Whether the tensor is contiguous in CPU memory, and large enough to be copied by itself."""
-    return tensor.nbytes >= _WORTH_A_CALL and _has_bytes(tensor)
+    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and _has_bytes(tensor)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     # A subclass that wraps other tensors has neither memory nor an address.
-    return tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() != 0
-
-
-def copy_by_torch(copies: Sequence[CopyPair]) -> None:
-    """Copies tensors of any kind, and returns when all are copied."""
-    if not copies:
-        return
-    with torch.no_grad():
-        torch._foreach_copy_([to for _, to in copies], [source for source, _ in copies])
-    if any(source.is_cuda for source, _ in copies):
-        torch.cuda.synchronize()
+    return tensor.is_contiguous() and tensor.data_ptr() != 0
 
 
 class Writes:
@@ -84,9 +75,11 @@ class Writes:
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """Whether the tensor can be copied during training: only an optimizer changes it (its address
-    is in `owned`), and it is contiguous.
+    is in `owned`), and it is contiguous, in the memory of the CPU or of a GPU.
     """
-    return tensor.data_ptr() in owned and _has_bytes(tensor) and not tensor.is_inference()
+    if not (tensor.is_cpu or on_gpu(tensor)) or tensor.is_inference():
+        return False
+    return _has_bytes(tensor) and tensor.data_ptr() in owned
 
 
 def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -112,7 +105,8 @@ class OverlappedCopy:
     """Copies in a thread, makes the optimizers' steps wait for it, and seals the snapshot.
 
     Args:
-        copies: from contiguous tensors in CPU memory to tensors of the same kind.
+        copies: from contiguous tensors to tensors in the buffer.
+        chunks: make the copies, in the order of their addresses.
         optimizers: whose steps change what is copied.
         sealed: called once, on the thread that calls `seal`, with `None` if the snapshot is
             correct, else with the error.
@@ -123,14 +117,14 @@ class OverlappedCopy:
     def __init__(
         self,
         copies: Sequence[CopyPair],
-        chunks: Chunks,
+        chunks: Chunks | DeviceChunks,
         optimizers: Sequence[Optimizer],
         sealed: Callable[[CheckpointError | None], None],
         reached: Callable[[int], None] = lambda address: None,
     ) -> None:
         self._copies = copies  # keeps the memory alive, on both sides
         self._writes: Writes | None = Writes(source for source, _ in copies)
-        self._chunks: Chunks | None = chunks
+        self._chunks: Chunks | DeviceChunks | None = chunks
         self._optimizers = optimizers
         self._sealed = sealed
         self._reached = reached
@@ -202,15 +196,10 @@ class OverlappedCopy:
         try:
             chunks = self._chunks
             assert chunks is not None
-            reported = 0
-            for number in range(len(chunks)):
-                if self._called_off:
-                    break
-                upto = self._fill(chunks, number)
-                reported = reported or upto
-                if upto - reported >= _REPORTED_BYTES:
-                    reported = upto
-                    self._reached(upto)
+            try:
+                self._fill_all(chunks)
+            finally:
+                chunks.settle()
             if not self._called_off:
                 self._reached(sys.maxsize)
             self._copied = True
@@ -219,5 +208,16 @@ class OverlappedCopy:
         finally:
             self._ended.set()
 
-    def _fill(self, chunks: Chunks, number: int) -> int:
+    def _fill_all(self, chunks: Chunks | DeviceChunks) -> None:
+        reported = 0
+        for number in range(len(chunks)):
+            if self._called_off:
+                return
+            upto = self._fill(chunks, number)
+            reported = reported or upto
+            if upto - reported >= _REPORTED_BYTES:
+                reported = upto
+                self._reached(upto)
+
+    def _fill(self, chunks: Chunks | DeviceChunks, number: int) -> int:
         return chunks.fill(number, lambda: self._called_off)

@@ -41,6 +41,7 @@ from outlast.inprocess.distributed.release import Releaser
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
+from outlast.inprocess.health_check import check_cuda_context
 from outlast.inprocess.interruption.atomic import AtomicSection
 from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
@@ -104,10 +105,8 @@ class RankHost(RankFaults):
         self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
-        self.token = secrets.token_hex(8)
-        self.pid = os.getpid()
-        self.host_id = launch.host_id
-        self.preferred_rank = launch.rank
+        self.token, self.pid = secrets.token_hex(8), os.getpid()
+        self.host_id, self.preferred_rank = launch.host_id, launch.rank
         self.grow = settings.grow_policy
         await_size, await_seconds = hold(settings, launch)
         self.limits = Limits(
@@ -122,8 +121,7 @@ class RankHost(RankFaults):
         self.stop: StopRecord | None = None
         self.cause: FaultRecord | None = None
         self.releaser = Releaser()
-        self.torch_log = QuietTorchLog()
-        self.torch_modes = TorchModes()
+        self.torch_log, self.torch_modes = QuietTorchLog(), TorchModes()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
@@ -291,6 +289,7 @@ class RankHost(RankFaults):
         if error is not None:
             release_frames(error)
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
+        check_cuda_context(self.state.rank)
         with self._user_code(), self.emitter.span(FinalizeDone):
             notify_recovering(iteration, self.state.rank)
             self.releaser.release()

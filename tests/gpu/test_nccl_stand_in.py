@@ -1,0 +1,134 @@
+"""NCCL's part of a restart, with a stand-in for its process group: all groups are aborted at the
+same time, and torch's watchdog is told not to end the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inprocess.view_strategies import state_of
+from outlast.inprocess import CallWrapper, Wrapper, abort
+from outlast.inprocess.abort import AbortTorchDistributed
+
+STATE = state_of(0, 1)
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+
+
+class Communicator:
+    """A collective of it blocks until it is aborted. An abort waits for that of its `partner`."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.partner = self
+        self.error: RuntimeError | None = None
+
+    def abort(self) -> None:
+        self.aborted.set()
+        assert self.partner.aborted.wait(60)
+        if self.error is not None:
+            raise self.error
+
+    def all_reduce(self) -> None:
+        assert self.aborted.wait(60)
+
+
+class Group:
+    """A process group with a communicator for CUDA tensors, or without one."""
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        assert device.type == "cuda"
+        if self._communicator is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self._communicator
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
+    """Two communicators whose aborts wait for each other, and a group that has none."""
+    first, second = Communicator(), Communicator()
+    first.partner, second.partner = second, first
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    groups: Any = dist.distributed_c10d._world.pg_map
+    for each in (first, None, second):
+        monkeypatch.setitem(groups, Group(each), None)
+    return [first, second]
+
+
+def test_all_communicators_are_aborted_at_the_same_time(two: list[Communicator]) -> None:
+    waiting = [threading.Thread(target=each.all_reduce) for each in two]
+    for thread in waiting:
+        thread.start()
+    AbortTorchDistributed()(STATE)
+    for thread in waiting:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_an_abort_that_fails_is_logged_and_the_restart_continues(
+    two: list[Communicator], caplog: pytest.LogCaptureFixture
+) -> None:
+    two[0].error = RuntimeError("Future for ProcessGroup abort timed out")
+    AbortTorchDistributed()(STATE)
+    assert all(each.aborted.is_set() for each in two)
+    assert "an NCCL communicator could not be aborted" in caplog.text
+
+
+def test_an_abort_that_hangs_does_not_hold_up_the_restart(
+    two: list[Communicator], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(abort, "_NCCL_S", 0.05)
+    missing = two[0].partner = Communicator()
+    with caplog.at_level(logging.WARNING):
+        AbortTorchDistributed()(STATE)
+    assert "was not aborted within" in caplog.text
+    left = [t for t in threading.enumerate() if t.name == abort.NCCL_THREAD]
+    missing.aborted.set()
+    for thread in left:
+        thread.join(60)
+
+
+def test_the_watchdog_does_not_end_a_process_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WATCHDOG:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as launchers set it
+
+    @Wrapper()
+    def train(call: CallWrapper) -> dict[str, str]:
+        return {name: os.environ[name] for name in WATCHDOG}
+
+    assert train() == WATCHDOG
+    after = {name: os.environ.get(name) for name in WATCHDOG}
+    assert after == dict.fromkeys(WATCHDOG) | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def test_what_the_user_has_set_for_the_watchdog_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    @Wrapper()
+    def train(call: CallWrapper) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
+
+    assert train() == given
