@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     progress = Progress(records)
     progress.update()
     writer = Records(records)
+    ranks = int(options["nproc-per-node"]) * int(options.get("nnodes", 1))
     disturbed = (folder.name != "reference") and not progress.last
     for number in range(6):
         grown = 20 * number if disturbed and script == "leaks" else 0
@@ -40,11 +41,13 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     for step in range(progress.last + 1, steps + 1):
         wrong = disturbed and "wrong_loss" in script and step == 2
-        for rank in range(int(options["nproc-per-node"])):
+        for rank in range(ranks):
             loss = 1.0 / (step + rank + 1) * (1 + wrong * 2**-52)
             writer.write(Step(step=step, rank=rank, loss=loss.hex()))
         while disturbed and "waits" in script and step == STOPPED_AT and not stopped:
             time.sleep(0.01)  # until it is stopped or killed; the undisturbed run does not wait
+        if disturbed and script == "slow":
+            time.sleep(0.1)
         if stopped:
             return 143
         if script == "fails":
@@ -52,7 +55,7 @@ def main(arguments: list[str]) -> int:
             return 3
         while script == "stalls":
             time.sleep(1)
-    for rank in range(int(options["nproc-per-node"])):
+    for rank in range(ranks):
         weights = "other" if disturbed and script == "wrong_weights" else "same"
         writer.write(End(rank=rank, steps=steps, samples=1, weights=weights, optimizer="same"))
     if disturbed and script == "leaves_a_process":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outlast.campaign.generate import Shape, parse_kinds, plans, reference_plan
-from outlast.campaign.plan import Action, RoundPlan
+from outlast.campaign.plan import OF_HOSTS, Action, RoundPlan, hosts_for
 from outlast.chaos import Kind, Phase
 from outlast.errors import ChaosError
 
@@ -27,7 +27,10 @@ def test_a_seed_always_gives_the_same_plans() -> None:
 def test_every_kind_comes_before_any_comes_again() -> None:
     """Those that end the job once, all others three times."""
     kinds = [str(getattr(f, "kind", None) or f.action) for p in first(30) for f in p.all_faults]
-    rare = {str(kind): kinds.count(str(kind)) for kind in (Kind.SIGTERM, *Action)}
+    rare = {
+        str(kind): kinds.count(str(kind))
+        for kind in (Kind.SIGTERM, Action.STOP, Action.KILL_LAUNCHER)
+    }
     often = {str(kind): kinds.count(str(kind)) for kind in Kind if kind is not Kind.SIGTERM}
     assert sum(rare.values()) + sum(often.values()) == len(kinds) == 600
     assert max(rare.values()) - min(rare.values()) <= 1
@@ -106,7 +109,10 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("{}", "has exactly these fields: seed, number, ranks, steps, faults, launcher"),
         ('"seed": -1', "field 'seed' is -1; it must be an integer of at least 0"),
         ('"faults": [{"rank": 0}]', r"faults\[0\]: field 'kind' is missing"),
-        ('"launcher": [{"action": "no"}]', r"launcher\[0\] is .*\(stop, kill_launcher\)"),
+        (
+            '"launcher": [{"action": "no"}]',
+            r"launcher\[0\] is .*\(stop, kill_launcher, host_cut_off, host_lost\)",
+        ),
         ('"launcher": 7', "field 'launcher' is 7; it must be a list"),
     ],
 )
@@ -122,3 +128,23 @@ def test_an_invalid_plan_is_refused(tmp_path: Path, text: str, message: str) -> 
 def test_a_missing_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(ChaosError, match=r"none\.json: cannot be read: No such file"):
         RoundPlan.load(tmp_path / "none.json")
+
+
+def test_some_rounds_are_on_several_hosts() -> None:
+    plans_of_a_campaign = first(24, shape=Shape(ranks=6, faults=40, kinds=parse_kinds([])))
+    on_hosts = [plan for plan in plans_of_a_campaign if plan.hosts]
+    assert [plan.number for plan in on_hosts] == [3, 15]
+    for plan in on_hosts:
+        assert plan.hosts == 3
+        assert not plan.faults
+        assert {fault.action for fault in plan.launcher} == set(OF_HOSTS)
+        assert [fault.step for fault in plan.launcher] == sorted(f.step for f in plan.launcher)
+    others = [fault for plan in plans_of_a_campaign if not plan.hosts for fault in plan.launcher]
+    assert not any(fault.action in OF_HOSTS for fault in others)
+    only = first(2, shape=Shape(ranks=6, faults=40, kinds=parse_kinds(["host_cut_off"])))
+    assert {f.action for p in only for f in p.all_faults} == {Action.HOST_CUT_OFF}
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(1, 0), (2, 0), (3, 3), (4, 4), (6, 3), (8, 4)])
+def test_the_hosts_share_the_ranks_equally(ranks: int, hosts: int) -> None:
+    assert hosts_for(ranks) == hosts

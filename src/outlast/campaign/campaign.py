@@ -12,14 +12,16 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 
 from outlast.campaign.checks.result import Reference
 from outlast.campaign.generate import Card, Shape, parse_kinds, plans, reference_plan
+from outlast.campaign.hosts.network import unavailable
 from outlast.campaign.machine import describe
-from outlast.campaign.plan import Fault, RoundPlan
+from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.results import CampaignResult, Failure, RoundResult
 from outlast.campaign.rounds.run_round import Surroundings, run_round
 from outlast.campaign.shrink import shorten
@@ -95,7 +97,10 @@ class Observer:
         """These jobs are running, and each has come to this step."""
 
     def ended(self, result: RoundResult) -> None:
-        """A round has ended, and all rounds before it."""
+        """A round has ended. One that failed is shortened after that."""
+
+    def left_out(self, what: str, why: str) -> None:
+        """These faults are not possible here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +110,16 @@ class _Outcome:
 
 
 class CampaignError(OutlastError):
-    """The undisturbed run has failed, so that nothing can be compared with it."""
+    """The undisturbed run has failed, so that nothing can be compared with it; or this machine
+    cannot make the faults that were asked for.
+    """
 
 
 class Campaign:
     """Runs the rounds of a campaign.
 
     Raises:
-        CampaignError: if the undisturbed run fails.
+        CampaignError: if the undisturbed run fails, or none of the kinds is possible here.
     """
 
     def __init__(self, options: Options, observer: Observer | None = None) -> None:
@@ -131,18 +138,21 @@ class Campaign:
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
         self._steps: dict[str, int] = {}
+        self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
         self._longest = 0.0
 
     def run(self) -> CampaignResult:
         """Runs rounds as the options say."""
-        options, shape = self._options, self._options.shape
+        options, shape = self._options, self._possible(self._options.shape)
         reference = self._reference(reference_plan(options.seed, shape))
         self._run_all(plans(options.seed, shape), reference)
         return self._result(options.seed, options.ranks)
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
         """Runs one round."""
+        if plan.hosts and (why := unavailable()):
+            raise CampaignError(f"this round needs several hosts: {why}")
         reference = self._reference(dataclasses.replace(plan, faults=(), launcher=()))
         self._run_all(iter([plan]), reference)
         return self._result(plan.seed, plan.ranks)
@@ -157,14 +167,36 @@ class Campaign:
             return functools.partial(self._run, plan, reference, side_by_side.check)
 
         side_by_side = SideBySide(self._options.jobs, next_round)
-        results = side_by_side.results(lambda: self._observer.running(dict(self._steps)))
+
+        def look() -> None:
+            while self._ended:
+                self._observer.ended(self._ended.popleft())
+            self._observer.running(dict(self._steps))
+
+        results = side_by_side.results(look)
         # Closed: an error here must end the rounds that run.
         with contextlib.closing(results) as outcomes:
             for outcome in outcomes:
                 self._rounds.append(outcome.result)
                 if outcome.failure is not None:
                     self._failures.append(outcome.failure)
-                self._observer.ended(outcome.result)
+        look()
+
+    def _possible(self, shape: Shape) -> Shape:
+        """The shape with the kinds that are possible here."""
+        of_hosts = [card for card in shape.kinds if card in OF_HOSTS]
+        rest = tuple(card for card in shape.kinds if card not in OF_HOSTS)
+        why = ""
+        if of_hosts:
+            can_share = hosts_for(shape.ranks)
+            why = unavailable() if can_share else f"{shape.ranks} ranks cannot share them equally"
+        if not why:
+            return shape
+        what = ", ".join(map(str, of_hosts))
+        if not rest:
+            raise CampaignError(f"without three hosts or more there is no {what}: {why}")
+        self._observer.left_out(what, why)
+        return dataclasses.replace(shape, kinds=rest)
 
     def _continues(self) -> bool:
         """Whether to start another round, now that others may be running."""
@@ -199,6 +231,7 @@ class Campaign:
         with self._lock:
             self._faults += len(result.fired) - len(plan.all_faults)
             self._longest = max(self._longest, result.seconds)
+        self._ended.append(result)
         if result.problems:
             return _Outcome(result, self._shorten(result, folder, one))
         if not self._options.keep:

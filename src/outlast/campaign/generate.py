@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.campaign.plan import OF_HOSTS, Action, LauncherFault, RoundPlan
 from outlast.chaos import Kind, Phase, PlannedFault
 
 GAP_STEPS = 10
@@ -24,13 +24,18 @@ _TOGETHER = 0.2
 
 _PHASES = (Phase.STEP, *Phase)
 """The phases of each kind; a step comes twice, since training is mostly steps."""
-_ENDS_JOB = (Kind.SIGTERM, *Action)
+_ENDS_JOB = (Kind.SIGTERM, Action.STOP, Action.KILL_LAUNCHER)
 """A third as often as others: the next launcher starts all processes anew, which takes long."""
+_HOSTS_EVERY, _HOSTS_FIRST = 12, 3
+"""Every twelfth round is one on several hosts, beginning with the third."""
+_HOSTS_FAULTS = 4
+"""The faults of such a round: each takes about 20 s, while a lease expires and a host starts."""
 _MOST_ITERATION = 5
 """The last iteration at whose entry a fault is planned."""
 _NOT_SEEN = ((Kind.HANG_PYTHON, Phase.RECOVERY),)
-"""Executing Python counts as progress in `initialize` and `finalize`, so an endless loop there is not
-a hang for the library: the other ranks fail after `barrier_timeout`, again and again."""
+"""In `initialize` and `finalize`, executing Python counts as progress, so an endless loop is not a
+hang for the library: the other ranks fail after `barrier_timeout`, again and again.
+"""
 _OF_RANK_0 = Phase.COMMITTED
 """Only rank 0 commits."""
 
@@ -50,7 +55,7 @@ class Shape:
 
     ranks: int
     faults: int
-    kinds: tuple[Card, ...] = (*Kind, *Action)
+    kinds: tuple[Card, ...] = (*Kind, *_ENDS_JOB[1:])
 
     @property
     def steps(self) -> int:
@@ -78,14 +83,29 @@ def reference_plan(seed: int, shape: Shape) -> RoundPlan:
 
 def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
     """The plans of the rounds, numbered from 1, without end."""
-    often = [card for card in shape.kinds if card not in _ENDS_JOB]
-    deck = _deal(f"{seed}/kinds", (*shape.kinds, *often, *often))
+    of_hosts = [card for card in shape.kinds if card in OF_HOSTS]
+    inside = [card for card in shape.kinds if card not in OF_HOSTS]
+    often = [card for card in inside if card not in _ENDS_JOB]
+    deck = _deal(f"{seed}/kinds", (*inside, *often, *often))
+    hosts = _deal(f"{seed}/hosts", of_hosts)
     phases = {card: _deal(f"{seed}/phases/{card}", _phases(card)) for card in shape.kinds}
     number = 0
     while True:
         number += 1
+        if of_hosts and (not inside or number % _HOSTS_EVERY == _HOSTS_FIRST):
+            yield _plan_on_hosts(seed, number, shape, hosts)
+            continue
         cards = [next(deck) for _ in range(shape.faults)]
         yield _plan(seed, number, shape, [(card, next(phases[card])) for card in cards])
+
+
+def _plan_on_hosts(seed: int, number: int, shape: Shape, cards: Iterator[Card]) -> RoundPlan:
+    draw = random.Random(f"{seed}/round/{number}")
+    count = min(shape.faults, _HOSTS_FAULTS)
+    apart = shape.steps // (count + 1)
+    steps = [(index + 1) * apart - draw.randrange(GAP_STEPS) for index in range(count)]
+    launcher = tuple(LauncherFault(Action(next(cards)), step) for step in steps)
+    return dataclasses.replace(reference_plan(seed, shape), number=number, launcher=launcher)
 
 
 def _phases(card: Card) -> list[Phase]:

@@ -42,6 +42,9 @@ class ProgressLine(Observer):
         for problem in result.problems.lines():
             self._console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)
 
+    def left_out(self, what: str, why: str) -> None:
+        self._console.print(f"without {what}: {why}", highlight=False, soft_wrap=True)
+
 
 def print_result(result: CampaignResult, console: Console) -> None:
     """Prints the table, and how to repeat each failure."""

@@ -23,12 +23,16 @@ from outlast.errors import ChaosError
 
 
 class Action(str, enum.Enum):
-    """What happens to the launcher; the job is then resumed by another launcher."""
+    """What happens to the launcher, which is then followed by another one; or to its host."""
 
     STOP = "stop"
     """SIGTERM: all ranks save after the same step, and the job exits with code 143."""
     KILL_LAUNCHER = "kill_launcher"
     """SIGKILL: all processes of the job must end, without a last save."""
+    HOST_CUT_OFF = "host_cut_off"
+    """A host is cut off from the others for longer than its lease, and then comes back."""
+    HOST_LOST = "host_lost"
+    """A host is cut off in the same way, and then loses power; a fresh host takes its place."""
 
     def __str__(self) -> str:
         return self.value
@@ -41,6 +45,11 @@ class LauncherFault:
     action: Action
     step: int
 
+
+OF_HOSTS = (Action.HOST_CUT_OFF, Action.HOST_LOST)
+"""The actions of rounds on several hosts."""
+_FEWEST_HOSTS = 3
+"""Of fewer, one cannot be lost whichever it is."""
 
 Fault = chaos.PlannedFault | LauncherFault
 
@@ -69,6 +78,12 @@ class RoundPlan:
     def all_faults(self) -> tuple[Fault, ...]:
         """Those inside the ranks, and those to the launcher."""
         return (*self.faults, *self.launcher)
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the job runs: 0 if it is a job on this machine alone."""
+        on_hosts = any(fault.action in OF_HOSTS for fault in self.launcher)
+        return hosts_for(self.ranks) if on_hosts else 0
 
     def only(self, faults: list[Fault]) -> RoundPlan:
         """The same round with these of its faults."""
@@ -126,6 +141,11 @@ class RoundPlan:
         if values["faults"]:
             faults = chaos.Plan.parse({"faults": values["faults"]}).faults
         return cls(**numbers, faults=faults, launcher=_parse_launcher(values["launcher"]))
+
+
+def hosts_for(ranks: int) -> int:
+    """How many hosts share this many ranks equally, at least three; 0 if that is not possible."""
+    return next((n for n in range(_FEWEST_HOSTS, ranks + 1) if ranks % n == 0), 0)
 
 
 def _parse_launcher(values: Any) -> tuple[LauncherFault, ...]:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -95,13 +95,19 @@ class LauncherProcess:
     def _end_stalled(self) -> None:
         """Makes every process print its stacks, and ends the job."""
         self.stalled = True
-        own = self._process.pid
-        for process in marked(self._mark):
-            if process.pid != own:
-                _signal(process.pid, signal.SIGCONT)
-                _signal(process.pid, signal.SIGABRT)  # the fault handler prints all stacks
-        time.sleep(_DUMP_S)  # the launcher passes their output on
+        print_stacks(self._mark, {self._process.pid})
         self._process.kill()
+
+
+def print_stacks(mark: str, launchers: Collection[int]) -> None:
+    """Makes all processes of a job print their stacks, which ends them, except for its launchers:
+    they pass the output on.
+    """
+    for process in marked(mark):
+        if process.pid not in launchers:
+            _signal(process.pid, signal.SIGCONT)
+            _signal(process.pid, signal.SIGABRT)  # the fault handler prints all stacks
+    time.sleep(_DUMP_S)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -29,6 +29,7 @@ from outlast.campaign.figures import (
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
 from outlast.campaign.records import Progress
 from outlast.campaign.results import Fired, Problems, RoundResult
+from outlast.campaign.rounds.job_on_hosts import JobOnHosts, multi_host_options
 from outlast.campaign.rounds.launcher import Follower, LauncherProcess
 from outlast.chaos import Kind, Plan
 from outlast.errors import EventLogError
@@ -112,6 +113,8 @@ class _Round:
         if faults:
             (self._folder / "chaos.json").write_text(Plan(faults=faults).to_json())
         progress = Progress(self.records)
+        if self._plan.hosts:
+            return self._run_on_hosts(progress)
         # A rank that gets SIGTERM ends the job like a launcher that gets it.
         most = 1 + len(self._plan.launcher) + sum(f.kind is Kind.SIGTERM for f in faults)
         for number in range(most):
@@ -147,14 +150,30 @@ class _Round:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return [f"launcher {number} ended with exit code {code}:\n{tail}"], True
 
-    def _command(self) -> list[str]:
+    def _run_on_hosts(self, progress: Progress) -> list[str]:
+        plan, surroundings = self._plan, self._surroundings
+        job = JobOnHosts(
+            plan=plan,
+            command=self._command(*multi_host_options(plan)),
+            fired=self._fired,
+            temporary=self.temporary,
+            logs=self._folder,
+        )
+        with job:
+            wrong = job.follow(progress, surroundings.stall_s, self._follower)
+            self._orphans = [] if wrong else job.orphans(surroundings.linger_s)
+        self._exit_codes += job.exit_codes
+        self._taken += job.taken
+        return wrong
+
+    def _command(self, *options: str) -> list[str]:
         plan = self._plan
+        here = (f"--nproc-per-node={plan.ranks}", f"--standby={self._surroundings.standby}")
         return [
             *self._surroundings.launcher,
-            f"--nproc-per-node={plan.ranks}",
+            *(options or here),
             "--max-restarts=100000",
             "--backoff=0",
-            f"--standby={self._surroundings.standby}",
             f"--events-dir={self._folder / 'events'}",
             *([f"--chaos={self._folder / 'chaos.json'}"] if plan.faults else []),
             str(self._surroundings.script),
@@ -174,6 +193,8 @@ class _Round:
             leftovers += unfinished_checkpoints(checkpoints)
             if not any(one.kind in _DAMAGING for one in inside):
                 believed += damaged_checkpoints(checkpoints)
+        # Processes on different hosts have the same IDs, so they cannot be told apart.
+        grown = [] if self._plan.hosts else leaks(self.records)
         wall, productive = job_times(stages)
         return RoundResult(
             plan=self._plan,
@@ -181,7 +202,7 @@ class _Round:
             problems=Problems(
                 differences=tuple(wrong),
                 orphans=tuple(self._orphans),
-                leaks=tuple(leaks(self.records)),
+                leaks=tuple(grown),
                 leftovers=tuple(leftovers),
                 believed=tuple(believed),
             ),

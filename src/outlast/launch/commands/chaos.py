@@ -126,7 +126,9 @@ def campaign(
     with exit_on(ChaosError, CampaignError, OSError):
         options.out.mkdir(parents=True, exist_ok=True)
         with _ended_by_sigterm(), console.status("starting") as status:
-            running = Campaign(options, ProgressLine(console, status, options.faults))
+            running = Campaign(
+                options, ProgressLine(console, status, None if replay else options.faults)
+            )
             result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
         (options.out / "results.json").write_text(result.to_json())
         if markdown is not None:

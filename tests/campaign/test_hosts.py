@@ -1,0 +1,105 @@
+"""Rounds on several hosts: the network that they have, and what happens to a host."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from campaign import launchers
+from outlast.campaign import campaign
+from outlast.campaign.campaign import Campaign, CampaignError, Options
+from outlast.campaign.generate import Shape, parse_kinds
+from outlast.campaign.hosts.network import Network, unavailable
+from outlast.campaign.plan import OF_HOSTS, LauncherFault, RoundPlan
+from outlast.campaign.rounds import job_on_hosts
+
+PLAN = RoundPlan(seed=1, number=1, ranks=3, steps=20)
+
+
+@pytest.fixture(scope="module")
+def _allowed() -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def network(tmp_path: Path, _allowed: None) -> Iterator[Network]:
+    network = Network(2, tmp_path)
+    yield network
+    network.close()
+
+
+def reach(network: Network, log: Path) -> str:
+    """What h1 hears from a port of h2 at which nothing listens."""
+    code = "import socket; socket.create_connection(('h2', 5), 1)"
+    with log.open("wb") as output:
+        network.start("h1", ["python3", "-c", code], os.environ, output).wait()
+    return log.read_text().splitlines()[-1].partition(":")[0]
+
+
+def test_a_host_that_is_cut_off_gets_no_answer(network: Network, tmp_path: Path) -> None:
+    answers = [reach(network, tmp_path / "log")]
+    network.cut_off("h2")
+    answers.append(reach(network, tmp_path / "log"))
+    network.connect("h2")
+    answers.append(reach(network, tmp_path / "log"))
+    assert answers == ["ConnectionRefusedError", "TimeoutError", "ConnectionRefusedError"]
+
+
+def test_a_host_that_loses_power_is_replaced_by_a_fresh_one(
+    network: Network, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("wb") as output:
+        process = network.start("h2", ["sleep", "600"], os.environ, output)
+        network.power_off("h2")
+        assert process.wait() != 0
+    network.boot("h2")
+    assert reach(network, tmp_path / "log") == "ConnectionRefusedError"
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_a_round_on_hosts_of_which_one_after_another_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_on_hosts, "_CUT_OFF_S", 0.1)
+    faults = tuple(LauncherFault(action, 2) for action in OF_HOSTS)
+    plan = dataclasses.replace(PLAN, launcher=faults)
+    script = Path("slow")
+    options = Options(out=tmp_path, script=script, launcher=launchers.COMMAND, linger_s=1)
+    before = {process.pid for process in _unshared()}
+    result = Campaign(options).replay(plan)
+    assert not result.failures, result.rounds[0].problems
+    assert [one.kind for one in result.fired] == ["host_cut_off", "host_lost"]
+    assert result.rounds[0].exit_codes == (0, 0, 0)
+    assert {process.pid for process in _unshared()} <= before
+
+
+def test_without_network_namespaces_these_faults_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "unavailable", lambda: "they need root")
+    left_out = []
+
+    class Observer(campaign.Observer):
+        def left_out(self, what: str, why: str) -> None:
+            left_out.append((what, why))
+
+    running = Campaign(Options(out=tmp_path), Observer())
+    shape = Shape(ranks=4, faults=4, kinds=parse_kinds([]))
+    assert not set(OF_HOSTS) & set(running._possible(shape).kinds)
+    assert left_out == [("host_cut_off, host_lost", "they need root")]
+    for ranks, why in ((4, "they need root"), (2, "2 ranks cannot share them equally")):
+        only = Options(out=tmp_path, ranks=ranks, kinds=parse_kinds(["host_lost"]))
+        with pytest.raises(
+            CampaignError, match=f"without three hosts or more there is no host_lost: {why}"
+        ):
+            Campaign(only).run()
+
+
+def _unshared() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if one.name() == "unshare"]
