@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from events.synthetic_run import SyntheticRun
 from outlast.errors import EventLogError
-from outlast.events import JsonlSink, Seen, event_to_dict
+from outlast.events import Fault, JsonlSink, Note, Seen, event_to_dict
 from outlast.events.report import build, load
 
 GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
@@ -59,6 +61,8 @@ def test_a_last_line_without_its_end_is_read(tmp_path: Path) -> None:
         ('{"kind": "seen", "host": null}', "'host' of 'seen' is None, not str"),
         ('{"kind": "entered", "active": 1}', "'active' of 'entered' is 1, not bool"),
         ('{"kind": "note", "data": []}', "'data' of 'note'"),
+        ('{"kind": "seen", "time": NaN}', "'time' of 'seen' is 'NaN', not float"),
+        ('{"kind": "seen", "time": 1e999}', "'time' of 'seen' is inf, not float"),
     ],
 )
 def test_a_corrupt_line_is_an_error_with_its_place(tmp_path: Path, line: str, what: str) -> None:
@@ -72,6 +76,34 @@ def test_a_corrupt_line_is_an_error_with_its_place(tmp_path: Path, line: str, wh
 def test_fields_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "seen", "colour": "blue"}\n')
     assert load(tmp_path) == [Seen()]
+
+
+def test_characters_of_undecodable_file_names_are_replaced(tmp_path: Path) -> None:
+    fault = Fault(host="a", cause="no file 'x\udcff.pt'", traceback="\ud800", time=2.0)
+    note = Note(name="n", data={"\udcff": ["\udcff", float("nan")]}, time=3.0)
+    sink = JsonlSink(tmp_path / "a.jsonl")
+    sink.write(fault)
+    sink.write(note)
+    sink.close()
+    read = load(tmp_path)
+    assert read[0] == dataclasses.replace(fault, cause="no file 'x?.pt'", traceback="?")
+    assert read[1] == dataclasses.replace(note, data={"?": ["?", "NaN"]})
+
+
+def test_a_line_that_did_not_fit_on_the_disk_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path / "a.jsonl")
+    event = Seen(host="a", pid=1, time=2.0)
+    sink.write(event)
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, content: write(fd, content[:10]))
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(event)
+    sink.write(event)
+    sink.close()
+    assert load(tmp_path) == [event, event]
 
 
 def test_an_empty_log_is_a_log(tmp_path: Path) -> None:

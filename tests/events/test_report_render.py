@@ -67,6 +67,13 @@ def test_the_story_of_a_run(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
+def test_the_name_of_a_host_is_no_markup(tmp_path: Path) -> None:
+    run = SyntheticRun(hosts=["[/a]"] * 2)
+    run.begin(at=1.0)
+    run.complete(at=2.0)
+    assert "Time on [/a]" in printed(log(run, tmp_path))
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_table_rows_are_not_wrapped(tmp_path: Path, width: int) -> None:
     lines = printed(log(a_run(), tmp_path), width).splitlines()

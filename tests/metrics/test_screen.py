@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,11 @@ def test_text_of_a_log_cannot_control_the_terminal(logs: Logs) -> None:
     evil = "\x1b]0;owned\x07"
     logs.write([HostLost(host="a", pid=1, host_id="h", name=evil, time=139.0)])
     assert "\x1b" not in frame(logs.folder, alive=True)
+
+
+def test_the_name_of_a_host_is_no_markup(logs: Logs) -> None:
+    logs.write([dataclasses.replace(event, host="[b]") for event in running()])
+    assert "[b]" in frame(logs.folder, alive=True)
 
 
 def test_a_run_without_events(tmp_path: Path) -> None:

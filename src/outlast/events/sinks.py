@@ -7,6 +7,7 @@ torn line, its last.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -71,9 +72,14 @@ class JsonlSink:
 
     def write(self, event: Event) -> None:
         line = json.dumps(event_to_dict(event), separators=(",", ":")) + "\n"
+        content = line.encode()
         with self._lock:
             if self._fd >= 0:
-                os.write(self._fd, line.encode())
+                written = os.write(self._fd, content)
+                if written < len(content):
+                    # A full disk. The next line must not continue this one: it would be damaged.
+                    os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         with self._lock:

@@ -145,7 +145,7 @@ class Screen:
         return [
             "-" if process.rank < 0 else str(process.rank),
             Text(process.state.value, _STYLES.get(process.state, "")),
-            _clean(process.host),
+            Text(_clean(process.host)),  # no markup
             str(process.pid),
             str(max(0, process.iteration)),
             "-" if step is None else str(step),

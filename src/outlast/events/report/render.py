@@ -165,9 +165,8 @@ def _phase_table(restarts: Iterable[Restart]) -> Table:
 
 def _table(title: str) -> Table:
     return Table(
-        title=title,
+        title=Text(title, style="italic"),  # not a str: a host's name is no markup
         title_justify="left",
-        title_style="italic",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -54,7 +54,7 @@ def stretches_of(call: CallHistory) -> dict[str, list[Stretch]]:
                 Stretch(
                     start,
                     end,
-                    active / largest,
+                    active / max(largest, 1),
                     _hung_from(hung, host, end),
                     host_lost=lost,
                     call=call.number,
