@@ -14,19 +14,18 @@ KINDS = ("exception", "sigkill")
 _ERROR_LINES = 3
 
 
-def figures(outcome: Outcome, duration: float, plain: float) -> dict[str, Any]:
-    """What became of each fault, and goodput: how much of the time went into steps that count, each
-    once, as far as each rank has made them.
+def figures(outcome: Outcome, planned: int, duration: float, plain: float) -> dict[str, Any]:
+    """What became of each of the planned faults, and goodput: how much of the time went into steps
+    that count, each once, as far as each rank has made them.
     """
     log = sorted(outcome.log, key=lambda line: float(line["at"]))
     steps = [line for line in log if line["event"] == "step"]
     faults = [_recovery(line, steps) for line in log if line["event"] == "fault"]
-    missed = sum(1 for line in log if line["event"] == "missed")
     until = steps[0]["at"] + duration if steps else 0.0
     counted = {(line["rank"], line["step"]) for line in steps if line["at"] <= until}
     return {
         "faults": faults,
-        "missed": missed,
+        "missed": planned - len(faults),
         "steps": max((step for _, step in counted), default=0),
         "goodput": len(counted) / RANKS * plain / duration,
         "error": outcome.error,

@@ -2,8 +2,7 @@
 
 The harness gives a folder in `RECOVERY_FOLDER`, with the plan in `plan.json`. Each process appends
 to `said.log` there, one JSON object a line: `step` (a step is complete), `fault` (a planned one is
-about to happen), `missed` (one was due while this rank was down). Times are monotonic, and so
-comparable between the processes of this host.
+about to happen). Times are monotonic, and so comparable between the processes of this host.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class Run:
             due = began + fault["at"]
             if fault["rank"] != self.rank or due > now or not self._claim(number):
                 continue
-            if due < self._training_since:  # nothing to kill then: this rank was down
-                self._say("missed", number=number, kind=fault["kind"])
-                continue
+            if due < self._training_since:
+                continue  # missed: this rank was down, and there was nothing to kill
             self._say("fault", number=number, kind=fault["kind"])
             if fault["kind"] == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)

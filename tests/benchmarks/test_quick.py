@@ -81,7 +81,7 @@ def test_a_contender_that_fails_is_in_the_table_and_leaves_no_process(tmp_path: 
         "fails = contenders.Contender('broken', 'torch', lambda:"
         " [([sys.executable, '-c', 'import sys; sys.exit(\"no such luck\")'], {}),"
         "  ([sys.executable, '-c', 'import time; time.sleep(1000)'], {})]);"
-        "found = figures.figures(job.run_job(fails, [], 5.0), 5.0, 0.01);"
+        "found = figures.figures(job.run_job(fails, [], 5.0), 3, 5.0, 0.01);"
         "data = {'intervals': ['5'], 'durations': [5.0], 'plain_step': 0.01,"
         " 'systems': {'broken': {'5': found}, 'other': {'missing': 'pkg'}}};"
         "[print(row) for sheet in figures.sheets(data) for row in sheet.rows];"
@@ -90,6 +90,7 @@ def test_a_contender_that_fails_is_in_the_table_and_leaves_no_process(tmp_path: 
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "('broken', '0 (3)'" in done.stdout
     assert "0.0%, failed" in done.stdout
     assert "no such luck" in done.stdout
     assert "pkg is not installed" in done.stdout
