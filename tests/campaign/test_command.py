@@ -104,5 +104,7 @@ def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_minute_of_faults(tmp_path: Path) -> None:
     """Real jobs. The seed is a new one every day; it is in the output of a failure."""
     seed = str(datetime.date.today().toordinal())
-    code, output = invoke("--seconds=60", f"--seed={seed}", f"--out={tmp_path}", "--no-shrink")
+    code, output = invoke(
+        "--seconds=60", "--jobs=1", f"--seed={seed}", f"--out={tmp_path}", "--no-shrink"
+    )
     assert code == 0, output

@@ -133,7 +133,7 @@ def test_a_missing_plan_is_named(tmp_path: Path) -> None:
 def test_some_rounds_are_on_several_hosts() -> None:
     plans_of_a_campaign = first(24, shape=Shape(ranks=6, faults=40, kinds=parse_kinds([])))
     on_hosts = [plan for plan in plans_of_a_campaign if plan.hosts]
-    assert [plan.number for plan in on_hosts] == [3, 15]
+    assert [plan.number for plan in on_hosts] == [6, 18]
     for plan in on_hosts:
         assert plan.hosts == 3
         assert not plan.faults

@@ -26,8 +26,8 @@ _PHASES = (Phase.STEP, *Phase)
 """The phases of each kind; a step comes twice, since training is mostly steps."""
 _ENDS_JOB = (Kind.SIGTERM, Action.STOP, Action.KILL_LAUNCHER)
 """A third as often as others: the next launcher starts all processes anew, which takes long."""
-_HOSTS_EVERY, _HOSTS_FIRST = 12, 3
-"""Every twelfth round is one on several hosts, beginning with the third."""
+_HOSTS_EVERY, _HOSTS_FIRST = 12, 6
+"""Every twelfth round is one on several hosts, beginning with the sixth."""
 _HOSTS_FAULTS = 4
 """The faults of such a round: each takes about 20 s, while a lease expires and a host starts."""
 _MOST_ITERATION = 5
