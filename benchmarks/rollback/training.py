@@ -42,7 +42,8 @@ def main() -> None:
     train()
 
 
-@inprocess.Wrapper(repeated_faults=None)
+# The ranks wait for a standby before a fault, which takes long on a busy machine: that is no hang.
+@inprocess.Wrapper(repeated_faults=None, soft_timeout=300, hard_timeout=330)
 def train(call: inprocess.CallWrapper) -> None:
     plan = json.loads((FOLDER / "plan.json").read_text())
     way: Way = WAYS[plan["way"]]
