@@ -9,7 +9,9 @@ that of an undisturbed run, bit by bit; and no process, file or descriptor may b
 | the loop over the rounds | `campaign.py` |
 | the plans of the rounds, from a seed | `generate.py`, `plan.py` |
 | the training, and what it records | `training.py`, `records.py` |
+| several rounds at a time | `side_by_side.py` |
 | one round | `rounds/` |
+| hosts in network namespaces | `hosts/` |
 | what a round must not show | `checks/` |
 | the shortest plan that fails | `shrink.py` |
 | the figures and the table | `figures.py`, `results.py`, `table.py` |
