@@ -34,9 +34,10 @@ class JobTrainerMixin(_Mixed):
     """Mixed into a Trainer: `class MyTrainer(JobTrainerMixin, Trainer)`. It saves and restores
     through an `outlast.Job` what Trainer would keep in `checkpoint-N` folders.
 
-    `train()` continues at the newest valid checkpoint, and begins anew where there is none. Trainer
-    decides when to save (`save_strategy`), how many checkpoints to keep (`save_total_limit`), and
-    which one is the best (`metric_for_best_model`); saves run in the background.
+    `train()` continues from the newest valid checkpoint, or from a newer step that ranks have kept
+    through a fault; without a checkpoint, it starts from the beginning. Trainer decides when to
+    save (`save_strategy`), how many checkpoints to keep (`save_total_limit`), and which one is the
+    best (`metric_for_best_model`); saves run in the background.
 
     Args:
         args, kwargs: passed to Trainer.
