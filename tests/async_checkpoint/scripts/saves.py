@@ -43,9 +43,9 @@ def one_fails(path: str, plan: str, mutation: str = "") -> None:
     use(plan)
     if mutation == "deaf" and RANK == 0:
         from inprocess.mutations import mutate
-        from outlast.async_checkpoint.save.pipeline import SavePipeline
+        from outlast.async_checkpoint.save.protocol import SaveProtocol
 
-        mutate(patch, SavePipeline._carry_out, "if verdict.failure is not None:", "if False:")
+        mutate(patch, SaveProtocol.carry_out, "if verdict.failure is not None:", "if False:")
     join_group()
     with Checkpointer(path) as checkpointer:
         handle = checkpointer.save(1, own_state(1))

@@ -1,22 +1,9 @@
-"""A save from beginning to end.
+"""The saves of one rank, each from beginning to end.
 
 `SavePipeline.save` runs on the training thread: agree who saves what, if the structure of the
 state dict is new; take the snapshot; return the handle. One thread of each rank then carries the
-saves out, one after another (`_complete`, `_carry_out`):
-
-    agree       if the structure is unchanged: all ranks are at the same save
-    write       the writer process makes this rank's files durable, with their checksums; it
-                writes what has been copied while the copy is still running
-    seal        the snapshot is complete: the state at the moment of the save
-    verdict     all ranks have written, or one has failed: the ledger tells every rank the same
-    commit      rank 0: the manifest, then the rename
-    conclude    rank 0 tells the other ranks the result
-    end         buffer, handle, event; on rank 0 the removal of old checkpoints
-
-Nothing before the commit makes anything visible. A checkpoint is never both committed and dropped:
-either needs the verdict of the save, which is claimed once. An abort claims a failure; if that
-claim wins, no rank commits. If "all ranks have written" won, the abort came too late, and the
-commit continues, on rank 0 and for all ranks.
+saves out, one after another (`_complete`): write, seal, verdict, commit and conclusion are in
+`protocol`; at the end come buffer, handle, event, and on rank 0 the removal of old checkpoints.
 """
 
 from __future__ import annotations
@@ -30,15 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.observers import notify_committing
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.protocol import SaveProtocol
 from outlast.async_checkpoint.save.save import (
     ABORTED,
     Save,
-    commit_of,
     error_from,
-    error_of,
     no_buffer,
     save_name,
 )
@@ -46,21 +31,15 @@ from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.save.take_snapshot import Snapshotter
 from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import (
     DropSaves,
-    RemoveFolders,
     SnapshotCommitted,
-    WriteSnapshot,
 )
-from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.clock import Clock
-from outlast.coordination import KeyTimeout
-from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import (
     CheckpointError,
     CheckpointTimeout,
-    OutlastError,
     SaveCancelled,
     StoreError,
 )
@@ -89,12 +68,12 @@ class SavePipeline:
         self._exchange = exchange
         self._snapshotter = snapshotter
         self._outcomes = outcomes
-        self._clock, self._timeout = clock, timeout_s
+        self._clock = clock
+        self._protocol = SaveProtocol(session, ledger, exchange, timeout_s)
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
         self._lock = threading.Lock()
-        self._aborted = False
         self._thread: threading.Thread | None = None
         self._thread_ends = threading.Event()
 
@@ -110,18 +89,18 @@ class SavePipeline:
         """Takes a snapshot and begins its save. See `Checkpointer.save`."""
         began = self._clock.now()
         self.seal_all()
-        index = self._next_index()
+        index, timeout_s = self._next_index(), self._protocol.timeout_s
         try:
             # On other ranks the earlier save may have ended: this one counts, and fails on all.
             if any(save.step == step for save in self.pending):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
             agreed = self._exchange.agree(index, state_dict)
             snapshot = self._snapshotter.take(
-                index, step, state_dict, agreed.structure, agreed.leaves, self._timeout
+                index, step, state_dict, agreed.structure, agreed.leaves, timeout_s
             )
         except NoFreeBuffer:
             earlier = [save.step for save in self.pending]
-            error = no_buffer(step, earlier, self._ledger.rank, self._timeout, self._session.url)
+            error = no_buffer(step, earlier, self._ledger.rank, timeout_s, self._session.url)
             self._refuse(index, step, error)
             raise error from None
         except StoreError as e:
@@ -202,7 +181,7 @@ class SavePipeline:
         try:
             while (save := self._queue.get()) is not None:
                 self._complete(save)
-            if not self._aborted:
+            if not self._protocol.aborted:
                 self._outcomes.await_removals()
         finally:
             self._thread_ends.set()
@@ -212,7 +191,7 @@ class SavePipeline:
         manifest: Manifest | None = None
         error: Exception | None = None
         try:
-            size_bytes, manifest = self._carry_out(save)
+            size_bytes, manifest = self._protocol.carry_out(save)
         except CheckpointError as e:
             error = e
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
@@ -232,126 +211,6 @@ class SavePipeline:
         if manifest is not None:
             self._outcomes.apply_retention(manifest)
 
-    def _carry_out(self, save: Save) -> tuple[int, Manifest | None]:
-        """Saves and commits; returns the size of the checkpoint, and on rank 0 its manifest, if
-        old checkpoints may be removed.
-        """
-        ledger, index = self._ledger, save.index
-        late = False
-        try:
-            if not save.agreed:
-                save.catalog = self._exchange.unchanged(index) or save.catalog
-            ledger.announce(index, save.name)
-            part = self._write(save)
-        except StoreError:
-            raise
-        except Exception as e:  # noqa: BLE001 - every rank must know of any error
-            late = isinstance(e, CheckpointTimeout)
-            # After an abort, whatever this is, the abort caused it: it kills the writer.
-            ledger.fail(index, save.failure(ABORTED) if self._aborted else save.failure_of(e))
-        else:
-            ledger.finish(index, part)
-        verdict = self._await_verdict(save)
-        if verdict.failure is not None:
-            # Rank 0 does it for all; but a rank that was at another save has its own folder.
-            # A disk that did not respond is not asked again: the next job removes what is there.
-            if not late and (ledger.rank == 0 or verdict.failure.name != save.name):
-                self._remove_files(save)
-            ledger.forget(index)
-            raise error_of(verdict.failure, late)
-        manifest: Manifest | None = None
-        if ledger.rank == 0:
-            manifest, result = self._commit(save)
-            try:
-                ledger.conclude(index, json.dumps(result).encode())
-            except StoreError:
-                if manifest is None:
-                    raise
-                # The store is gone, and the job's iteration with it; the checkpoint is committed
-                # anyway. The next checkpointer may be running: nothing old is removed.
-                return manifest.size_bytes, None
-        else:
-            result = self._await_conclusion(save)
-        with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
-            ledger.forget(index)
-        if "dropped" in result:
-            raise SaveCancelled(f"the {save.name} was {result['dropped']}")
-        if "unknown" in result:
-            text = f"it is not known whether the {save.name} was committed: {result['unknown']}"
-            raise CheckpointError(text)
-        if "error" in result:
-            raise CheckpointError(f"the {save.name} was not committed: {result['error']}")
-        return int(result["size_bytes"]), manifest
-
-    def _write(self, save: Save) -> bytes:
-        """Writes this rank's files; returns what rank 0 must know about them."""
-        snapshot, writer = save.snapshot, self._session.writer
-        description = snapshot.description
-        request = WriteSnapshot(
-            buffer=snapshot.buffer.number,
-            save_id=snapshot.save_id,
-            folder=description["working"],
-            files=description["layout"],
-            values_file=description["values"],
-            hashed=snapshot.hashed,
-            blob=snapshot.values,
-        )
-        try:
-            with writer.exclusive:  # no `BeginSave` of another checkpointer in between
-                writer.begin_save()
-                if self._aborted:
-                    raise Dropped
-                answer = writer.request(request)
-        finally:
-            # Even after an error: once the snapshot is sealed, nothing is being copied, and no hook
-            # is left. If it is torn, that is why its save was dropped.
-            snapshot.sealed.wait()
-            if snapshot.error is not None:
-                raise snapshot.error
-        files = description.get("files") if snapshot.hashed else answer.files
-        part = {"files": files, "places": description["places"], "id": snapshot.save_id}
-        return json.dumps(part, separators=(",", ":")).encode()
-
-    def _await_verdict(self, save: Save) -> Verdict:
-        try:
-            return self._ledger.await_verdict(save.index, self._timeout)
-        except KeyTimeout:
-            cause = f"not all ranks had written their parts within {self._timeout:g} s"
-            self._ledger.fail(save.index, save.failure(cause))
-            return self._ledger.await_verdict(save.index, None)  # there is one now
-
-    def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
-        """Commits the checkpoint, on rank 0. Returns the manifest, if it is committed, and the
-        result for the other ranks: the `size_bytes` of the checkpoint, or why it is not committed
-        (`error`, `dropped`).
-        """
-        try:
-            parts = self._ledger.parts(save.index)
-            manifest, commit = commit_of(save, parts, self._session.credentials)
-            self._session.writer.request(commit)
-        except (OutlastError, OSError, Dropped) as e:
-            if not isinstance(e, CheckpointTimeout):
-                self._remove_files(save)
-            if self._aborted:
-                why = "dropped for all ranks by rank 0, while it was being committed"
-                return None, {"dropped": why}
-            return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
-        return manifest, {"size_bytes": manifest.size_bytes}
-
-    def _await_conclusion(self, save: Save) -> dict[str, Any]:
-        """The result that rank 0 sends: see `_commit`. `unknown`: why it has sent none."""
-        notify_committing()
-        try:
-            return dict(json.loads(self._ledger.await_conclusion(save.index, self._timeout)))
-        except KeyTimeout:
-            return {"unknown": f"rank 0 did not report it within {self._timeout:g} s"}
-
-    def _remove_files(self, save: Save) -> None:
-        """Removes the files of a save that failed. If that fails too, the next job does it."""
-        with contextlib.suppress(WriterFailed, Dropped):
-            working = save.snapshot.description["working"]
-            self._session.writer.request(RemoveFolders(folders=[working]))
-
     # ----------------------------------------------------------------------------- ending
 
     def abort(self) -> None:
@@ -359,7 +218,7 @@ class SavePipeline:
 
         Can be called again, because an interrupt may have cut it short.
         """
-        self._aborted = True
+        self._protocol.aborted = True
         self._outcomes.abandon()
         pending = self.pending
         for save in pending:
