@@ -1,0 +1,65 @@
+"""What a training may consist of: after an exception and a kill, each ends with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.live_trainings import check_same, fault, later, run
+from procs import Job
+
+Ranks = Callable[..., Job]
+SLOW = pytest.mark.slow
+LIVE, REPLICA = "live", "replica"
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["accumulation", "scaler", "consistent", "stream", "compiled"])
+def test_a_training_of_any_kind_continues_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """Two faults in a row: an exception, between two micro-batches if there are several, and a kill
+    in one of the next steps.
+    """
+    reference = run(ranks, tmp_path / "reference", script="live_kinds", kind=kind)
+    micro = 1 if kind in ("accumulation", "consistent") else 0
+    faults = [
+        *later(1, 6, f"forward 7 {micro}", "raise", iteration=0),
+        *later(1, 8, f"forward 9 {micro}", "SIGKILL", iteration=1),
+    ]
+    faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds", kind=kind)
+    assert faulty.restored(1) == {0: (6, LIVE), 1: (6, LIVE)}, faulty.errors
+    assert faulty.restored(2) == {0: (8, LIVE), 1: (8, REPLICA)}, faulty.errors
+    check_same(faulty, reference)
+
+
+@SLOW
+def test_a_smaller_job_continues_from_the_step_of_the_survivors(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    faults = later(1, 6, "forward 7 0", "SIGKILL", nprocs=3)
+    faulty = run(
+        ranks, tmp_path / "c", *faults, nprocs=3, script="live_kinds", kind="shrink", replace=False
+    )
+    found = faulty.restored()
+    assert found == {0: (6, LIVE), 2: (6, LIVE)}, faulty.errors
+    assert {line["size"] for line in faulty.events("restored") if line["iteration"] == 1} == {2}
+    assert len(set(faulty.ended().values())) == 1
+    assert all(faulty.times(rank, step) == 1 for rank in (0, 2) for step in range(1, 13))
+
+
+@SLOW
+def test_a_fault_of_all_ranks_between_optimizer_and_job_costs_the_steps_since_the_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The optimizers are at step 7, but nothing says what else belongs to that step."""
+    reference = run(ranks, tmp_path / "reference", script="live_kinds")
+    faults = [
+        fault(0, "stepped 7", "mark stepped, stay"),
+        fault(1, "stepped 7", "await stepped, raise"),
+    ]
+    faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds")
+    assert {step for step, _ in faulty.restored().values()} == {4}
+    check_same(faulty, reference)

@@ -1,0 +1,162 @@
+"""One rank of a wrapped training of several kinds: `python live_kinds.py PLAN`.
+
+The plan is JSON; its faults are those of `planned_faults`. The points of step N: `forward N M`, in
+front of its micro-batch M; `computed N`; `stepped N` (between the optimizer's step and `job.step`);
+`done N`. `kind` is one of:
+
+`accumulation`: each step has two micro-batches. `scaler`: a `GradScaler`, which skips step 5.
+`consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `compiled`: the model
+is compiled. `shrink`: a killed rank is not replaced. All have a learning rate scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from planned_faults import PlannedFaults, say
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import outlast
+from outlast import inprocess
+from outlast.elastic import ConsistentDDP, ElasticLoader, ShardedStream
+from outlast.inprocess import Compose
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+
+PLAN: dict[str, Any] = {"steps": 12, "kind": "accumulation", "job": {}, "faults": []}
+PLAN.update(json.loads(sys.argv[1]))
+KIND = PLAN["kind"]
+LENGTHS = [17, 9, 30, 8, 21, 14]  # of the shards of a stream
+INPUTS = torch.randn(99, 4, generator=torch.Generator().manual_seed(1))
+reach = PlannedFaults(PLAN, {}).reach
+
+
+def read(shard: str, offset: int) -> Iterator[torch.Tensor]:
+    """The items of a shard."""
+    begin = sum(LENGTHS[: int(shard)])
+    return iter(INPUTS[begin + offset : begin + LENGTHS[int(shard)]])
+
+
+def data() -> Any:
+    if KIND == "stream":
+        return ShardedStream([str(i) for i in range(len(LENGTHS))], read, batch_size=4)
+    dataset = TensorDataset(INPUTS[:96], INPUTS[:96].sum(dim=1, keepdim=True))
+    more: dict[str, Any] = {}
+    if KIND == "accumulation":
+        more["max_batch_size"] = 8 // dist.get_world_size()
+    elif KIND == "consistent":
+        more["virtual_replicas"] = 4
+    return ElasticLoader(dataset, global_batch_size=16, seed=3, **more)
+
+
+def parallel(model: nn.Module) -> Any:
+    if KIND == "consistent":
+        return ConsistentDDP(model, virtual_replicas=4)
+    if KIND == "compiled":
+        return DistributedDataParallel(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
+    return DistributedDataParallel(model)
+
+
+def batches(loader: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of one epoch after the other."""
+    while True:
+        for batch in loader:
+            if KIND == "stream":
+                yield batch, batch.sum(dim=1, keepdim=True)
+            else:
+                yield batch[0], batch[1]
+
+
+ranks = ShiftRanks() if KIND == "shrink" else Compose(ShiftRanks(), AwaitReplacements(60))
+
+
+@inprocess.Wrapper(rank_assignment=ranks)
+def train(call: inprocess.CallWrapper) -> str:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    random.seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+    called = parallel(model) if KIND == "consistent" else None
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    states = {"scheduler": scheduler, "scaler": scaler}
+    loader = data()
+    if KIND == "shrink":
+        PLAN["job"].update(min_ranks=2, linger=0)
+    job = outlast.Job(
+        PLAN["path"],
+        model=called or model,
+        optimizer=optimizer,
+        loader=loader,
+        states=states,
+        every=4,
+        **PLAN["job"],
+    )
+    with job:
+        step = job.restore()
+        size = dist.get_world_size()
+        say("restored", step=step, source=job.restored_from, iteration=call.iteration, size=size)
+        called = called or parallel(model)
+        micro = 0
+        for inputs, targets in batches(loader):
+            call.ping()
+            step = job.steps + 1
+            last = loader.boundary if isinstance(loader, ElasticLoader) else True
+            reach(f"forward {step} {micro}", call.iteration)
+            part: Any = contextlib.nullcontext()
+            if KIND == "consistent":
+                part = called.part(loader)
+            elif KIND == "accumulation" and not last:
+                part = called.no_sync()
+            with part:
+                loss = nn.functional.mse_loss(called(inputs) + 0.01 * random.random(), targets)
+                loss = loss if KIND == "consistent" else loss * loader.weight
+                if KIND == "scaler":
+                    scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
+                else:
+                    loss.backward()
+            micro += 1
+            if not last:
+                continue
+            micro = 0
+            reach(f"computed {step}", call.iteration)
+            if KIND == "scaler":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            say("trained", step=step, iteration=call.iteration, loss=loss.item().hex())
+            reach(f"stepped {step}", call.iteration)
+            job.step()
+            reach(f"done {step}", call.iteration)
+            if job.steps == 4:
+                job.checkpointer.wait()
+            if job.steps == PLAN["steps"]:
+                break
+    moments = [v.tolist() for s in optimizer.state.values() for v in s.values()]
+    weights = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return repr(
+        [
+            weights,
+            moments,
+            scaler.state_dict(),
+            scheduler.last_epoch,
+            optimizer.param_groups[0]["lr"],
+        ]
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    say("ended", state=train())
