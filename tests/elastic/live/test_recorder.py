@@ -11,6 +11,7 @@ from torch import nn
 
 from outlast.elastic.job.live.point import Place
 from outlast.elastic.job.live.recorder import Recorder
+from outlast.elastic.job.live.slots import read
 from outlast.elastic.job.training_state import TrainingState
 from outlast.system.shared_memory import SharedMemory
 
@@ -37,6 +38,8 @@ class Kept:
     memory: SharedMemory
 
     def keep(self, memory: SharedMemory) -> None:
+        if hasattr(self, "memory"):
+            self.memory.close()
         self.memory = memory
 
 
@@ -187,3 +190,12 @@ def test_large_buffers_are_noted_when_their_contents_change(training: Training) 
     training.model.book.data[12_345] += 1  # not counted
     training.step()
     assert "book" in training.recorder._point.own["buffers"]
+
+
+def test_a_state_that_has_grown_is_kept_with_those_before(training: Training) -> None:
+    training.step()
+    training.step()
+    training.model.book += 1  # until now it was not noted
+    training.step()
+    kept = [record.step for record, _ in read(training.kept.memory) if record.final]
+    assert kept[:2] == [3, 2]

@@ -33,9 +33,13 @@ class AttachedState:
 
     def save(self) -> Any:
         """The object's state as a checkpoint stores it."""
+        return pack(self.state())
+
+    def state(self) -> Any:
+        """The object's state."""
         if isinstance(self._source, nn.Module):
-            return pack(plain_state_dict(self._source))
-        return pack(self._source.state_dict())
+            return plain_state_dict(self._source)
+        return self._source.state_dict()
 
     def load_target(self, packed: Any) -> Any:
         """The nested state that a checkpoint is loaded into, made from the result of `save`."""

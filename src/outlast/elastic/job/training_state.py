@@ -77,14 +77,14 @@ class TrainingState:
 
     def shared_state(self) -> dict[str, Any]:
         """What is the same on all ranks, besides the model and the optimizer, and is saved without
-        a collective.
+        a collective. The "states" are those of the objects, before `pack`.
         """
         state: dict[str, Any] = {"states": {}}
         if isinstance(self.loader, ElasticLoader):
             state["loader"] = self._loader().save()
         for name, source in self.states.items():
             if not is_third_party(source):
-                state["states"][name] = self._attached(name).save()
+                state["states"][name] = AttachedState(source).state()
         return state
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -100,10 +100,7 @@ def by_value(value: Any, watched: Versions) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor) and value.nbytes <= _COPIED_BYTES:
-            return value.detach().clone()
-        watched.add(value)
-        return value.detach()
+        return held(value, watched)
     if isinstance(value, dict):
         copied = value.copy()
         for key, each in copied.items():
@@ -115,6 +112,14 @@ def by_value(value: Any, watched: Versions) -> Any:
     if type(value) is tuple:
         return tuple(by_value(each, watched) for each in value)
     return copy.deepcopy(value)
+
+
+def held(tensor: torch.Tensor, watched: Versions) -> torch.Tensor:
+    """A copy of a small tensor; a large one itself, which is added to `watched`."""
+    if not isinstance(tensor, DTensor) and tensor.nbytes <= _COPIED_BYTES:
+        return tensor.detach().clone()
+    watched.add(tensor)
+    return tensor.detach()
 
 
 def split(value: Any, leaves: list[torch.Tensor]) -> Any:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.kept_state import KeptState
+from outlast.elastic.job.attached_states import pack
 from outlast.elastic.job.live.contents import Sample, Samples, moments_of
 from outlast.elastic.job.live.point import (
     Frozen,
@@ -38,7 +39,8 @@ from outlast.elastic.job.live.point import (
     split,
 )
 from outlast.elastic.job.live.rank_state import Buffers, RankState, State, is_simple
-from outlast.elastic.job.live.slots import Record, Slots
+from outlast.elastic.job.live.slots import Record, Slots, read
+from outlast.elastic.job.live.snapshot import Snapshot
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.system.error_text import describe
@@ -48,8 +50,9 @@ log = logging.getLogger("outlast.elastic")
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """The last completed step. `shared` is the small state that is the same on all ranks;
-    `versions` and `watched` find writes to the parameters and to large tensors of `shared`;
+    """The last completed step. `shared` is the small state that is the same on all ranks,
+    with `states` of the attached objects; `versions` and `watched` find writes to the parameters
+    and to large tensors of these two;
     `sample` finds those to parameters that torch does not count, `moments` those to the optimizer.
     """
 
@@ -57,6 +60,7 @@ class _Point:
     settled: bool
     passes: int
     shared: dict[str, Any]
+    states: dict[str, Snapshot]
     own: State
     versions: Versions
     watched: Versions
@@ -168,6 +172,8 @@ class Recorder:
     def _noted(self, place: Place, counters: dict[str, Any], own: State, settled: bool) -> _Point:
         training, watched = self._training, Versions()
         assert training is not None
+        present = training.shared_state()
+        states = {name: Snapshot(each, watched) for name, each in present.pop("states").items()}
         shared = by_value(
             {
                 "counters": counters,
@@ -175,13 +181,15 @@ class Recorder:
                     {key: value for key, value in group.items() if key != "params"}
                     for group in training.optimizer.param_groups
                 ],
-                **training.shared_state(),
+                **present,
             },
             watched,
         )
         versions = Versions(self._parameters)
         sample, moments = self._samples.take(), moments_of(training.optimizer)
-        return _Point(place, settled, self._passes, shared, own, versions, watched, sample, moments)
+        return _Point(
+            place, settled, self._passes, shared, states, own, versions, watched, sample, moments
+        )
 
     def _build(self, training: TrainingState) -> Frozen:
         shared = dict(self._point.shared)
@@ -195,6 +203,7 @@ class Recorder:
             name: self._buffers.initial[name] if name in self._buffers else entry.detach()
             for name, entry in self._entries.items()
         }
+        shared["states"] = {name: pack(each.read()) for name, each in self._point.states.items()}
         leaves: list[torch.Tensor] = []
         skeleton = split({"model": model, "optimizer": optimizer, **shared}, leaves)
         return Frozen(
@@ -258,9 +267,20 @@ class Recorder:
         self._early = (step, own)
 
     def _write(self, record: Record, own: State) -> None:
-        if self._slots is not None and not self._slots.write(record, pickle.dumps(own)):
+        slots, payload = self._slots, pickle.dumps(own)
+        if slots is None or slots.write(record, payload):
+            return
+        if not slots.memory.intact:
             self._slots = None
-            log.info("this rank's own state has grown, or its memory is lost")
+            log.info("the memory of this rank's own state is lost")
+            return
+        # The state has grown. The new memory has all that the old one has before it replaces it.
+        larger = Slots(len(payload))
+        for old, state in reversed(read(slots.memory)):
+            larger.write(old, state)
+        larger.write(record, payload)
+        self._kept.keep(larger.memory)
+        self._slots = larger
 
     def _record(self, branch: str, step: int, passes: int | None = None) -> Record:
         """The description of a state: a final one, unless `passes` is given."""
