@@ -30,7 +30,9 @@ class TrainerProgress:
     def state_dict(self) -> dict[str, Any]:
         """The state as Trainer writes it to `trainer_state.json`, and the losses."""
         trainer = self._trainer
-        state = dataclasses.asdict(trainer.state)
+        # Not `asdict`, which copies a long history in Python: it is turned into text at once.
+        fields = dataclasses.fields(trainer.state)
+        state = {field.name: getattr(trainer.state, field.name) for field in fields}
         exported: dict[str, Any] = {}
         for each in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(each, ExportableState):
