@@ -10,6 +10,7 @@
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc, Chromium), by apt where this user is root
 #   make campaign  1,000 faults in a training that must end with the same bits; takes about 50 minutes on two cores
+#   make gpu       what needs a GPU: tests and benchmarks; PYTHON= has a CUDA build of torch, or TORCH=
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make format    formats the code, and applies the fixes of the linter
@@ -34,7 +35,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign gpu check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -123,6 +124,27 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# In an environment of its own with TORCH=; else with PYTHON=, or .venv, where nothing is installed:
+# what is missing there can come from a folder of wheels, WHEELS=.
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+$(GPU_STAMP): $(BUILT_FROM)
+	$(call environment,$(GPU_VENV),gpu)
+
+ifeq ($(origin TORCH),command line)
+GPU_PYTHON := $(GPU_VENV)/bin/python
+gpu: $(GPU_STAMP)
+else ifeq ($(origin PYTHON),command line)
+GPU_PYTHON := $(PYTHON)
+else
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+endif
+
+gpu:
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
+		--target build/gpu/site $(WHEELS)/*.whl)
+	@PYTHONPATH=src:.:build/gpu/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
+
 bench: $(BENCH_STAMP)
 	$(BENCH_BIN)/python -m benchmarks
 
@@ -131,7 +153,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(FRAMEWORKS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(BENCH_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true
