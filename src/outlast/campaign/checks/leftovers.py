@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from outlast.campaign.records import Entry, read_entries
 from outlast.errors import CheckpointError
 
 _GROWTH = 8
-"""A process may have this many more descriptors than before; each leak repeats at each restart."""
+"""A process may have this many more descriptors than before, besides the largest increase, which is
+that of its first save. A leak repeats at each restart.
+"""
 _WARM = 2
 """Entries of a process before its resources are compared: some are opened once."""
 
@@ -72,4 +75,5 @@ def leaks(records: Path) -> list[str]:
 
 
 def _grows(counts: Sequence[int]) -> bool:
-    return counts[-1] - counts[0] > _GROWTH and counts[-1] == max(counts)
+    largest = max((b - a for a, b in itertools.pairwise(counts)), default=0)
+    return counts[-1] - counts[0] - largest > _GROWTH and counts[-1] == max(counts)
