@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,21 @@ def test_the_last_fault_is_a_hang_also_if_it_was_ended_by_a_signal(logs: Logs) -
     text = frame(logs.folder, alive=True)
     assert "rank 1 (pid 1001) on a hung and was killed: no progress for 90 s; " in text
     assert "SIGKILL" not in text
+
+
+def test_a_stopped_process_is_shown_as_such(logs: Logs) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        entered = [dataclasses.replace(e, pid=process.pid) for e in running() if e.pid == 1000]
+        logs.write([*entered, *(e for e in running() if e.pid != 1000)])
+        row = f"a {process.pid} "
+        assert f"0 running {row}" in " ".join(frame(logs.folder, alive=True).split())
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert f"0 stopped {row}" in " ".join(frame(logs.folder, alive=True).split())
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_script_without_wrapper(logs: Logs) -> None:

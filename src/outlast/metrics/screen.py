@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import psutil
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -144,7 +145,9 @@ class Screen:
         step, rate, idle = self._progress(process)
         return [
             "-" if process.rank < 0 else str(process.rank),
-            Text(process.state.value, _STYLES.get(process.state, "")),
+            Text("stopped", "bold red")
+            if self._is_stopped(process)
+            else Text(process.state.value, _STYLES.get(process.state, "")),
             Text(_clean(process.host)),  # no markup
             str(process.pid),
             str(max(0, process.iteration)),
@@ -152,6 +155,15 @@ class Screen:
             "-" if rate is None else f"{rate:.3g}",
             "-" if idle is None else f"{duration_text(idle)} ago",
         ]
+
+    def _is_stopped(self, process: Process) -> bool:
+        """Whether a process on this host is stopped (SIGSTOP), which it cannot record itself."""
+        if process.over or process.host != self._run.own_host or not self._run.alive():
+            return False
+        try:
+            return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
 
     def _progress(self, process: Process) -> tuple[int | None, float | None, float | None]:
         """Step, steps per second, and seconds since the last progress."""
