@@ -30,6 +30,12 @@ class RunningCall(Protocol):
         SIGTERM, which is no request to stop the job then.
         """
 
+    @property
+    def fault_came_back(self) -> bool:
+        """Whether the last iteration ended with a fault equal to one before it, without progress in
+        between. A process that has joined since does not know of it.
+        """
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Records a request to stop: from the next restart on, every rank knows of it.
 

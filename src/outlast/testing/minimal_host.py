@@ -16,6 +16,7 @@ class MinimalHost:
     preferred_rank: int
     host_id = ""
     member = -1
+    fault_came_back = False
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
         return None

@@ -51,6 +51,11 @@ def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, ob
     assert (found.step, found.sources) == (5, {0: [1]})
 
 
+def test_a_fault_that_came_back_may_be_due_to_the_state() -> None:
+    offers = [offer(0, 5, record(0, 5)), offer(1, 5, record(1, 5), came_back=True)]
+    assert decide(offers, NEXT) is None
+
+
 def test_shards_without_a_copy_need_all_ranks() -> None:
     shards = [offer(r, 5, record(r, 5), signature=f"{r}", held=f"{r}") for r in range(2)]
     assert decide(shards, NEXT) is not None

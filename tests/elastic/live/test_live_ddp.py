@@ -74,7 +74,7 @@ def test_a_second_fault_during_the_transfer_loses_nothing(
         tmp_path / "c",
         fault(0, "done 7", "mark done"),
         fault(1, "torn 7", "await done, raise"),
-        fault(who, "transfer", "raise", iteration=1),
+        fault(who, "transfer", "raise another", iteration=1),
     )
     assert faulty.restored() == {}
     assert faulty.restored(2) == {0: (7, LIVE), 1: (7, REPLICA)}
@@ -90,7 +90,7 @@ def test_a_second_fault_soon_after_loses_nothing(
         ranks,
         tmp_path / "c",
         *later(1, 7, "forward 8", "raise", iteration=0),
-        fault(0, at, "raise", iteration=1),
+        fault(0, at, "raise another", iteration=1),
     )
     assert faulty.restored(2) == {0: (7, LIVE), 1: (7, LIVE)}
     check_same(faulty, reference)
@@ -124,4 +124,20 @@ def test_a_write_to_a_parameter_is_noticed(
 def test_without_live_a_checkpoint_is_loaded(ranks: Ranks, tmp_path: Path, reference: Run) -> None:
     faulty = run(ranks, tmp_path / "c", fault(1, "forward 7", "raise"), job={"live": False})
     assert {step for step, _ in faulty.restored().values()} == {4}
+    check_same(faulty, reference)
+
+
+@SLOW
+def test_a_checkpoint_is_loaded_if_a_fault_comes_back(
+    ranks: Ranks, tmp_path: Path, reference: Run
+) -> None:
+    """The state of the survivors may be its reason, for example weights that are not numbers."""
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        *later(1, 6, "forward 7", "raise", iteration=0),
+        fault(1, "forward 7", "raise", iteration=1),
+    )
+    assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE)}
+    assert {step for step, _ in faulty.restored(2).values()} == {4}
     check_same(faulty, reference)

@@ -2,8 +2,8 @@
 
 A fault is {"rank": 0, "at": "step 3", "do": "mark x, SIGTERM"}: its actions are carried out in
 turn, once, or each time with `always`. `iteration` limits it to one iteration. The actions:
-`raise`, `stay`, `mark NAME`, `await NAME` (until another rank has marked it), the name of a signal,
-and those of the script.
+`raise`, `raise another`, `stay`, `mark NAME`, `await NAME` (until another rank has marked it), the
+name of a signal, and those of the script.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class PlannedFaults:
     def _act(self, what: str) -> None:
         if what == "raise":
             raise RuntimeError("a planned fault")
+        if what == "raise another":  # equal faults are treated as one that comes back
+            raise ValueError("another planned fault")
         if what in self._actions:
             self._actions[what]()
         elif what.startswith("mark "):

@@ -38,6 +38,10 @@ class CallControl:
     def terminated(self) -> bool:
         return bool(self._host.page.killed_hard)
 
+    @property
+    def fault_came_back(self) -> bool:
+        return self._host.fault_came_back
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         stop = StopRecord(reason, exit_code)
         drive(self._membership.request_stop(stop), self._perform)

@@ -88,6 +88,7 @@ class Host(Protocol):
     preferred_rank: int
     grow: GrowPolicy
     limits: Limits
+    fault_came_back: bool  # the last one is equal to one before it, without progress in between
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""

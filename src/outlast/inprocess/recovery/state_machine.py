@@ -280,6 +280,7 @@ class Machine:
         if policy is None:
             return
         history = await agreed_history(self.membership, self.iteration, faults, policy)
+        self.host.fault_came_back = history.came_back
         # Members wait for each other at the barrier that follows the pause.
         self.pause = min(history.pause, self.host.limits.barrier / 2)
         cause = history.cause

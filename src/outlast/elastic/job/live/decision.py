@@ -22,6 +22,7 @@ class Offer:
         signature: that of the model into which it loads.
         resizable: whether it can do without its own state in a job of another size.
         branches: how many branches it knows of.
+        came_back: whether the last fault is equal to one before it, without progress in between.
         place: the state that its tensors hold, if they are at a step; then `settled`, `passes`,
             `held` (its signature) and `layout` describe them (`Frozen`).
     """
@@ -35,6 +36,7 @@ class Offer:
     passes: int = 0
     held: str = ""
     layout: str = ""
+    came_back: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -83,6 +85,9 @@ def decide(offers: Sequence[Offer], branch: str) -> Decision | None:
     """The newest state of which all parts are left; `None` if there is none. `offers` are in the
     order of the ranks; `branch` is that of the steps that follow.
     """
+    if any(offer.came_back for offer in offers):
+        # The state may be the reason, for example weights that are not numbers.
+        return None
     states = {(o.place.step, o.place.branch) for o in offers if o.place is not None}
     for step, made_on in sorted(states, reverse=True):
         found = _complete(offers, step, made_on, branch)

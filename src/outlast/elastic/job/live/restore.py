@@ -159,6 +159,7 @@ class LiveState:
             records=records,
             signature=signature(entries),
             resizable=is_simple(self._training),
+            came_back=self._call.fault_came_back,
             branches=max((int(name.partition("-")[0]) for name in known), default=0),
         )
         if frozen is None:

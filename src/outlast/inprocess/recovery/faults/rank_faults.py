@@ -34,10 +34,13 @@ class RankFaults:
         sample: the function's thread when the last iteration ended.
         pings: those in the function, in this iteration.
         announce_abort: tells the launcher that the job is aborted; set by the session.
+        fault_came_back: whether the last fault of the job is equal to one before it, without
+            progress in between; set by the state machine.
         reported_cause: whether this rank has shown the user why the job ends.
     """
 
     announce_abort: Callable[[], None]
+    fault_came_back = False
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
         self.page, self.emitter, self.state = page, emitter, state

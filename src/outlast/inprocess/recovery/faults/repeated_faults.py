@@ -93,6 +93,11 @@ class FaultHistory:
     cause: FaultRecord | None = None
     pause: float = 0.0
 
+    @property
+    def came_back(self) -> bool:
+        """Whether the last fault is equal to one before it, without progress in between."""
+        return bool(self.seen) and self.seen[-1].times > 1
+
     def without_end(self) -> FaultHistory:
         """The same faults, which neither end the job nor delay the restart."""
         return dataclasses.replace(self, stop="", cause=None, pause=0.0)
