@@ -176,7 +176,7 @@ class Checkpointer:
         )
         self.kept = KeptState(self._session, self._restorer, self._pipeline)
         self._closed = False
-        self._at_exit = _close_at_exit(self)
+        atexit.register(self._close_at_exit)
         self._session.owner = self
 
     @property
@@ -331,7 +331,7 @@ class Checkpointer:
         if not in_time:
             self._pipeline.abort()
         self._closed = True
-        self._at_exit()
+        atexit.unregister(self._close_at_exit)
         self._session.close(5.0 if in_time else 0.0)
         self._session.owner = None
         if late:
@@ -369,6 +369,12 @@ class Checkpointer:
             if is_due_to_restart(e):  # the end of another rank is no failure of the save
                 log.warning("%s", e)
 
+    def _close_at_exit(self) -> None:
+        if self._session.outlives_program:
+            self.abort()
+        else:
+            self._close_and_log(_FOR_EXIT)
+
     def _take_over(self) -> None:
         before = self._session.owner
         if before is not None:
@@ -380,21 +386,8 @@ class Checkpointer:
     def _drop(self) -> None:
         self._closed = True
         self._pipeline.abort()
-        self._at_exit()
+        atexit.unregister(self._close_at_exit)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"this Checkpointer for {self._url} is closed: create a new one")
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> Any:
-    """Registers a close at the end of the program; returns a function that unregisters it."""
-
-    def close() -> None:
-        if checkpointer._session.outlives_program:
-            checkpointer.abort()
-        else:
-            checkpointer._close_and_log(_FOR_EXIT)
-
-    atexit.register(close)
-    return lambda: atexit.unregister(close)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt
 from outlast.system.error_text import first_line
+from outlast.system.tracebacks import release_frames
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:

@@ -192,8 +192,6 @@ class SavePipeline:
         error: Exception | None = None
         try:
             size_bytes, manifest = self._protocol.carry_out(save)
-        except CheckpointError as e:
-            error = e
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
             error = error_from(save, e)
         with self._lock:

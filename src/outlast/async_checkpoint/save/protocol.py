@@ -37,6 +37,7 @@ from outlast.errors import (
     SaveCancelled,
     StoreError,
 )
+from outlast.system.tracebacks import drop_tracebacks
 
 
 class SaveProtocol:
@@ -77,6 +78,7 @@ class SaveProtocol:
             late = isinstance(e, CheckpointTimeout)
             # After an abort, whatever this is, the abort caused it: it kills the writer.
             ledger.fail(index, save.failure(ABORTED) if self.aborted else save.failure_of(e))
+            drop_tracebacks(e)  # it may stay in the snapshot: see `error_from`
         else:
             ledger.finish(index, part)
         verdict = self._await_verdict(save)

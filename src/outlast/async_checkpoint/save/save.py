@@ -31,6 +31,7 @@ from outlast.errors import (
     StoreError,
 )
 from outlast.system.error_text import describe
+from outlast.system.tracebacks import drop_tracebacks
 
 _METADATA = ".metadata"
 ABORTED = "aborted: it was dropped for all ranks"
@@ -87,7 +88,15 @@ def save_name(step: int) -> str:
 def error_from(save: Save, cause: Exception) -> CheckpointError:
     """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
     did not, and the other ranks cannot know without the store.
+
+    Its text says where it comes from. The frames of its traceback hold the save, whose handle holds
+    the error: until Python collected that cycle, it would keep the memory of the iteration and its
+    connections to the store. So only a bug, whose text may not be enough, keeps its traceback.
     """
+    if isinstance(cause, OutlastError):
+        drop_tracebacks(cause)
+    if isinstance(cause, CheckpointError):
+        return cause
     text = f"the {save.name} failed: {describe(cause)}"
     if isinstance(cause, StoreError) and save.rank != 0:
         text = f"it is not known whether the {save.name} was committed: {describe(cause)}"

@@ -162,8 +162,10 @@ class OverlappedCopy:
             # Called again, with the same outcome, if an interrupt cut the first call short.
             self._sealed(self._outcome[0])
             self._is_sealed = True
-        self._copies = ()
+        # What holds the snapshot must not hold the model, and `_sealed` holds the snapshot.
+        self._copies = self._optimizers = ()
         self._writes = self._chunks = None
+        self._sealed = self._reached = _nothing
 
     def call_off(self) -> None:
         """Ends the copy; the snapshot cannot be used."""
@@ -221,3 +223,7 @@ class OverlappedCopy:
 
     def _fill(self, chunks: Chunks | DeviceChunks, number: int) -> int:
         return chunks.fill(number, lambda: self._called_off)
+
+
+def _nothing(_: object) -> None:
+    """After the seal."""

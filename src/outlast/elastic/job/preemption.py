@@ -52,7 +52,7 @@ class StopAgreement:
         self._reason: str | None = None
         self._last_step: float | None = None
         self._reported = False
-        self._store_error: StoreError | None = None
+        self._store_error = ""  # not the exception: its traceback leads back here
         self._changed = threading.Condition()
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._threads = [
@@ -84,7 +84,7 @@ class StopAgreement:
         with self._changed:
             if self._reason is not None:
                 answered = self._changed.wait_for(
-                    lambda: self._last_step is not None or self._store_error is not None, timeout
+                    lambda: self._last_step is not None or bool(self._store_error), timeout
                 )
                 if self._last_step is None:
                     no_answer = f"not all ranks answered within {timeout:g} s"
@@ -166,7 +166,7 @@ class StopAgreement:
 
     def _fail(self, error: StoreError) -> None:
         with self._changed:
-            self._store_error = error
+            self._store_error = str(error)
             self._changed.notify_all()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-
 import torch.distributed as dist
 
 from outlast.errors import RankShouldRestart
 from outlast.system.error_text import message
+from outlast.system.tracebacks import chain
 
 # Messages of gloo (pair.cc), NCCL (remote process exited) and torch's TCP store on either side of a
 # broken connection.
@@ -27,7 +25,7 @@ _ECHOES = (
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error`, or an exception that it was raised from, looks like a broken connection."""
-    for seen in _chain(error):
+    for seen in chain(error):
         if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
             return True
         if isinstance(seen, RuntimeError | OSError):
@@ -43,7 +41,7 @@ def is_interrupt(error: BaseException) -> bool:
     do not count.
     """
     if isinstance(error, Exception):
-        return any(isinstance(seen, RankShouldRestart) for seen in _chain(error))
+        return any(isinstance(seen, RankShouldRestart) for seen in chain(error))
     return isinstance(error, RankShouldRestart)
 
 
@@ -52,25 +50,7 @@ def ending_in(error: BaseException) -> BaseException:
     if `error` is an interrupt raised while that exception was propagating; otherwise `error`.
     """
     if isinstance(error, RankShouldRestart):
-        for seen in _chain(error):
+        for seen in chain(error):
             if not isinstance(seen, Exception | RankShouldRestart | GeneratorExit):
                 return seen
     return error
-
-
-def release_frames(error: BaseException) -> None:
-    """Clears the local variables in the tracebacks of `error`: models, process groups and buffers,
-    which the next iteration recreates.
-    """
-    for seen in _chain(error):
-        traceback.clear_frames(seen.__traceback__)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes and contexts; each once, since `raise e from e` is a cycle."""
-    met: set[int] = set()
-    seen: BaseException | None = error
-    while seen is not None and id(seen) not in met:
-        met.add(id(seen))
-        yield seen
-        seen = seen.__cause__ or seen.__context__

@@ -20,11 +20,7 @@ from outlast.coordination import restarts
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.view import ViewRecord
-from outlast.errors import (
-    HealthCheckError,
-    InternalError,
-    RankShouldRestart,
-)
+from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
     Admitted,
     Assigned,
@@ -43,7 +39,7 @@ from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_cuda_context
 from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, release_frames
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.interruption.torch_modes import TorchModes
 from outlast.inprocess.observers import notify_recovering
@@ -65,6 +61,7 @@ from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
+from outlast.system.tracebacks import release_frames
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -259,6 +256,7 @@ class RankHost(RankFaults):
         if not watch.ending.is_set():
             page.activity = Activity.WAITING
         outcome = self._classify(value, error, watch.ending.is_set())
+        error = None  # its traceback refers to this frame
         how = type(outcome).__name__.lower()
         log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
         self.emitter.emit(LeftFunction(outcome=how, pings=page.pings))
