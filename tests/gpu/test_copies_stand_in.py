@@ -186,7 +186,8 @@ def test_nothing_is_copied_after_a_call_off(cuda: Cuda, monkeypatch: pytest.Monk
         asked.append(1)
         return len(asked) > 2
 
-    chunks.fill(0, called_off)
+    chunks._queue(called_off)
+    assert cuda.side[0].queue
     chunks.settle()
     assert len(chunks) == 4
     assert not cuda.side[0].queue
