@@ -61,7 +61,7 @@ class PlannedFaults:
         if what == "raise":
             raise RuntimeError("a planned fault")
         if what == "raise another":  # equal faults are treated as one that comes back
-            raise ValueError("another planned fault")
+            raise ArithmeticError("another planned fault")
         if what in self._actions:
             self._actions[what]()
         elif what.startswith("mark "):
