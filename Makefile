@@ -89,12 +89,12 @@ services:
 	.ci/services
 
 # With AFTER_TEST=1, without those that `make test` runs. The last environment is installed while the
-# tests with hosts run: these mostly wait.
+# tests with hosts run, and the tests in it run at the same time: these mostly wait.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
 		$(if $(AFTER_TEST),-m slow)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
-	$(MAKE) test-ports test-ray
+	$(MAKE) --jobs 2 --output-sync=target test-ports test-ray
 
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services
@@ -102,7 +102,7 @@ test-hosts: $(STAMP) services
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 4 --all tests/ports tests/integrations \
+	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
 		--ignore tests/integrations/test_parallel_3d.py
 
 test-ray: $(FRAMEWORKS_STAMP)
