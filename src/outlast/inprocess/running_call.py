@@ -6,6 +6,7 @@ It outlives the iterations: what is asked of it holds for the rest of the call, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from outlast.coordination.records import StopRecord
@@ -61,6 +62,9 @@ class RunningCall(Protocol):
             RestartAbort: here if there are fewer already, or at the restart that leaves fewer.
         """
 
+    def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
+        """Declares a phase without pings, as `CallWrapper.long_phase`."""
+
     def at_end(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the call ends on this rank, in any way."""
 
@@ -71,6 +75,11 @@ _current: RunningCall | None = None
 def running_call() -> RunningCall | None:
     """The call that runs in this process; `None` outside of wrapped functions."""
     return _current
+
+
+def long_phase(limit_s: float | None) -> AbstractContextManager[None]:
+    """`RunningCall.long_phase` in a wrapped function; does nothing outside of one."""
+    return nullcontext() if _current is None else _current.long_phase(limit_s)
 
 
 def set_running_call(call: RunningCall | None) -> None:

@@ -224,3 +224,13 @@ def test_a_signal_to_all_twice_and_faults_on_all(training: Training, reference: 
         *(fault(rank, "step 5", "SIGTERM, SIGTERM, SIGUSR1, known, raise") for rank in range(2))
     )
     check(training, codes, lines, reference)
+
+
+@pytest.mark.slow
+def test_the_last_save_is_no_hang(ranks: Ranks, tmp_path: Path) -> None:
+    """It takes twice the soft timeout, at the end of the `with` block."""
+    with ranks("slow_end", str(tmp_path / "checkpoints"), "10") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, job.errors(0)
+        lines = [line for rank in range(2) for line in job.lines(rank)]
+    assert [line["iteration"] for line in lines] == [0, 0]

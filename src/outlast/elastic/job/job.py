@@ -40,7 +40,7 @@ from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.events import StopRequested
-from outlast.inprocess.running_call import running_call
+from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
@@ -104,16 +104,13 @@ class Job:
         **options: Any,
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
-        every = check_interval(every)
-        self._path = os.fspath(path)
+        every, self._path = check_interval(every), os.fspath(path)
         check_stateful(loader, states or {})
         if min_ranks is not None:
             min_ranks = as_int("min_ranks", min_ranks, at_least=1)
         self._grace = as_timedelta("grace", grace, allow_zero=True)
-        self._exit_code = exit_code
-        self._closed = False
-        self._group = options.get("group")
-        self._call = running_call()
+        self._exit_code, self._closed = exit_code, False
+        self._group, self._call = options.get("group"), running_call()
         if self._call is not None:
             self._call.require_ranks(min_ranks)
         self._checks = JobChecks(check_of(checks))
@@ -238,7 +235,8 @@ class Job:
         self._may_save = True
         if found is None:
             check_equal_on_all_ranks(self.module, self._ledger, self._group)
-            self.save().wait()
+            with long_phase(self.checkpointer.kept.timeout_s or None):
+                self.save().wait()
         self._restoring.done()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
@@ -320,7 +318,8 @@ class Job:
         self._stop_listening()
         self._checks.close()
         self._release()
-        self.checkpointer.close()
+        with long_phase(self.checkpointer.kept.timeout_s or None):
+            self.checkpointer.close()
 
     def __enter__(self) -> Job:
         return self
@@ -332,9 +331,10 @@ class Job:
             if kind is None and self.steps:
                 self._checks.compare_now(self._grace.total_seconds())
             self._checks.close()
-            if kind is None and self.steps and not self._is_saved():
-                self.save()
-            self.checkpointer.__exit__(kind)
+            with long_phase(self.checkpointer.kept.timeout_s or None):
+                if kind is None and self.steps and not self._is_saved():
+                    self.save()
+                self.checkpointer.__exit__(kind)
         finally:
             # A fault in a wrapped call is followed by a restart: signals are still requests.
             if kind is None or self._call is None:
@@ -342,15 +342,16 @@ class Job:
 
     def _exit(self, reason: str) -> None:
         """Saves for the last time, and ends the process."""
-        level = logging.WARNING if self.rank == 0 else logging.INFO
+        level = logging.INFO if self.rank else logging.WARNING
         log.log(level, "stopping after step %d: %s", self.steps, reason)
         self.checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._call is not None:
             self._call.saving_for_stop(self._grace.total_seconds())
         self._checks.compare_now(self._grace.total_seconds())
-        if not self._is_saved():
-            self.save()
-        self.checkpointer.wait(self._grace)
+        with long_phase(self._grace.total_seconds() or None):
+            if not self._is_saved():
+                self.save()
+            self.checkpointer.wait(self._grace)
         furthest, done = self._stop_request.furthest, f"step {self.steps} is saved"
         if furthest > self.steps:
             done += f"; the steps up to {furthest}, done before a fault, are lost"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import drive, perform_on
 from outlast.coordination.records import StopRecord
+from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.distributed.connection import Connection
 from outlast.inprocess.recovery.rank_host import RankHost
 
@@ -17,7 +18,12 @@ class CallControl:
 
     Its store operations do not wait. They share the connection of the function's thread, on which
     operations of several threads take turns.
+
+    Attributes:
+        wrapper: what the function was given in this iteration; `None` before the first one.
     """
+
+    wrapper: CallWrapper | None = None
 
     def __init__(
         self, host: RankHost, membership: MembershipProtocol, control: Connection, stack: ExitStack
@@ -54,6 +60,9 @@ class CallControl:
 
     def require_ranks(self, min_ranks: int | None) -> None:
         self._host.size.require(min_ranks, self._host.state)
+
+    def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.wrapper is None else self.wrapper.long_phase(limit_s)
 
     def at_end(self, callback: Callable[[], None]) -> None:
         self._stack.callback(callback)

@@ -110,6 +110,7 @@ class _Session:
         self.machine = Machine(self.host, Link(self.prefix), self.launch.world_size)
         self.monitor: MonitorSupervisor
         self.notice: LauncherNotice
+        self.running: CallControl
         self.completed = False
         self._policies: Connection | None = None
 
@@ -168,9 +169,9 @@ class _Session:
             for part in self._abort_parts():
                 part.prepare()
             with ExitStack() as at_end:
-                call = CallControl(host, self.machine.membership, control, at_end)
+                self.running = CallControl(host, self.machine.membership, control, at_end)
                 at_end.callback(set_running_call, None)
-                set_running_call(call)
+                set_running_call(self.running)
                 return self._drive(control)
 
     def _drive(self, control: Connection) -> Any:
@@ -305,6 +306,7 @@ class _Session:
             GapEstimator(soft) if isinstance(soft, Adaptive) else None,
             self.monitor.pid,
         )
+        self.running.wrapper = call
         for observer in observers():
             observer.entered(call)
         return self.function(call)
