@@ -82,7 +82,8 @@ def test_nothing_is_said_outside_the_function_or_in_a_long_phase(rig: Rig) -> No
     assert rig.after(50) == []
 
 
-def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage) -> None:
+@pytest.mark.parametrize("began", [True, False], ids=["later", "before the first heartbeat"])
+def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage, began: bool) -> None:
     clock = FakeClock()
     clock.advance(100)
     process = subprocess.Popen(
@@ -95,7 +96,8 @@ def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage) -> N
     process.stdout.readline()
     plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0)
     notice = FrozenNotice(plan, process.pid, clock, "node1")
-    page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
+    page.activity, page.rank, page.progress = Activity.FUNCTION, 1, clock.now()
+    page.heartbeat = clock.now() if began else 0.0
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     for seconds in (9, 2, 30):

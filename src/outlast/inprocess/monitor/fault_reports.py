@@ -9,6 +9,7 @@ from outlast.coordination.records import FaultRecord, LostRecord
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.logfile import write_for
 from outlast.inprocess.monitor.store_access import StoreAccess
 
 
@@ -26,7 +27,7 @@ class FaultReports:
     def __init__(self, plan: MonitorPlan, main: int, emitter: Emitter, store: StoreAccess) -> None:
         self._plan, self._page, self._main = plan, plan.page, main
         self._emitter, self._store, self._membership = emitter, store, store.membership
-        self.hard_timeout_cause = ""
+        self._hard_timeout_cause = ""
 
     def soft_timeout(self, idle: float, limit: float) -> None:
         """The function made no progress for `idle` seconds: ends the iteration."""
@@ -37,11 +38,23 @@ class FaultReports:
         self._emitter.emit(fault_event(fault))
         self._store.perform(self._membership.report_fault(fault))
 
+    def hard_timeout(self, idle: float) -> None:
+        """The main process made no progress for `idle` seconds, and is terminated; see `death`."""
+        cause = f"no progress for {idle:.3f} s (hard timeout): terminated by its monitor process"
+        self._hard_timeout_cause = cause
+        rank = self._fault(Interruption.HARD_TIMEOUT, cause).rank
+        # Without it, the launcher's line about a killed process would be all that is seen.
+        write_for(
+            self._main,
+            f"rank {rank} on {self._emitter.host}: no progress for {idle:.0f} s (hard timeout): "
+            f"process {self._main} is terminated by its monitor process",
+        )
+
     def death(self) -> None:
         """The main process has ended without leaving the wrapped call."""
         idle = 0.0
         if self._page.killed_hard:
-            kind, cause = Interruption.HARD_TIMEOUT, self.hard_timeout_cause
+            kind, cause = Interruption.HARD_TIMEOUT, self._hard_timeout_cause
             idle = self._emitter.clock.now() - self._page.progress
         else:
             kind = Interruption.TERMINATED

@@ -80,9 +80,7 @@ class ProgressTimeouts:
         handler, dismisses its monitor and gets no SIGKILL.
         """
         self._page.killed_hard = 1
-        self._reports.hard_timeout_cause = (
-            f"no progress for {idle:.3f} s (hard timeout): terminated by its monitor process"
-        )
+        self._reports.hard_timeout(idle)
         self._kill_at = now + self._plan.grace
         self._signal(signal.SIGTERM)
 

@@ -56,23 +56,23 @@ class LauncherHistory:
         self._origins: dict[str, float] = {}
         for event in events:
             self._origins.setdefault(event.host, event.time)
-        self.rounds: dict[str, list[Round]] = defaultdict(list)
+        by_attempt: dict[str, dict[int, Round]] = defaultdict(dict)
         of_process: dict[tuple[str, int], Round] = {}
         for event in events:
             if isinstance(event, WorkerStarted):
-                rounds = self.rounds[event.host]
-                while len(rounds) <= max(event.attempt, 0):
-                    rounds.append(Round(event.host))
-                rounds[max(event.attempt, 0)].started.append(event)
-                of_process[event.host, event.worker_pid] = rounds[max(event.attempt, 0)]
+                round_ = by_attempt[event.host].setdefault(event.attempt, Round(event.host))
+                round_.started.append(event)
+                of_process[event.host, event.worker_pid] = round_
             elif isinstance(event, WorkerExited | WorkerFailed):
-                round_ = of_process.get((event.host, event.worker_pid))
-                if round_ is not None and isinstance(event, WorkerExited):
-                    round_.exited.append(event)
-                elif round_ is not None and isinstance(event, WorkerFailed):
-                    round_.failed.append(event)
-        for host in self.rounds:
-            self.rounds[host] = [each for each in self.rounds[host] if each.started]
+                known = of_process.get((event.host, event.worker_pid))
+                if known is not None and isinstance(event, WorkerExited):
+                    known.exited.append(event)
+                elif known is not None and isinstance(event, WorkerFailed):
+                    known.failed.append(event)
+        self.rounds = {
+            host: [rounds[attempt] for attempt in sorted(rounds)]
+            for host, rounds in by_attempt.items()
+        }
 
     @property
     def world_size(self) -> int:
