@@ -79,9 +79,11 @@ def environment_rank() -> tuple[int, int]:
 
 
 def store_endpoint() -> tuple[str, int] | None:
-    """Where `init_process_group` finds its store, according to the current environment."""
+    """Where `init_process_group` finds the store of the iteration; `None` before the first one: the
+    environment then names the store of the job, to which the call itself is connected.
+    """
     address, port = master()
-    return (address, port) if port else None
+    return (address, port) if port and "OUTLAST_ITERATION" in os.environ else None
 
 
 def master() -> tuple[str, int]:
