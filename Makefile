@@ -88,11 +88,12 @@ test: $(STAMP)
 services:
 	.ci/services
 
-# With AFTER_TEST=1, without those that `make test` runs. The last environment is installed while the
-# tests with hosts run, and the tests in it run at the same time: these mostly wait.
+# With AFTER_TEST=1, as in CI: without those that `make test` runs, and without quick benchmarks. The
+# last environment is installed while the tests with hosts run, and the tests in it run at the same
+# time: these mostly wait.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
-		$(if $(AFTER_TEST),-m slow)
+		$(if $(AFTER_TEST),-m slow --ignore tests/benchmarks)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) --jobs 2 --output-sync=target test-ports test-ray
 

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 # The ranks wait for a standby before a fault, which takes long on a busy machine: that is no hang.
-@inprocess.Wrapper(repeated_faults=None, soft_timeout=300, hard_timeout=330)
+@inprocess.Wrapper(repeated_faults=None, soft_timeout=300, hard_timeout=330, barrier_timeout=360)
 def train(call: inprocess.CallWrapper) -> None:
     plan = json.loads((FOLDER / "plan.json").read_text())
     way: Way = WAYS[plan["way"]]

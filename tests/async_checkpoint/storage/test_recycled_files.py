@@ -321,7 +321,9 @@ def test_recycled_files_are_gone_after_every_end(
         for rank in range(2):
             assert [line["event"] for line in job.lines(rank)] == ["ending"], job.errors(rank)
             assert "could not be removed" not in job.errors(rank)
-            assert "the save of step" not in job.errors(rank), job.errors(rank)
+            # In the log; it may also be the exception that the end of the job interrupts.
+            lines = job.errors(rank).splitlines()
+            assert not any(line.startswith("the save of step") for line in lines), lines
     # The writer of rank 1 may begin its part of the dropped save after rank 0 has removed it.
     left = [name for name in left_over(tmp_path / "c") if "save" not in how or name == RECYCLED]
     assert left == []

@@ -29,7 +29,9 @@ from outlast.system.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from outlast.async_checkpoint.checkpointer import Checkpointer
 
-_AT_EXIT_S = 5.0  # the writer deletes recycled files in that time
+# The writer completes its last request in that time (at most ten seconds of it), and deletes the
+# recycled files: that takes seconds on a busy disk.
+_AT_EXIT_S = 20.0
 
 _sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
