@@ -88,23 +88,24 @@ test: $(STAMP)
 services:
 	.ci/services
 
-# With AFTER_TEST=1, as in CI: without those that `make test` runs, and without quick benchmarks. The
+# With AFTER_TEST=1, as in CI: without those that `make test` runs, and without `exhaustive` ones. The
 # last environment is installed while the tests with hosts run, and the tests in it run at the same
 # time: these mostly wait.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
-		$(if $(AFTER_TEST),-m slow --ignore tests/benchmarks)
+		$(if $(AFTER_TEST),-m 'slow and not exhaustive')
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) --jobs 2 --output-sync=target test-ports test-ray
 
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --all tests/hosts
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --all tests/hosts \
+		$(if $(AFTER_TEST),-m 'not exhaustive')
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
-		--ignore tests/integrations/test_parallel_3d.py
+		--ignore tests/integrations/test_parallel_3d.py $(if $(AFTER_TEST),-m 'not exhaustive')
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py

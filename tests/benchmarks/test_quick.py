@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.slow
 def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:

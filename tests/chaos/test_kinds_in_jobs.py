@@ -62,7 +62,14 @@ SYSTEM = [
 ]
 
 
-@pytest.mark.parametrize("faults", [DISK, WRITER, SYSTEM], ids=["disk", "writer", "system"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(DISK, id="disk"),
+        pytest.param(WRITER, id="writer", marks=pytest.mark.exhaustive),
+        pytest.param(SYSTEM, id="system", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_result_is_that_of_a_job_without_faults(
     tmp_path: Path, undisturbed: Outcome, faults: list[dict[str, Any]]
 ) -> None:

@@ -44,7 +44,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])
+@pytest.mark.parametrize(
+    "leads",
+    [
+        pytest.param(True, id="leader"),
+        pytest.param(False, id="follower", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_wall_clock_that_jumps_by_hours_disturbs_nothing(
     network: Network, tmp_path: Path, weights: str, library: Path, leads: bool
 ) -> None:

@@ -42,7 +42,15 @@ def _freeze(network: Network, leader: str) -> None:
     network[leader].freeze()
 
 
-@pytest.mark.parametrize("fault", [_power_off, _is_not_heard, _hears_nothing, _freeze])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _power_off,
+        pytest.param(_is_not_heard, marks=pytest.mark.exhaustive),
+        pytest.param(_hears_nothing, marks=pytest.mark.exhaustive),
+        _freeze,
+    ],
+)
 def test_every_write_counts_once_although_the_host_of_the_leader_is_lost(
     network: Network, tmp_path: Path, fault: Fault
 ) -> None:

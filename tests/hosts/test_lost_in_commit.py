@@ -29,7 +29,7 @@ KILLED = -signal.SIGKILL
     [
         ({"op": "put", "name": "manifest.json", "when": "after"}, False),
         ({"op": "publish", "when": "before"}, False),
-        ({"op": "publish", "when": "after"}, True),
+        pytest.param({"op": "publish", "when": "after"}, True, marks=pytest.mark.exhaustive),
     ],
     ids=["after the manifest", "before the rename", "after the rename"],
 )

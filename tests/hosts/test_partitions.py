@@ -40,7 +40,13 @@ def five(_allowed: None) -> Iterator[Network]:
 
 @pytest.mark.parametrize(
     ("cut", "leads"),
-    [(_all, True), (_its_voice, True), (_its_voice, False), (_its_ear, True), (_its_ear, False)],
+    [
+        (_all, True),
+        (_its_voice, True),
+        pytest.param(_its_voice, False, marks=pytest.mark.exhaustive),
+        (_its_ear, True),
+        pytest.param(_its_ear, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_host_that_is_cut_off_stops_and_comes_back_as_a_new_host(
     network: Network, tmp_path: Path, weights: str, cut: Cut, leads: bool
@@ -82,7 +88,10 @@ def test_when_no_host_reaches_another_all_stop_and_meet_again_when_the_network_h
     cluster.check(weights, first=before)
 
 
-@pytest.mark.parametrize("leader_on", ["smaller side", "larger side"])
+@pytest.mark.parametrize(
+    "leader_on",
+    [pytest.param("smaller side", marks=pytest.mark.exhaustive), "larger side"],
+)
 def test_of_two_sides_the_smaller_stops_and_its_hosts_come_back_when_the_network_heals(
     five: Network, tmp_path: Path, weights: str, leader_on: str
 ) -> None:

@@ -28,7 +28,13 @@ def _whole_host(cluster: Cluster, host: str, number: signal.Signals) -> None:
         cluster.network[host].thaw()
 
 
-@pytest.mark.parametrize("leads", [False, True], ids=["follower", "leader"])
+@pytest.mark.parametrize(
+    "leads",
+    [
+        pytest.param(False, id="follower", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="leader"),
+    ],
+)
 @pytest.mark.parametrize("signal_to", [_agent, _whole_host])
 def test_a_host_that_was_stopped_for_too_long_ends_its_workers_and_joins_as_a_new_host(
     network: Network,

@@ -26,6 +26,8 @@ PORTS = {
     "hf_trainer": (["hf_trainer.py", "--max-steps", "240"], "hf/checkpoints"),
     "lightning_trainer": (["lightning_trainer.py", "--max-epochs", "15"], "lightning"),
 }
+# Loops of their own, as in `nanogpt`; `tests/integrations` tests accelerate too.
+COVERED = ("ddp_trainer", "accelerate_loop")
 INSTALLED = importlib.util.find_spec("lightning") and importlib.util.find_spec("transformers")
 EXCEPTION = {"faults": [{"rank": 0, "kind": "exception", "step": 40}]}
 
@@ -33,7 +35,13 @@ EXCEPTION = {"faults": [{"rank": 0, "kind": "exception", "step": 40}]}
 @pytest.mark.skipif(not INSTALLED, reason="needs the extra `ports`: make test-ports")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize(
+    "port",
+    [
+        pytest.param(port, marks=[pytest.mark.exhaustive] if port in COVERED else [])
+        for port in PORTS
+    ],
+)
 def test_a_port_survives_faults_and_stops_with_equal_losses(tmp_path: Path, port: str) -> None:
     script, checkpoints = PORTS[port]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

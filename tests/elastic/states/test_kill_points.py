@@ -16,7 +16,7 @@ Ranks = Callable[..., Job]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ["", "yes"])
+@pytest.mark.parametrize("asynchronous", [pytest.param("", marks=pytest.mark.exhaustive), "yes"])
 def test_every_point_at_which_a_save_can_be_killed(
     ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str
 ) -> None:
