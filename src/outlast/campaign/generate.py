@@ -32,10 +32,6 @@ _HOSTS_FAULTS = 4
 """The faults of such a round: each takes about 20 s, while a lease expires and a host starts."""
 _MOST_ITERATION = 5
 """The last iteration at whose entry a fault is planned."""
-_NOT_SEEN = ((Kind.HANG_PYTHON, Phase.RECOVERY),)
-"""In `initialize` and `finalize`, executing Python counts as progress, so an endless loop is not a
-hang for the library: the other ranks fail after `barrier_timeout`, again and again.
-"""
 _OF_RANK_0 = Phase.COMMITTED
 """Only rank 0 commits."""
 
@@ -88,7 +84,7 @@ def plans(seed: int, shape: Shape) -> Iterator[RoundPlan]:
     often = [card for card in inside if card not in _ENDS_JOB]
     deck = _deal(f"{seed}/kinds", (*inside, *often, *often))
     hosts = _deal(f"{seed}/hosts", of_hosts)
-    phases = {card: _deal(f"{seed}/phases/{card}", _phases(card)) for card in shape.kinds}
+    phases = {card: _deal(f"{seed}/phases/{card}", _PHASES) for card in shape.kinds}
     number = 0
     while True:
         number += 1
@@ -106,10 +102,6 @@ def _plan_on_hosts(seed: int, number: int, shape: Shape, cards: Iterator[Card]) 
     steps = [(index + 1) * apart - draw.randrange(GAP_STEPS) for index in range(count)]
     launcher = tuple(LauncherFault(Action(next(cards)), step) for step in steps)
     return dataclasses.replace(reference_plan(seed, shape), number=number, launcher=launcher)
-
-
-def _phases(card: Card) -> list[Phase]:
-    return [phase for phase in _PHASES if (card, phase) not in _NOT_SEEN]
 
 
 def _deal(seed: str, cards: Sequence[T]) -> Iterator[T]:

@@ -104,9 +104,18 @@ def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
         assert_never_together(job)
 
 
-@pytest.mark.parametrize("phase", ["initialize", "finalize", "abort"])
-def test_a_phase_hangs_and_its_monitor_ends_the_rank(ranks: Ranks, phase: str) -> None:
-    with ranks("phases", "fails_in_phase", phase, "hang", nprocs=3) as job:
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        ("initialize", "hang"),
+        ("finalize", "hang"),
+        ("abort", "hang"),
+        ("finalize", "loop"),
+        ("health_check", "loop"),
+    ],
+)
+def test_a_phase_hangs_and_its_monitor_ends_the_rank(ranks: Ranks, phase: str, how: str) -> None:
+    with ranks("phases", "fails_in_phase", phase, how, nprocs=3) as job:
         job.start_all()
         codes = job.wait_all()
         assert codes in ({0: 0, 1: -signal.SIGTERM, 2: 0}, {0: 0, 1: KILLED, 2: 0}), errors(job)

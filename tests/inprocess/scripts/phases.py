@@ -45,6 +45,8 @@ def _here(phase: str, iteration: int) -> None:
         die()
     if HOW == "hang":
         wait_forever()
+    while HOW == "loop":
+        pass  # executes Python: that is no progress after a fault
     raise OSError(f"a planned fault in {phase}")
 
 
@@ -108,7 +110,7 @@ def _rank_0_fails_once(call: CallWrapper) -> int:
     health_check=Health(),
     rank_assignment=Assignment(),
     rank_filter=Filter(),
-    **(SHORT if HOW == "hang" else {}),
+    **(SHORT if HOW in ("hang", "loop") else {}),
 )
 def fails_in_phase(call: CallWrapper) -> int:
     return _rank_0_fails_once(call)

@@ -20,11 +20,13 @@ class Activity(enum.IntEnum):
     WAITING = 0
     """In a wait inside the library, which has its own timeout."""
     USER = 1
-    """In user code around the function: initialize, finalize, a health check."""
+    """In user code before the function: initialize, a health check."""
     FUNCTION = 2
     """In the function."""
     LEAVING = 3
-    """Told to leave the function; the hard timeout runs until it has left."""
+    """Told to leave the function; the hard timeout runs until it has left. Also in `finalize` and
+    the health check that follow, with a new hard timeout each.
+    """
     DONE = 4
     """Has left the wrapper: the end of the process is not a fault."""
 

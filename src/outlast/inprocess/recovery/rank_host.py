@@ -288,7 +288,7 @@ class RankHost(RankFaults):
             release_frames(error)
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
         check_cuda_context(self.state.rank)
-        with self._user_code(), self.emitter.span(FinalizeDone):
+        with self._user_code(Activity.LEAVING), self.emitter.span(FinalizeDone):
             notify_recovering(iteration, self.state.rank)
             self.releaser.release()
             if self.settings.finalize is not None:
@@ -378,16 +378,18 @@ class RankHost(RankFaults):
         check = self.settings.health_check
         if check is None:
             return
-        log.debug("rank %d: health check after %r", self.state.rank, train_ex)
-        with self._user_code(), self.emitter.span(HealthCheckDone):
+        activity = Activity.LEAVING if self.state.status is Status.ABORTED else Activity.USER
+        with self._user_code(activity), self.emitter.span(HealthCheckDone):
             self.state = self._kept(check(self.state, train_ex))
 
     @contextmanager
-    def _user_code(self) -> Iterator[None]:
-        """Marks user code around the function: the hard timeout applies to it."""
+    def _user_code(self, activity: Activity = Activity.USER) -> Iterator[None]:
+        """Marks user code around the function: the hard timeout applies to it. `LEAVING` after a
+        fault: an endless loop would let all others, which wait at a barrier, time out.
+        """
         self.page.progress = self.clock.now()
         self.page.pings = 0
-        self.page.activity = Activity.USER
+        self.page.activity = activity
         try:
             yield
         finally:
