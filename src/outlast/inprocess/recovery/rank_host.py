@@ -97,8 +97,7 @@ class RankHost(RankFaults):
     ) -> None:
         state = State(launch.rank, launch.world_size, launch.rank, launch.world_size)
         super().__init__(page, emitter, state)
-        self.settings, self.prefix = settings, prefix
-        self._call = launch.attempt, call
+        self.settings, self.prefix, self._call = settings, prefix, (launch.attempt, call)
         self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
@@ -378,6 +377,7 @@ class RankHost(RankFaults):
         check = self.settings.health_check
         if check is None:
             return
+        log.debug("rank %d: health check after %r", self.state.rank, train_ex)
         activity = Activity.LEAVING if self.state.status is Status.ABORTED else Activity.USER
         with self._user_code(activity), self.emitter.span(HealthCheckDone):
             self.state = self._kept(check(self.state, train_ex))
