@@ -328,10 +328,10 @@ class Job:
         self._step_events.write()  # first: a restart may interrupt the rest
         self._stop_listening()
         try:
-            if kind is None and self.steps:
-                self._checks.compare_now(self._grace.total_seconds())
-            self._checks.close()
             with long_phase(self.checkpointer.kept.timeout_s or None):
+                if kind is None and self.steps:
+                    self._checks.compare_now(self._grace.total_seconds())
+                self._checks.close()
                 if kind is None and self.steps and not self._is_saved():
                     self.save()
                 self.checkpointer.__exit__(kind)
@@ -347,8 +347,8 @@ class Job:
         self.checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._call is not None:
             self._call.saving_for_stop(self._grace.total_seconds())
-        self._checks.compare_now(self._grace.total_seconds())
-        with long_phase(self._grace.total_seconds() or None):
+        with long_phase(2 * self._grace.total_seconds() or None):
+            self._checks.compare_now(self._grace.total_seconds())
             if not self._is_saved():
                 self.save()
             self.checkpointer.wait(self._grace)

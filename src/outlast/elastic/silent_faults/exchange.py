@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 
 log = logging.getLogger("outlast.elastic")
@@ -31,7 +32,6 @@ Judge = Callable[[Sequence[str]], str]
 is called on rank 0 alone, for one round after the other.
 """
 
-_POLL_S = 0.002
 _CLOSE_S = 5.0  # one store operation may be in progress
 
 
@@ -44,6 +44,7 @@ class Exchange:
         self._judge = judge
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: deque[str] = deque()
+        self._arrived = threading.Event()  # a result, or the loss of the store
         self._next = 0
         self._open: list[int] = []  # rounds in which this rank has published; its thread's own
         self._unread = 0  # the same, as the training thread counts them
@@ -84,18 +85,17 @@ class Exchange:
         returns those that have. Call it on the training thread.
         """
         end = time.monotonic() + timeout_s
-        found = self.results()
-        while self._unread and not self._lost:
-            if time.monotonic() > end:
-                log.warning(
-                    "%s: no result within %g s: this state was not checked",
-                    self._name,
-                    timeout_s,
-                )
-                break
-            time.sleep(_POLL_S)
+        self._work.put(lambda: self._await_open(end))
+        found: list[str] = []
+        while True:
+            self._arrived.clear()  # before the look: what arrives after it sets the event again
             found += self.results()
-        return found
+            if not self._unread or self._lost:
+                return found
+            if not self._arrived.wait(max(0.0, end - time.monotonic())):
+                text = "%s: no result within %g s: this state was not checked"
+                log.warning(text, self._name, timeout_s)
+                return found
 
     def close(self) -> None:
         """Ends the thread, after the work that it has."""
@@ -115,9 +115,11 @@ class Exchange:
                 self._lost = True
                 level = logging.DEBUG if self._closing else logging.WARNING
                 log.log(level, "%s: no longer checked: %s", self._name, e)
+                self._arrived.set()
             except Exception:
                 self._lost = True
                 log.exception("%s: no longer checked", self._name)
+                self._arrived.set()
 
     def _publish(self, record: str) -> None:
         index, self._next = self._next, self._next + 1
@@ -133,6 +135,17 @@ class Exchange:
                 return
             self._ledger.forget(self._open.pop(0))
             self._results.append(result)
+            self._arrived.set()
+
+    def _await_open(self, end: float) -> None:
+        """Waits until `end` for the results of the open rounds."""
+        wait = self._ledger.await_conclusion if self.rank else self._ledger.await_verdict
+        while self._open:
+            try:
+                wait(self._open[0], max(0.0, end - time.monotonic()))
+            except KeyTimeout:
+                return  # the training thread, which waits for as long, says so
+            self._look()
 
     def _result(self, index: int) -> str | None:
         if self._ledger.rank != 0:
