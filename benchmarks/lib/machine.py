@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 
 import psutil
+
+from outlast.campaign.machine import processor
 
 __all__ = ["describe"]
 
@@ -17,7 +18,7 @@ _PACKAGES = ("outlast", "torch", "nvidia-resiliency-ext")
 def describe() -> dict[str, str]:
     """The machine and the versions, by name."""
     facts = {
-        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "load before": " ".join(f"{load:.1f}" for load in os.getloadavg()),
@@ -29,11 +30,3 @@ def describe() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return facts
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
