@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -79,6 +80,20 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(ranks: Ranks, how: str, ping
         assert (codes.pop(0), codes.pop(2)) == (0, 0), errors(job)
         assert codes[1] in (KILLED, -signal.SIGTERM)
         assert views(job) == {0: full(3), 1: full(2)}
+
+
+def test_a_rank_that_holds_the_gil_while_it_waits_for_the_others_is_ended(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    args = ("gil_held_in_the_wait", str(tmp_path / "held"))
+    with ranks("lost", *args, nprocs=2, env={"OUTLAST_EVENTS_DIR": str(tmp_path)}) as job:
+        job.start_all()
+        codes = job.wait_all()
+        assert codes.pop(0) == 0, errors(job)
+        assert codes[1] in (KILLED, -signal.SIGTERM)
+        assert list(views(job).values()) == [full(2), full(1)]
+    reports = "".join(file.read_text() for file in tmp_path.glob("monitor-*.jsonl"))
+    assert "no Python code has run for " in reports
 
 
 def test_a_rank_that_hangs_after_a_ping_is_interrupted_and_takes_part(ranks: Ranks) -> None:

@@ -7,12 +7,17 @@ import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
 
 from rank import main, say, scenario, wrapped
 from rank_actions import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 
 from outlast.inprocess import Adaptive, CallWrapper
+from outlast.inprocess.finalize import Finalize
+from outlast.inprocess.progress.shared_page import Activity
 from outlast.inprocess.rank_filter import MaxActiveWorldSize
+from outlast.inprocess.running_call import running_call
 
 
 @scenario
@@ -58,6 +63,41 @@ def _lock_twice(library: ctypes.CDLL) -> None:
     mutex = ctypes.create_string_buffer(256)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
+
+
+class GilIsHeldInTheWait(Finalize):
+    """A thread of rank 1 takes the GIL for ever, once the rank waits for rank 0 after the fault;
+    rank 0 comes to that barrier only then.
+    """
+
+    def __call__(self, state, train_ex=None):
+        held = Path(sys.argv[2])
+        if state.rank == 1:
+            threading.Thread(target=_hold_gil_while_waiting, args=(held,), daemon=True).start()
+        else:
+            while not held.exists():
+                time.sleep(0.01)
+        return state, train_ex
+
+
+def _hold_gil_while_waiting(held: Path) -> None:
+    page = running_call()._host.page
+    while page.activity != Activity.WAITING:
+        time.sleep(0.001)
+    held.touch()
+    _lock_twice(ctypes.PyDLL(None))
+
+
+@scenario
+@wrapped(**SHORT | {"hard_timeout": seconds(6)}, finalize=GilIsHeldInTheWait())
+def gil_held_in_the_wait(call: CallWrapper) -> int:
+    """Rank 0 fails; in the recovery, rank 1 cannot run any Python code."""
+    join_group()
+    if call.iteration == 0:
+        if rank() == 0:
+            raise RuntimeError("a fault")
+        collective()
+    return finish()
 
 
 ADAPTIVE = SHORT | {

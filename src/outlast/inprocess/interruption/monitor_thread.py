@@ -227,8 +227,7 @@ class MonitorThread:
         self._interrupt(watch)
 
     def _mark_leaving(self) -> None:
-        self._page.progress = self._emitter.clock.now()
-        self._page.activity = Activity.LEAVING
+        self._page.enter(Activity.LEAVING, self._emitter.clock.now())
 
     def _interrupt(self, watch: IterationWatch) -> None:
         pause, landed = self._retry, self._interrupter.landed

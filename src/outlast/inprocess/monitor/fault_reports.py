@@ -27,7 +27,7 @@ class FaultReports:
     def __init__(self, plan: MonitorPlan, main: int, emitter: Emitter, store: StoreAccess) -> None:
         self._plan, self._page, self._main = plan, plan.page, main
         self._emitter, self._store, self._membership = emitter, store, store.membership
-        self._hard_timeout_cause = ""
+        self._hard_timeout_cause, self._idle_from = "", 0.0
 
     def soft_timeout(self, idle: float, limit: float) -> None:
         """The function made no progress for `idle` seconds: ends the iteration."""
@@ -38,15 +38,17 @@ class FaultReports:
         self._emitter.emit(fault_event(fault))
         self._store.perform(self._membership.report_fault(fault))
 
-    def hard_timeout(self, idle: float) -> None:
-        """The main process made no progress for `idle` seconds, and is terminated; see `death`."""
-        cause = f"no progress for {idle:.3f} s (hard timeout): terminated by its monitor process"
-        self._hard_timeout_cause = cause
+    def hard_timeout(self, idle: float, what: str) -> None:
+        """The main process is terminated after `idle` seconds without progress (`what` says of what
+        kind); see `death`.
+        """
+        cause = f"{what} for {idle:.3f} s (hard timeout): terminated by its monitor process"
+        self._hard_timeout_cause, self._idle_from = cause, self._emitter.clock.now() - idle
         rank = self._fault(Interruption.HARD_TIMEOUT, cause).rank
         # Without it, the launcher's line about a killed process would be all that is seen.
         write_for(
             self._main,
-            f"rank {rank} on {self._emitter.host}: no progress for {idle:.0f} s (hard timeout): "
+            f"rank {rank} on {self._emitter.host}: {what} for {idle:.0f} s (hard timeout): "
             f"process {self._main} is terminated by its monitor process",
         )
 
@@ -55,7 +57,7 @@ class FaultReports:
         idle = 0.0
         if self._page.killed_hard:
             kind, cause = Interruption.HARD_TIMEOUT, self._hard_timeout_cause
-            idle = self._emitter.clock.now() - self._page.progress
+            idle = self._emitter.clock.now() - self._idle_from
         else:
             kind = Interruption.TERMINATED
             cause = f"process {self._main} ended without a report (killed or crashed)"

@@ -1,4 +1,10 @@
-"""The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL."""
+"""The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL.
+
+In user code the limits are for its progress. The waits of the library (`Activity.WAITING`) have
+timeouts of their own; there the hard one is for the heartbeat thread. A process that is stopped, or
+in which some thread keeps the GIL, cannot apply its own timeouts either, and the other ranks would
+wait for it at a barrier until they fail.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,9 @@ from outlast.system.processes import send_signal
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
 _HARD_PER_SOFT = 10.0
 _HARD_AT_LEAST_S = 5.0
+
+# The heartbeat thread has no work that takes long; a busy machine may still keep it from running.
+_SILENT_AT_LEAST_S = 5.0
 
 _TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
 
@@ -42,12 +51,15 @@ class ProgressTimeouts:
         self._plan, self._page, self._clock = plan, plan.page, clock
         self._reports, self._pidfd = reports, pidfd
         self._kill_at: float | None = None
+        self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
 
     def next_check(self) -> float:
         """The time of the next timeout, if the main process makes no progress until then."""
         page = self._page
         if self._kill_at is not None:
             return self._kill_at
+        if page.activity == Activity.WAITING and page.heartbeat:
+            return max(page.heartbeat, page.progress) + self._silent
         if page.activity not in _TIMED:
             return math.inf
         soft, hard = timeouts_in_force(self._plan, page)
@@ -61,12 +73,17 @@ class ProgressTimeouts:
                 self._kill_at = math.inf
                 self._signal(signal.SIGKILL)
             return
+        if page.activity == Activity.WAITING and page.heartbeat:
+            # A long phase may have ended just now, in which the heartbeat thread could not run.
+            silent = now - max(page.heartbeat, page.progress)
+            if silent >= self._silent:
+                self._terminate(silent, now, "no Python code has run")
         if page.activity not in _TIMED:
             return
         idle = now - page.progress
         soft, hard = timeouts_in_force(self._plan, page)
         if idle >= hard:
-            self._terminate(idle, now)
+            self._terminate(idle, now, "no progress")
         elif (
             page.activity == Activity.FUNCTION
             and idle >= soft
@@ -74,13 +91,13 @@ class ProgressTimeouts:
         ):
             self._reports.soft_timeout(idle, soft)
 
-    def _terminate(self, idle: float, now: float) -> None:
+    def _terminate(self, idle: float, now: float, what: str) -> None:
         """Sends SIGTERM; SIGKILL follows after the grace time. The loop continues, and reports the
         death once the process has died: a process that exits in an orderly way, through its SIGTERM
         handler, dismisses its monitor and gets no SIGKILL.
         """
         self._page.killed_hard = 1
-        self._reports.hard_timeout(idle)
+        self._reports.hard_timeout(idle, what)
         self._kill_at = now + self._plan.grace
         self._signal(signal.SIGTERM)
 

@@ -55,6 +55,7 @@ class HeartbeatThread:
         self._position: tuple[int, int] = (0, 0)
         # The interpreter keeps only the address: the object must live as long as the thread.
         self._pending = _PendingCall(self._in_main_thread)
+        page.heartbeat = clock.now()
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._work, name="outlast-heartbeat", daemon=True)
         self._thread.start()
@@ -66,6 +67,7 @@ class HeartbeatThread:
     def close(self) -> None:
         self._stop.send(b"x")
         self._thread.join()
+        self._page.heartbeat = 0.0
         self._stop.close()
         self._stopped.close()
         # A pending call that has not run yet would call into a freed object.

@@ -18,7 +18,9 @@ class Activity(enum.IntEnum):
     """The activity of the main process, as far as the timeouts are concerned."""
 
     WAITING = 0
-    """In a wait inside the library, which has its own timeout."""
+    """In a wait inside the library, which has its own timeout; the hard timeout applies to the
+    heartbeat thread then: see `ProgressTimeouts`.
+    """
     USER = 1
     """In user code before the function: initialize, a health check."""
     FUNCTION = 2
@@ -74,7 +76,7 @@ class SharedPage:
     soft_limit = _Float(1)
     # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
     long_limit = _Float(2)
-    heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic)
+    heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic); 0: there is none
 
     def __init__(self) -> None:
         # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
@@ -88,6 +90,11 @@ class SharedPage:
         self.floats = mapped[progress_page.FLOATS_AT : progress_page.SIZE].cast("d")
         mapped.release()
         self.iteration = self.member = self.rank = self.reported_soft = -1
+
+    def enter(self, activity: Activity, now: float) -> None:
+        """Begins an activity: its time without progress counts from `now`."""
+        self.progress = now  # first: the monitor process must not judge it by an older time
+        self.activity = activity
 
     def close(self) -> None:
         """Unmaps the page."""

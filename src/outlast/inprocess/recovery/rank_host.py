@@ -124,7 +124,7 @@ class RankHost(RankFaults):
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
-        self.page.activity = Activity.WAITING
+        self.page.enter(Activity.WAITING, self.clock.now())
         self.emitter.place(iteration=iteration, member=member)
         log.debug("rank %d: iteration %d: %s", self.state.rank, iteration, state.value)
         if state is RecoveryState.JOIN and not self.joining:
@@ -229,8 +229,7 @@ class RankHost(RankFaults):
         self.state.status = Status.ACTIVE
         self.emitter.emit(Entered())
         log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
-        page.progress = self.clock.now()
-        page.activity = Activity.FUNCTION
+        page.enter(Activity.FUNCTION, self.clock.now())
         value: Any = None
         error: BaseException | None = RankShouldRestart(
             "the iteration was over before the function was called"
@@ -253,7 +252,7 @@ class RankHost(RankFaults):
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():
-            page.activity = Activity.WAITING
+            page.enter(Activity.WAITING, self.clock.now())
         outcome = self._classify(value, error, watch.ending.is_set())
         error = None  # its traceback refers to this frame
         how = type(outcome).__name__.lower()
@@ -387,13 +386,12 @@ class RankHost(RankFaults):
         """Marks user code around the function: the hard timeout applies to it. `LEAVING` after a
         fault: an endless loop would let all others, which wait at a barrier, time out.
         """
-        self.page.progress = self.clock.now()
         self.page.pings = 0
-        self.page.activity = activity
+        self.page.enter(activity, self.clock.now())
         try:
             yield
         finally:
-            self.page.activity = Activity.WAITING
+            self.page.enter(Activity.WAITING, self.clock.now())
 
 
 def _nothing(*args: Any) -> None:
