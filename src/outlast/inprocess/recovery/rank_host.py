@@ -34,7 +34,6 @@ from outlast.events import (
     LeftFunction,
 )
 from outlast.inprocess.distributed.release import Releaser
-from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_cuda_context
@@ -117,7 +116,7 @@ class RankHost(RankFaults):
         self.stop: StopRecord | None = None
         self.cause: FaultRecord | None = None
         self.releaser = Releaser()
-        self.torch_log, self.torch_modes = QuietTorchLog(), TorchModes()
+        self.torch_modes = TorchModes()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False

@@ -11,6 +11,7 @@ from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.errors import NO_RESTART, RestartAbort
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.interruption.fault_echo import is_consequence
 from outlast.inprocess.interruption.permanent_error import permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
@@ -37,6 +38,7 @@ class RankFaults:
         fault_came_back: whether the last fault of the job is equal to one before it, without
             progress in between; set by the state machine.
         reported_cause: whether this rank has shown the user why the job ends.
+        torch_log: silent while connections are expected to fail.
     """
 
     announce_abort: Callable[[], None]
@@ -47,6 +49,7 @@ class RankFaults:
         self.sample: StackSample | None = None
         self.pings = 0
         self.reported_cause = False
+        self.torch_log = QuietTorchLog()
         self._shown = ""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
@@ -75,7 +78,8 @@ class RankFaults:
         return self.page.step, self.pings
 
     def leaves_with(self, error: BaseException) -> None:
-        # Now, because the store may end as soon as the others know.
+        # Both now, because the store may end as soon as the others know.
+        self.torch_log.begin()
         if isinstance(error, RestartAbort):
             self.announce_abort()
 
