@@ -100,6 +100,8 @@ def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
     assert left
     assert not any(process.is_running() for process in left)
     assert signal.getsignal(signal.SIGTERM) is handler
+    assert f"stopped; the rounds that have ended are in {tmp_path}" in output
+    assert json.loads((tmp_path / "results.json").read_text())["rounds"] == []
 
 
 @pytest.mark.slow

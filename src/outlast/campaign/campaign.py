@@ -103,12 +103,6 @@ class Observer:
         """These faults are not possible here."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    result: RoundResult
-    failure: Failure | None
-
-
 class CampaignError(OutlastError):
     """The undisturbed run has failed, so that nothing can be compared with it; or this machine
     cannot make the faults that were asked for.
@@ -133,10 +127,10 @@ class Campaign:
             launcher=options.launcher,
         )
         self._since = time.monotonic()
-        self._rounds: list[RoundResult] = []
         self._failures: list[Failure] = []
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
+        self._rounds: list[RoundResult] = []
         self._steps: dict[str, int] = {}
         self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
@@ -147,7 +141,7 @@ class Campaign:
         options, shape = self._options, self._possible(self._options.shape)
         reference = self._reference(reference_plan(options.seed, shape))
         self._run_all(plans(options.seed, shape), reference)
-        return self._result(options.seed, options.ranks)
+        return self.result(options.seed, options.ranks)
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
         """Runs one round."""
@@ -155,10 +149,25 @@ class Campaign:
             raise CampaignError(f"this round needs several hosts: {why}")
         reference = self._reference(dataclasses.replace(plan, faults=(), launcher=()))
         self._run_all(iter([plan]), reference)
-        return self._result(plan.seed, plan.ranks)
+        return self.result(plan.seed, plan.ranks)
+
+    def result(self, seed: int, ranks: int) -> CampaignResult:
+        """The result of the rounds that have ended so far."""
+        with self._lock:
+            rounds = sorted(self._rounds, key=lambda one: one.plan.number)
+        return CampaignResult(
+            seed=seed,
+            ranks=ranks,
+            jobs=self._options.jobs,
+            machine=describe(),
+            date=datetime.date.today().isoformat(),
+            rounds=tuple(rounds),
+            failures=tuple(self._failures),
+            seconds=time.monotonic() - self._since,
+        )
 
     def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
-        def next_round() -> Callable[[], _Outcome] | None:
+        def next_round() -> Callable[[], Failure | None] | None:
             plan = next(upcoming, None) if self._continues() else None
             if plan is None:
                 return None
@@ -176,10 +185,9 @@ class Campaign:
         results = side_by_side.results(look)
         # Closed: an error here must end the rounds that run.
         with contextlib.closing(results) as outcomes:
-            for outcome in outcomes:
-                self._rounds.append(outcome.result)
-                if outcome.failure is not None:
-                    self._failures.append(outcome.failure)
+            for failure in outcomes:
+                if failure is not None:
+                    self._failures.append(failure)
         look()
 
     def _possible(self, shape: Shape) -> Shape:
@@ -224,19 +232,22 @@ class Campaign:
             )
         return Reference.read(folder / "records")
 
-    def _run(self, plan: RoundPlan, reference: Reference, check: Callable[[], None]) -> _Outcome:
+    def _run(
+        self, plan: RoundPlan, reference: Reference, check: Callable[[], None]
+    ) -> Failure | None:
         folder = self._folder(f"round-{plan.number:04d}")
         one = functools.partial(self._one, reference=reference, check=check)
         result = one(plan, folder, f"round {plan.number}")
         with self._lock:
             self._faults += len(result.fired) - len(plan.all_faults)
             self._longest = max(self._longest, result.seconds)
+            self._rounds.append(result)
         self._ended.append(result)
         if result.problems:
-            return _Outcome(result, self._shorten(result, folder, one))
+            return self._shorten(result, folder, one)
         if not self._options.keep:
             shutil.rmtree(folder)
-        return _Outcome(result, None)
+        return None
 
     def _shorten(
         self, result: RoundResult, folder: Path, one: Callable[[RoundPlan, Path, str], RoundResult]
@@ -279,15 +290,3 @@ class Campaign:
         if folder.exists():
             shutil.rmtree(folder)
         return folder
-
-    def _result(self, seed: int, ranks: int) -> CampaignResult:
-        return CampaignResult(
-            seed=seed,
-            ranks=ranks,
-            jobs=self._options.jobs,
-            machine=describe(),
-            date=datetime.date.today().isoformat(),
-            rounds=tuple(self._rounds),
-            failures=tuple(self._failures),
-            seconds=time.monotonic() - self._since,
-        )

@@ -129,7 +129,15 @@ def campaign(
             running = Campaign(
                 options, ProgressLine(console, status, None if replay else options.faults)
             )
-            result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
+            try:
+                result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
+            except (KeyboardInterrupt, SystemExit):
+                status.stop()
+                so_far = running.result(options.seed, options.ranks)
+                (options.out / "results.json").write_text(so_far.to_json())
+                console.print(f"stopped; the rounds that have ended are in {options.out}")
+                print_result(so_far, console)
+                raise
         (options.out / "results.json").write_text(result.to_json())
         if markdown is not None:
             write_markdown(result, markdown)
