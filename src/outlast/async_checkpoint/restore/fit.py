@@ -110,7 +110,7 @@ def fit(
             wrong.append(f"{item.name!r} is a value, a tensor was saved")
     differences += _few("different", wrong)
     if differences:
-        raise CheckpointMismatch(f"{where} does not fit the state dict: " + "; ".join(differences))
+        raise _mismatch(where, differences, only_names=not wrong)
     loaded = [item for item in items if item.name in saved]
     return Fit(loaded, _without(saved - names, optional))
 
@@ -121,8 +121,15 @@ def _without(names: set[str], optional: tuple[str, ...]) -> list[str]:
 
 def left_over(names: Sequence[str], where: str) -> CheckpointMismatch:
     """The error for names that no rank's state dict has."""
+    return _mismatch(where, _few("only in the checkpoint", names), only_names=True)
+
+
+def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> CheckpointMismatch:
+    advice = "Build the model and the optimizer as they were saved, or use another folder"
+    if only_names:
+        advice += "; strict=False of Checkpointer.restore ignores names that only one side has"
     return CheckpointMismatch(
-        f"{where} does not fit the state dict: " + _few("only in the checkpoint", names)[0]
+        f"{where} does not fit the state dict: {'; '.join(differences)}. {advice}"
     )
 
 
