@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -9,6 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FDS = Path("/proc/self/fd")
+
+
+@contextlib.contextmanager
+def unix_address(path: Path) -> Iterator[str]:
+    """The address of a Unix socket at `path`, to bind or to connect to. It is short: the kernel
+    takes 107 bytes, and a `TMPDIR` of a cluster may be longer.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"{_FDS}/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def descriptors_of(kind: str) -> Iterator[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.async_checkpoint.writer import handover
+from outlast.system.sockets import unix_address
 
 WRITER = """
 import os, sys
@@ -55,7 +56,9 @@ def writer(path: Path, main: int) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return handover.private_folder(tmp_path / "private") / "0.sock"
+    temporary = tmp_path / ("long" * 30)  # more than fits into the address of a socket
+    temporary.mkdir()
+    return handover.private_folder(temporary / "private") / "0.sock"
 
 
 @pytest.mark.parametrize("does", ["listen", "end", "give kept memory"])
@@ -103,7 +106,8 @@ def test_a_killed_writer_announces_nothing(path: Path, dead: int) -> None:
 
 def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int) -> None:
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))  # and does not listen
+        with unix_address(path) as address:
+            left.bind(address)  # and does not listen
         with writer(path, dead) as process:
             assert handover._connect(path) is None
             assert path.exists()  # the writer is about to listen

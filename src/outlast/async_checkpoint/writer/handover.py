@@ -31,6 +31,7 @@ from outlast.system.channel import Channel, pack, unpack
 from outlast.system.files import FileLocked, lock_file
 from outlast.system.processes import is_dying
 from outlast.system.shared_memory import SharedMemory
+from outlast.system.sockets import unix_address
 from outlast.system.waiting import readable
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -150,7 +151,8 @@ def hand_over(
     private_folder(path.parent)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+        with unix_address(path) as address:
+            listener.bind(address)
         try:
             listener.listen(1)
             if listener.fileno() not in readable(listener.fileno(), launcher, timeout=linger_s):
@@ -217,7 +219,8 @@ def _connect(path: Path) -> socket.socket | None:
     connection.settimeout(_PATIENCE_S)
     try:
         private_folder(path.parent)
-        connection.connect(str(path))
+        with unix_address(path) as address:
+            connection.connect(address)
         if not _is_ours(connection):
             raise PermissionError(f"{path} belongs to another user")
     except ConnectionRefusedError:
