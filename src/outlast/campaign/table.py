@@ -78,10 +78,10 @@ def markdown(result: CampaignResult) -> str:
 def write_markdown(result: CampaignResult, path: Path) -> None:
     """Writes it between the markers of a page; to a file without markers, instead of all else."""
     text = markdown(result)
-    page = path.read_text() if path.exists() else ""
-    if _BEGIN in page and _END in page:
-        before, _, rest = page.partition(_BEGIN)
-        text = f"{before}{_BEGIN}\n\n{text}\n{_END}{rest.partition(_END)[2]}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if _BEGIN in lines and _END in lines[lines.index(_BEGIN) :]:
+        before, rest = lines[: lines.index(_BEGIN) + 1], lines[lines.index(_BEGIN) :]
+        text = "\n".join([*before, "", text, *rest[rest.index(_END) :], ""])
     path.write_text(text)
 
 
