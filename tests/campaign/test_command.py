@@ -47,7 +47,8 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
-    table.write_text("in `<!-- campaign: begin -->`\n<!-- campaign: begin -->\nold\n<!-- campaign: end -->\nafter\n")
+    before = "in `<!-- campaign: begin -->`\n<!-- campaign: begin -->\n"
+    table.write_text(f"{before}old\n<!-- campaign: end -->\nafter\n")
     code, output = invoke(
         *("--faults", "1", "--kinds", "stop", "--nproc-per-node", "1", "--seed", "4"),
         *("--out", str(tmp_path / "out"), "--markdown", str(table)),
@@ -56,7 +57,7 @@ def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     assert "round 1: 1 faults in" in output
     assert "differences: 0, orphans: 0, leaks: 0, leftovers: 0, believed: 0" in output
     page = table.read_text()
-    assert page.startswith("in `<!-- campaign: begin -->`\n<!-- campaign: begin -->\n\nSeed 4, 1 ranks, ")
+    assert page.startswith(f"{before}\nSeed 4, 1 ranks, ")
     assert "| stop | 1 | - | - | - |" in page
     assert page.endswith("\n\n<!-- campaign: end -->\nafter\n")
     assert "old" not in page

@@ -141,3 +141,15 @@ def test_a_checkpoint_is_loaded_if_a_fault_comes_back(
     assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE)}
     assert {step for step, _ in faulty.restored(2).values()} == {4}
     check_same(faulty, reference)
+
+
+def test_a_program_that_catches_its_own_exception_gets_a_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """It wants the state from before what has gone wrong, and not the newest one."""
+    with ranks("caught", str(tmp_path / "c"), nprocs=1) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0}, job.errors(0)
+        found = [line for line in job.lines(0) if line["event"] == "restored"]
+    assert [line["step"] for line in found] == [0, 2]
+    assert found[1]["source"] not in (LIVE, REPLICA)
