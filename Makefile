@@ -9,7 +9,7 @@
 #   make test-ray  the tests that need Ray
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc, Chromium), by apt where this user is root
-#   make campaign  1,000 faults in a training that must end with the same bits; takes about 50 minutes on two cores
+#   make campaign  1,000 faults in a training that must end with the same bits; takes about 40 minutes on two cores
 #   make gpu       what needs a GPU: tests and benchmarks; PYTHON= has a CUDA build of torch, or TORCH=
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
