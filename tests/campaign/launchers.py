@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             writer.write(Step(step=step, rank=rank, loss=loss.hex()))
         while disturbed and "waits" in script and step == STOPPED_AT and not stopped:
             time.sleep(0.01)  # until it is stopped or killed; the undisturbed run does not wait
-        if disturbed and script == "slow":
+        if disturbed and "slow" in script:
             time.sleep(0.1)
         if stopped:
             return 143

@@ -101,8 +101,38 @@ def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
     assert left
     assert not any(process.is_running() for process in left)
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert f"stopped; the rounds that have ended are in {tmp_path}" in output
+    assert f"stopped; rounds that have ended: 0, in {tmp_path}" in output
     assert json.loads((tmp_path / "results.json").read_text())["rounds"] == []
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("script", ["slow", "slow_wrong_loss"])
+def test_a_campaign_that_is_stopped_tells_what_has_ended(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second round, or while the first, which has failed, is shortened."""
+    sent: list[bool] = []
+
+    def running(self: ProgressLine, steps: Mapping[str, int]) -> None:
+        if not sent and (steps.get("round 2") or steps.get("shortening round 1 to 1 faults")):
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ProgressLine, "running", running)
+    monkeypatch.setattr(campaign, "TRAINING", Path(script))
+    code, output = invoke(
+        *("--faults=2", "--faults-per-round=1", "--kinds=stop", "--nproc-per-node=1"),
+        *("--jobs=1", f"--out={tmp_path}"),
+    )
+    assert code == 130, output
+    assert f"stopped; rounds that have ended: 1, in {tmp_path}" in output
+    assert "faults: 1, rounds: 1" in output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [each["plan"]["number"] for each in results["rounds"]] == [1]
+    failed = "wrong" in script
+    assert [each["round"] for each in results["failures"]] == [1] * failed
+    kept = {"reference", "results.json"} | ({"round-0001"} if failed else set())
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 @pytest.mark.slow

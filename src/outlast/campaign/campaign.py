@@ -25,7 +25,7 @@ from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.results import CampaignResult, Failure, RoundResult
 from outlast.campaign.rounds.run_round import Surroundings, run_round
 from outlast.campaign.shrink import shorten
-from outlast.campaign.side_by_side import SideBySide
+from outlast.campaign.side_by_side import Cancelled, SideBySide
 from outlast.errors import OutlastError
 
 LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
@@ -127,10 +127,10 @@ class Campaign:
             launcher=options.launcher,
         )
         self._since = time.monotonic()
-        self._failures: list[Failure] = []
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
         self._rounds: list[RoundResult] = []
+        self._failures: dict[int, Failure] = {}  # by the number of the round
         self._steps: dict[str, int] = {}
         self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
@@ -155,6 +155,7 @@ class Campaign:
         """The result of the rounds that have ended so far."""
         with self._lock:
             rounds = sorted(self._rounds, key=lambda one: one.plan.number)
+            failures = [failure for _, failure in sorted(self._failures.items())]
         return CampaignResult(
             seed=seed,
             ranks=ranks,
@@ -162,12 +163,12 @@ class Campaign:
             machine=describe(),
             date=datetime.date.today().isoformat(),
             rounds=tuple(rounds),
-            failures=tuple(self._failures),
+            failures=tuple(failures),
             seconds=time.monotonic() - self._since,
         )
 
     def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
-        def next_round() -> Callable[[], Failure | None] | None:
+        def next_round() -> Callable[[], None] | None:
             plan = next(upcoming, None) if self._continues() else None
             if plan is None:
                 return None
@@ -184,10 +185,8 @@ class Campaign:
 
         results = side_by_side.results(look)
         # Closed: an error here must end the rounds that run.
-        with contextlib.closing(results) as outcomes:
-            for failure in outcomes:
-                if failure is not None:
-                    self._failures.append(failure)
+        with contextlib.closing(results) as ended:
+            deque(ended, maxlen=0)
         look()
 
     def _possible(self, shape: Shape) -> Shape:
@@ -232,27 +231,42 @@ class Campaign:
             )
         return Reference.read(folder / "records")
 
-    def _run(
-        self, plan: RoundPlan, reference: Reference, check: Callable[[], None]
-    ) -> Failure | None:
+    def _run(self, plan: RoundPlan, reference: Reference, check: Callable[[], None]) -> None:
         folder = self._folder(f"round-{plan.number:04d}")
         one = functools.partial(self._one, reference=reference, check=check)
-        result = one(plan, folder, f"round {plan.number}")
+        try:
+            result = one(plan, folder, f"round {plan.number}")
+        except Cancelled:  # it has not failed
+            self._remove(folder)
+            raise
         with self._lock:
             self._faults += len(result.fired) - len(plan.all_faults)
             self._longest = max(self._longest, result.seconds)
             self._rounds.append(result)
         self._ended.append(result)
         if result.problems:
-            return self._shorten(result, folder, one)
+            self._shorten(result, folder, one)
+        else:
+            self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
         if not self._options.keep:
             shutil.rmtree(folder)
-        return None
 
     def _shorten(
         self, result: RoundResult, folder: Path, one: Callable[[RoundPlan, Path, str], RoundResult]
-    ) -> Failure:
+    ) -> None:
         plan = result.plan
+
+        def note(shortened: RoundPlan, repeated: bool) -> None:
+            (folder / "shortened.json").write_text(shortened.to_json())
+            failure = Failure(
+                result=result, shortened=shortened, repeated=repeated, folder=str(folder)
+            )
+            with self._lock:
+                self._failures[plan.number] = failure
+
+        note(plan, repeated=False)  # the campaign may be stopped before the plan is shortened
         numbers = itertools.count(1)
 
         def fails(faults: list[Fault]) -> bool:
@@ -264,9 +278,7 @@ class Campaign:
         repeated = self._options.shrink and fails(list(faults))
         if repeated:
             faults = list(shorten(faults, fails, _MOST_RUNS))
-        shortened = plan.only(faults)
-        (folder / "shortened.json").write_text(shortened.to_json())
-        return Failure(result=result, shortened=shortened, repeated=repeated, folder=str(folder))
+        note(plan.only(faults), repeated)
 
     def _one(
         self,

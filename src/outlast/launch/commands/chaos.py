@@ -135,8 +135,10 @@ def campaign(
                 status.stop()
                 so_far = running.result(options.seed, options.ranks)
                 (options.out / "results.json").write_text(so_far.to_json())
-                console.print(f"stopped; the rounds that have ended are in {options.out}")
-                print_result(so_far, console)
+                if so_far.rounds:
+                    print_result(so_far, console)
+                what = f"stopped; rounds that have ended: {len(so_far.rounds)}"
+                console.print(f"{what}, in {options.out}", highlight=False, soft_wrap=True)
                 raise
         (options.out / "results.json").write_text(result.to_json())
         if markdown is not None:
