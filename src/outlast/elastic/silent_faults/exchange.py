@@ -61,10 +61,17 @@ class Exchange:
     def publish(self, record: Callable[[], str]) -> None:
         """Publishes the record that `record`, called in the background, returns."""
         self._unread += 1
-        self._work.put(lambda: self._publish(record()))
+        self._work.put(lambda: self._publish(record))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the exchange has ended, because the store was lost or by an error in it."""
+        return self._lost
 
     def run(self, work: Callable[[], None]) -> None:
-        """Calls `work` in the background, after all that was given before."""
+        """Calls `work` in the background, after all that was given before; also if the exchange has
+        ended: the training thread may wait for it.
+        """
         self._work.put(work)
 
     def results(self) -> list[str]:
@@ -105,8 +112,6 @@ class Exchange:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            if self._lost:
-                continue
             try:
                 work()
             except StoreError as e:
@@ -121,15 +126,18 @@ class Exchange:
                 log.exception("%s: no longer checked", self._name)
                 self._arrived.set()
 
-    def _publish(self, record: str) -> None:
+    def _publish(self, record: Callable[[], str]) -> None:
+        if self._lost:
+            return
+        content = record().encode()
         index, self._next = self._next, self._next + 1
-        self._ledger.finish(index, record.encode())
+        self._ledger.finish(index, content)
         self._open.append(index)
         self._look()
 
     def _look(self) -> None:
         self._poked = False
-        while self._open:
+        while self._open and not self._lost:
             result = self._result(self._open[0])
             if result is None:
                 return
@@ -140,7 +148,7 @@ class Exchange:
     def _await_open(self, end: float) -> None:
         """Waits until `end` for the results of the open rounds."""
         wait = self._ledger.await_conclusion if self.rank else self._ledger.await_verdict
-        while self._open:
+        while self._open and not self._lost:
             try:
                 wait(self._open[0], max(0.0, end - time.monotonic()))
             except KeyTimeout:

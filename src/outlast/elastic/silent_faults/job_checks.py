@@ -47,6 +47,7 @@ class JobChecks:
         self._checks = checks
         self._running: list[_Running] = []
         self._replicas: RunningReplicaCheck | None = None
+        self._starts = 0
 
     def retention(self, keep: Retention | int) -> Retention:
         """What a job keeps, and the newest checkpoint that is known to be from before any
@@ -75,16 +76,17 @@ class JobChecks:
         `clean_step`, the replicas were equal, as far as this rank knows; by default, now. Call it
         on all ranks at the same point.
         """
-        began = bool(self._running)
         self.close()
+        # Records of the checks before a restore, of the same step too, must not be taken for these.
+        self._starts += 1
         for check in self._checks:
             emitter = checkpointer.emitter
             if isinstance(check, StragglerCheck):
-                own = ledger.child(f"stragglers/{step}/{began}")
+                own = ledger.child(f"stragglers/{step}/{self._starts}")
                 self._running.append(RunningStragglerCheck(check, module, own, emitter, step))
                 continue
             distrust = _distrust(checkpointer) if check.excludes else None
-            own = ledger.child(f"replicas/{step}/{began}")
+            own = ledger.child(f"replicas/{step}/{self._starts}")
             clean = step if clean_step is None else min(clean_step, step)
             # Each rank may know of another one: all are true. All begin with the same.
             clean = int(own.agree("clean step", str(clean)))

@@ -163,7 +163,8 @@ class RunningReplicaCheck:
             return
         self._settle()
         self._publish_if_complete()
-        if not self._in_cycle and self._step % self._check.every == 0:
+        begins = self._step % self._check.every == 0 and not self._exchange.lost
+        if not self._in_cycle and begins:
             self._in_cycle, self._slice, self._first = True, 0, self._step
         if self._in_cycle and self._slice < len(self._layout.slices):
             self._hand_over(self._slice)
