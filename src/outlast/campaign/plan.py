@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import chaos
+from outlast.chaos.plan_validation import Fields, load_json
 from outlast.errors import ChaosError
 
 
@@ -115,12 +116,7 @@ class RoundPlan:
         Raises:
             ChaosError: if it cannot be read or is invalid; names the file and the field.
         """
-        try:
-            values = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ChaosError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ChaosError(f"{path}: not JSON: {error}") from error
+        values = load_json(path)
         try:
             return cls._parse(values)
         except ChaosError as error:
@@ -131,16 +127,40 @@ class RoundPlan:
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or sorted(values) != sorted(names):
             raise ChaosError(f"the plan of a round has exactly these fields: {', '.join(names)}")
-        numbers = {name: values[name] for name in ("seed", "number", "ranks", "steps")}
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        numbers = {"seed": 0, "number": 0, "ranks": 1, "steps": 1}
+        for name, least in numbers.items():
+            value = values[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ChaosError(
-                    f"field {name!r} is {value!r}; it must be an integer of at least 0"
+                    f"field {name!r} is {value!r}; it must be an integer of at least {least}"
                 )
+            numbers[name] = value
         faults: tuple[chaos.PlannedFault, ...] = ()
-        if values["faults"]:
+        if values["faults"] != []:
             faults = chaos.Plan.parse({"faults": values["faults"]}).faults
-        return cls(**numbers, faults=faults, launcher=_parse_launcher(values["launcher"]))
+        plan = cls(**numbers, faults=faults, launcher=_parse_launcher(values["launcher"]))
+        plan._check_possible()
+        return plan
+
+    def _check_possible(self) -> None:
+        """Checks that each fault can happen: one that never fires would be "survived"."""
+        for index, fault in enumerate(self.faults):
+            if fault.rank >= self.ranks:
+                raise ChaosError(
+                    f"faults[{index}]: field 'rank' is {fault.rank}; with {self.ranks} ranks, it "
+                    f"must be less than {self.ranks}"
+                )
+        of_hosts = [str(fault.action) for fault in self.launcher if fault.action in OF_HOSTS]
+        if of_hosts and len(of_hosts) < len(self.launcher):
+            raise ChaosError(
+                f"field 'launcher' has {of_hosts[0]!r} together with actions on a single launcher; "
+                f"a round has only actions on hosts ({', '.join(OF_HOSTS)}) or none of them"
+            )
+        if of_hosts and not self.hosts:
+            raise ChaosError(
+                f"field 'launcher' has {of_hosts[0]!r}; {self.ranks} ranks cannot be shared "
+                f"equally by {_FEWEST_HOSTS} hosts or more"
+            )
 
 
 def hosts_for(ranks: int) -> int:
@@ -151,13 +171,10 @@ def hosts_for(ranks: int) -> int:
 def _parse_launcher(values: Any) -> tuple[LauncherFault, ...]:
     if not isinstance(values, list):
         raise ChaosError(f"field 'launcher' is {values!r}; it must be a list")
-    found = []
-    for index, entry in enumerate(values):
-        try:
-            found.append(LauncherFault(Action(entry["action"]), int(entry["step"])))
-        except (KeyError, TypeError, ValueError) as error:
-            allowed = ", ".join(Action)
-            raise ChaosError(
-                f"launcher[{index}] is {entry!r}; it must have an 'action' ({allowed}) and a 'step'"
-            ) from error
-    return tuple(found)
+    entries = [
+        Fields(entry, f"launcher[{index}]", ("action", "step"))
+        for index, entry in enumerate(values)
+    ]
+    found = [LauncherFault(each.choice("action", Action), each.integer("step")) for each in entries]
+    # They are taken one after the other.
+    return tuple(sorted(found, key=lambda fault: fault.step))
