@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import signal
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +18,10 @@ from typer.testing import CliRunner
 
 from campaign import launchers
 from outlast.campaign import campaign
+from outlast.campaign.checks.processes import reap_orphans
 from outlast.campaign.output import ProgressLine
+from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.campaign.rounds import run_round
 from outlast.launch.cli import app
 
 
@@ -82,27 +88,43 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_sigterm_ends_the_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("training", "job"), [("slow", "round 1"), ("stalls", "the undisturbed run")]
+)
+def test_sigterm_ends_the_running_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: str, job: str
+) -> None:
     before = psutil.Process().children()
     left: list[psutil.Process] = []
+    reaped: list[str] = []
 
     def running(self: ProgressLine, steps: Mapping[str, int]) -> None:
         # Between two launchers of a round there is no job.
-        if steps.get("round 1") and not left:
+        if steps.get(job) and not left:
             left.extend(set(psutil.Process().children()) - set(before))
             if left:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    def reap(mark: str, linger_s: float) -> list[str]:
+        if left:
+            os.kill(os.getpid(), signal.SIGTERM)  # an impatient second one changes nothing
+            time.sleep(0.3)
+            reaped.append(mark)
+        return reap_orphans(mark, linger_s)
+
     monkeypatch.setattr(ProgressLine, "running", running)
-    monkeypatch.setattr(campaign, "TRAINING", Path("slow"))
+    monkeypatch.setattr(run_round, "reap_orphans", reap)
+    monkeypatch.setattr(campaign, "TRAINING", Path(training))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handler = signal.getsignal(signal.SIGTERM)
-    code, output = invoke("--faults=1", "--kinds=stop", "--nproc-per-node=1", f"--out={tmp_path}")
+    code, output = invoke("--faults=1", "--kinds=stop", "--nproc-per-node=1")
     assert code == 143, output
     assert left
+    assert len(reaped) == 1
     assert not any(process.is_running() for process in left)
+    assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert f"stopped; rounds that have ended: 0, in {tmp_path}" in output
-    assert json.loads((tmp_path / "results.json").read_text())["rounds"] == []
+    assert "stopped; rounds that have ended: 0" in output
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -133,6 +155,58 @@ def test_a_campaign_that_is_stopped_tells_what_has_ended(
     assert [each["round"] for each in results["failures"]] == [1] * failed
     kept = {"reference", "results.json"} | ({"round-0001"} if failed else set())
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_two_campaigns_cannot_use_one_folder(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        code, output = invoke("--faults=1", f"--out={tmp_path}")
+    finally:
+        os.close(descriptor)
+    assert code == 1
+    assert "another campaign is running in" in output
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_only_folders_of_campaigns_are_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "reference" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    code, output = invoke("--faults=1", "--kinds=stop", f"--out={tmp_path}")
+    assert code == 1
+    assert "reference exists, and is not of a campaign" in output
+    assert mine.exists()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_plan_is_not_replayed_over_its_own_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "TRAINING", Path("right"))
+    plan = tmp_path / "round-0003" / "shortened.json"
+    plan.parent.mkdir()
+    plan.write_text(RoundPlan(seed=1, number=3, ranks=1, steps=9).to_json())
+    code, output = invoke(f"--replay={plan}", f"--out={tmp_path}")
+    assert code == 1
+    assert "which this run would replace" in output
+    assert plan.exists()
+    code, output = invoke(f"--replay={plan}", f"--out={tmp_path / 'other'}")
+    assert code == 0, output
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_faults_that_did_not_fire_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "TRAINING", Path("right"))
+    never = LauncherFault(Action.STOP, 100)
+    plan = RoundPlan(seed=1, number=1, ranks=1, steps=9, launcher=(never,))
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    code, output = invoke(f"--replay={file}", f"--out={tmp_path / 'out'}")
+    assert code == 0, output
+    assert "round 1: 0 of 1 planned faults in" in output
 
 
 @pytest.mark.slow

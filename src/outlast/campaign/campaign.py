@@ -31,6 +31,7 @@ from outlast.errors import OutlastError
 LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
 TRAINING = Path(__file__).with_name("training.py")
 
+_UNDISTURBED = "the undisturbed run"
 _MOST_RUNS = 12
 """Runs that shorten the plan of one failed round."""
 _FEW = 6
@@ -143,6 +144,10 @@ class Campaign:
         self._run_all(plans(options.seed, shape), reference)
         return self.result(options.seed, options.ranks)
 
+    def folder_of(self, plan: RoundPlan) -> Path:
+        """Where a round runs."""
+        return self._options.out / f"round-{plan.number:04d}"
+
     def replay(self, plan: RoundPlan) -> CampaignResult:
         """Runs one round."""
         if plan.hosts and (why := unavailable()):
@@ -178,16 +183,16 @@ class Campaign:
 
         side_by_side = SideBySide(self._options.jobs, next_round)
 
-        def look() -> None:
-            while self._ended:
-                self._observer.ended(self._ended.popleft())
-            self._observer.running(dict(self._steps))
-
-        results = side_by_side.results(look)
         # Closed: an error here must end the rounds that run.
-        with contextlib.closing(results) as ended:
+        with contextlib.closing(side_by_side.results(self._look)) as ended:
             deque(ended, maxlen=0)
-        look()
+        self._look()
+
+    def _look(self) -> None:
+        """Tells the observer what has happened since."""
+        while self._ended:
+            self._observer.ended(self._ended.popleft())
+        self._observer.running(dict(self._steps))
 
     def _possible(self, shape: Shape) -> Shape:
         """The shape with the kinds that are possible here."""
@@ -217,14 +222,19 @@ class Campaign:
         return time.monotonic() - self._since + longest <= options.seconds
 
     def _reference(self, plan: RoundPlan) -> Reference:
-        folder = self._folder("reference")
+        folder = self._new(self._options.out / "reference")
         # Nothing in it needs a standby process.
         surroundings = dataclasses.replace(self._surroundings, standby=0)
 
-        def tell(step: int) -> None:
-            self._observer.running({"the undisturbed run": step})
+        def run() -> RoundResult:
+            return self._one(plan, folder, _UNDISTURBED, None, alone.check, surroundings)
 
-        result = run_round(plan, folder, None, surroundings, tell)
+        # In a thread, as the rounds are: a signal raises an exception in the main thread, which
+        # must not come between the start of a launcher and the code that ends it.
+        tasks = iter([run])
+        alone = SideBySide(1, lambda: next(tasks, None))
+        with contextlib.closing(alone.results(self._look)) as results:
+            (result,) = results
         if result.problems:
             raise CampaignError(
                 f"the undisturbed run in {folder} failed: {'; '.join(result.problems.lines())}"
@@ -232,8 +242,10 @@ class Campaign:
         return Reference.read(folder / "records")
 
     def _run(self, plan: RoundPlan, reference: Reference, check: Callable[[], None]) -> None:
-        folder = self._folder(f"round-{plan.number:04d}")
-        one = functools.partial(self._one, reference=reference, check=check)
+        folder = self._new(self.folder_of(plan))
+        one = functools.partial(
+            self._one, reference=reference, check=check, surroundings=self._surroundings
+        )
         try:
             result = one(plan, folder, f"round {plan.number}")
         except Cancelled:  # it has not failed
@@ -285,20 +297,25 @@ class Campaign:
         plan: RoundPlan,
         folder: Path,
         what: str,
-        reference: Reference,
+        reference: Reference | None,
         check: Callable[[], None],
+        surroundings: Surroundings,
     ) -> RoundResult:
         def tell(step: int) -> None:
             check()
             self._steps[what] = step
 
         try:
-            return run_round(plan, folder, reference, self._surroundings, tell)
+            return run_round(plan, folder, reference, surroundings, tell)
         finally:
             self._steps.pop(what, None)
 
-    def _folder(self, name: str) -> Path:
-        folder = self._options.out / name
+    def _new(self, folder: Path) -> Path:
+        """Removes the folder if it is of an earlier campaign."""
         if folder.exists():
+            if not (folder / "plan.json").is_file():
+                raise CampaignError(
+                    f"{folder} exists, and is not of a campaign: give another folder with --out"
+                )
             shutil.rmtree(folder)
         return folder

@@ -36,7 +36,10 @@ class ProgressLine(Observer):
         self._fired += len(result.fired)
         self._failed += bool(result.problems)
         verdict = "FAILED" if result.problems else "identical"
-        fired = f"{len(result.fired)} faults in {result.seconds:.0f} s"
+        count, planned = len(result.fired), len(result.plan.all_faults)
+        # One that is planned for a moment that never comes does not fire.
+        faults = f"{count} faults" if count == planned else f"{count} of {planned} planned faults"
+        fired = f"{faults} in {result.seconds:.0f} s"
         line = f"round {result.plan.number}: {fired}, {verdict}; {self._fired}{self._all} faults"
         self._console.print(line, highlight=False)
         for problem in result.problems.lines():
@@ -58,6 +61,8 @@ def _print_failure(failure: Failure, result: CampaignResult, console: Console) -
     console.print(
         f"Round {plan.number} of seed {result.seed} failed. Its logs and events: {failure.folder}",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     if failure.repeated:
         before, after = len(failure.result.plan.all_faults), len(plan.all_faults)
@@ -68,4 +73,4 @@ def _print_failure(failure: Failure, result: CampaignResult, console: Console) -
         )
     console.print(plan.to_json(), highlight=False, markup=False)
     replay = f"outlast chaos campaign --replay {shlex.quote(failure.folder)}/shortened.json"
-    console.print(f"Run it again: {replay}", highlight=False, soft_wrap=True)
+    console.print(f"Run it again: {replay}", highlight=False, markup=False, soft_wrap=True)

@@ -112,7 +112,11 @@ class Progress:
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            self.last = max(self.last, int(json.loads(line)["step"]))
+            try:
+                step = int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError) as error:  # a disk that was full for a while
+                raise EventLogError(f"{self._path}: {line!r} is not a record") from error
+            self.last = max(self.last, step)
             self.records += 1
         return bool(whole)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
-from outlast.errors import ChaosError
+from outlast.errors import ChaosError, OutlastError
 from outlast.launch.commands.error_exit import exit_on
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def register(app: typer.Typer) -> None:
@@ -99,51 +104,63 @@ def campaign(
     """
     from rich.console import Console
 
-    from outlast.campaign.campaign import Campaign, CampaignError, Options, default_jobs
+    from outlast.campaign.campaign import Campaign, Options, default_jobs
     from outlast.campaign.generate import parse_kinds
     from outlast.campaign.output import ProgressLine, print_result
     from outlast.campaign.plan import RoundPlan
     from outlast.campaign.table import write_markdown
 
     try:
-        chosen = parse_kinds([name for name in kinds.split(",") if name])
+        chosen = parse_kinds([name for part in kinds.split(",") if (name := part.strip())])
     except ValueError as e:
         raise typer.BadParameter(str(e), param_hint="--kinds") from e
-    options = Options(
-        out=out if out is not None else Path(tempfile.mkdtemp(prefix="outlast-campaign-")),
-        faults=1000 if faults is None and seconds is None else faults,
-        seconds=seconds,
-        seed=seed,
-        ranks=ranks,
-        kinds=chosen,
-        per_round=per_round,
-        jobs=default_jobs() if jobs is None else jobs,
-        standby=standby,
-        keep=keep,
-        shrink=shrink,
-    )
     console = Console()
-    with exit_on(ChaosError, CampaignError, OSError):
+    with exit_on(OutlastError, OSError):
+        plan = None if replay is None else RoundPlan.load(replay)
+        options = Options(
+            out=out if out is not None else Path(tempfile.mkdtemp(prefix="outlast-campaign-")),
+            faults=1000 if faults is None and seconds is None else faults,
+            seconds=seconds,
+            seed=seed,
+            ranks=ranks,
+            kinds=chosen,
+            per_round=per_round,
+            jobs=default_jobs() if jobs is None else jobs,
+            standby=standby,
+            keep=keep,
+            shrink=shrink,
+        )
         options.out.mkdir(parents=True, exist_ok=True)
-        with _ended_by_sigterm(), console.status("starting") as status:
-            running = Campaign(
-                options, ProgressLine(console, status, None if replay else options.faults)
-            )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_only_campaign_in(options.out))
+            status = stack.enter_context(console.status("starting"))
+            stack.enter_context(_ended_by_signals(lambda: status.update("ending the running jobs")))
+            observer = ProgressLine(console, status, None if replay else options.faults)
+            running = Campaign(options, observer)
             try:
-                result = running.run() if replay is None else running.replay(RoundPlan.load(replay))
+                if plan is None or replay is None:
+                    result = running.run()
+                else:
+                    _check_not_replaced(replay, running.folder_of(plan))
+                    result = running.replay(plan)
             except (KeyboardInterrupt, SystemExit):
                 status.stop()
-                so_far = running.result(options.seed, options.ranks)
-                (options.out / "results.json").write_text(so_far.to_json())
+                so_far = running.result(seed, ranks)
+                what = f"stopped; rounds that have ended: {len(so_far.rounds)}"
                 if so_far.rounds:
                     print_result(so_far, console)
-                what = f"stopped; rounds that have ended: {len(so_far.rounds)}"
-                console.print(f"{what}, in {options.out}", highlight=False, soft_wrap=True)
+                if so_far.rounds or out is not None:
+                    (options.out / "results.json").write_text(so_far.to_json())
+                    what = f"{what}, in {options.out}"
+                else:
+                    shutil.rmtree(options.out)
+                console.print(what, highlight=False, markup=False, soft_wrap=True)
                 raise
         (options.out / "results.json").write_text(result.to_json())
-        if markdown is not None:
-            write_markdown(result, markdown)
     print_result(result, console)
+    if markdown is not None:
+        with exit_on(OSError):
+            write_markdown(result, markdown)
     if result.failures:
         raise typer.Exit(1)
     if out is None:
@@ -151,10 +168,52 @@ def campaign(
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that the running job is ended too."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def _only_campaign_in(folder: Path) -> Iterator[None]:
+    """Keeps other campaigns out of the folder: each removes the rounds of earlier ones."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ChaosError(
+                    f"another campaign is running in {folder}: give another folder with --out"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _ended_by_signals(tell: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and the end of the terminal end the block; `tell` is called then. The running
+    jobs are ended too, which takes seconds: a second signal must not leave their processes behind.
+    """
+    ended = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
+        tell()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    handled = [number for number in _ENDING if before[number] is not signal.SIG_IGN]  # nohup
+    for number in handled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in handled:
+            signal.signal(number, before[number])
+
+
+def _check_not_replaced(plan: Path, folder: Path) -> None:
+    if plan.resolve().is_relative_to(folder.resolve()):
+        raise ChaosError(
+            f"{plan} is in {folder}, which this run would replace: give another folder with --out"
+        )
