@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from outlast.clock import FakeClock
+from outlast.inprocess.monitor import loop as loop_module
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.loop import MonitorLoop
-from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.store import FileStore
 
 
@@ -71,4 +77,32 @@ def test_a_message_of_the_main_process_does_not_end_the_attempts_to_reach_the_st
         finally:
             ours.send(b"B")
             thread.join()
+    page.close()
+
+
+@pytest.mark.parametrize("activity", [Activity.WAITING, Activity.FUNCTION])
+def test_a_pause_of_all_processes_does_not_count_as_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activity: Activity
+) -> None:
+    """A container that is paused, or a job that a scheduler suspends, goes on as it was."""
+    clock, page = FakeClock(1000.0), SharedPage()
+    monkeypatch.setattr(loop_module, "MonotonicClock", lambda: clock)
+    page.iteration, page.heartbeat = 0, clock.now()
+    page.enter(activity, clock.now())
+
+    def paused(timeout_ms: float) -> list[tuple[int, int]]:
+        clock.advance(500.0)
+        return []
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        limits = dataclasses.replace(plan(page, tmp_path / "store"), soft=60.0, hard=90.0)
+        loop = MonitorLoop(limits, os.getppid(), theirs, None)
+        loop._poll = SimpleNamespace(poll=paused)  # type: ignore[assignment]
+        loop._wait()
+        limit = 90.0 if activity is Activity.WAITING else 60.0
+        assert loop._timeouts.next_check() == clock.now() + limit
+        assert loop._ring._changed_at == clock.now()
+        assert loop._pidfd is not None
+        os.close(loop._pidfd)
     page.close()

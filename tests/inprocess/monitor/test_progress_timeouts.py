@@ -100,3 +100,16 @@ def test_a_long_phase_that_has_just_ended_was_no_silence(
     assert timeouts.after(500) == []  # with the GIL held all the time
     page.enter(Activity.WAITING, clock.now())
     assert timeouts.after(1) == []
+
+
+@pytest.mark.parametrize("activity", [Activity.WAITING, Activity.FUNCTION])
+def test_all_timeouts_begin_again_after_a_pause_of_both_processes(
+    page: SharedPage, clock: FakeClock, activity: Activity
+) -> None:
+    timeouts = waiting(page, clock)
+    page.enter(activity, clock.now())
+    clock.advance(500)
+    timeouts.continued()
+    assert timeouts.after(HARD_S - 1) == []
+    (sent,) = timeouts.after(1)
+    assert sent.endswith(f" {HARD_S:g}")

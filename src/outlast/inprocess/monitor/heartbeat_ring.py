@@ -46,6 +46,10 @@ class HeartbeatRing:
         if self._count_up(self._page.member, 1) is not None:
             self._watch_next(now)
 
+    def continued(self) -> None:
+        """This process could not run for a while; the next member's may not have run either."""
+        self._changed_at = self._clock.now()
+
     def _count_up(self, member: int, amount: int) -> int | None:
         return self._store.perform(self._link.add(f"beat/{member}", amount))
 

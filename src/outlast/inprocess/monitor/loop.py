@@ -28,6 +28,9 @@ from outlast.inprocess.monitor.store_service import StoreService
 from outlast.inprocess.progress.shared_page import Activity
 from outlast.system.processes import is_dying, open_parent, open_thread
 
+# A wait that ends so much too late: this process was stopped, or the machine is overloaded.
+_STOPPED_S = 2.0
+
 
 class MonitorLoop:
     """Runs in the monitor process. `main` is the pid of the main process, `end` the socket to it;
@@ -91,7 +94,7 @@ class MonitorLoop:
     def _watch_main_process(self) -> bool:
         """Runs until the main process ends or dismisses this one; returns whether dismissed."""
         while self._main_alive:
-            ready = [fd for fd, _ in self._poll.poll(self._pause() * 1000)]
+            ready = self._wait()
             if self._pidfd in ready or self._is_death_of_threads(ready):
                 self._main_alive = False
             elif self._end.fileno() in ready:
@@ -109,6 +112,15 @@ class MonitorLoop:
                 self._frozen.check()
                 self._ring.beat()
         return False
+
+    def _wait(self) -> list[int]:
+        """Waits for an event, or until something is due; notices if this process was stopped."""
+        pause, began = self._pause(), self._clock.now()
+        ready = [fd for fd, _ in self._poll.poll(pause * 1000)]
+        if self._clock.now() - began - pause > _STOPPED_S:
+            self._timeouts.continued()
+            self._ring.continued()
+        return ready
 
     def _pause(self) -> float:
         """Seconds until the next timeout or heartbeat is due, if no event comes first."""

@@ -52,6 +52,13 @@ class ProgressTimeouts:
         self._reports, self._pidfd = reports, pidfd
         self._kill_at: float | None = None
         self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
+        self._continued = 0.0
+
+    def continued(self) -> None:
+        """This process could not run for a while: its host was paused, or all processes of the job
+        were stopped. Then the main process could not either; all timeouts begin again.
+        """
+        self._continued = self._clock.now()
 
     def next_check(self) -> float:
         """The time of the next timeout, if the main process makes no progress until then."""
@@ -59,11 +66,12 @@ class ProgressTimeouts:
         if self._kill_at is not None:
             return self._kill_at
         if page.activity == Activity.WAITING and page.heartbeat:
-            return max(page.heartbeat, page.progress) + self._silent
+            return max(page.heartbeat, page.progress, self._continued) + self._silent
         if page.activity not in _TIMED:
             return math.inf
         soft, hard = timeouts_in_force(self._plan, page)
-        return page.progress + (hard if page.reported_soft == page.iteration else soft)
+        limit = hard if page.reported_soft == page.iteration else soft
+        return max(page.progress, self._continued) + limit
 
     def check(self) -> None:
         """Reports a soft timeout, and terminates the main process at the hard one."""
@@ -75,12 +83,12 @@ class ProgressTimeouts:
             return
         if page.activity == Activity.WAITING and page.heartbeat:
             # A long phase may have ended just now, in which the heartbeat thread could not run.
-            silent = now - max(page.heartbeat, page.progress)
+            silent = now - max(page.heartbeat, page.progress, self._continued)
             if silent >= self._silent:
                 self._terminate(silent, now, "no Python code has run")
         if page.activity not in _TIMED:
             return
-        idle = now - page.progress
+        idle = now - max(page.progress, self._continued)
         soft, hard = timeouts_in_force(self._plan, page)
         if idle >= hard:
             self._terminate(idle, now, "no progress")
