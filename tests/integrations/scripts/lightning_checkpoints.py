@@ -84,6 +84,17 @@ def error_of_load(path: Path) -> str:
     return "none"
 
 
+def check_removal_of_a_save_in_progress(path: Path) -> None:
+    checkpoints = BackgroundCheckpointIO(max_in_flight=2)
+    state = {"state_dict": {"weight": torch.ones(4_000_000)}}
+    for name in ("first.ckpt", "second.ckpt"):
+        checkpoints.save_checkpoint(state, path / name)
+    checkpoints.remove_checkpoint(path / "first.ckpt")  # it does not exist yet
+    checkpoints.teardown()
+    pointers = [each.name for each in path.iterdir() if each.is_file()]
+    assert pointers == ["second.ckpt"], pointers
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -106,6 +117,7 @@ def main() -> None:
     assert error_of_load(path / "last.ckpt") == "none"
     damage(path)
     assert "damaged" in error_of_load(path / "last.ckpt"), error_of_load(path / "last.ckpt")
+    check_removal_of_a_save_in_progress(folder / "removal")
     print(json.dumps(["checkpoint io", expected, found]), flush=True)
 
 

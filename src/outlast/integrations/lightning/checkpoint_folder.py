@@ -41,6 +41,7 @@ class CheckpointFolder:
         self._checkpointer = Checkpointer(folder / ".outlast", group=group, **options)
         self._last: SaveHandle | None = None
         self._saves: dict[int, SaveHandle] = {}  # those in progress, by number
+        self._unwritten: list[Path] = []  # the pointers of those in progress
         self._next = max((info.step for info in self._checkpointer.checkpoints()), default=-1) + 1
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -57,7 +58,8 @@ class CheckpointFolder:
         self._last = self._checkpointer.save(number, {"lightning": state})
         self._saves[number] = self._last
         report_step(int(checkpoint.get("global_step", number)))  # the number is none of training
-        self._last.add_done_callback(partial(_point, path, number))
+        self._unwritten.append(path)
+        self._last.add_done_callback(partial(self._saved, path, number))
 
     def load(self, path: Path, weights_only: bool) -> dict[str, Any]:
         """Loads the checkpoint to which `path` points.
@@ -75,6 +77,10 @@ class CheckpointFolder:
         checkpoint: dict[str, Any] = _put_tensors(structure, found.get("tensors", {}))
         return checkpoint
 
+    def has(self, path: Path) -> bool:
+        """Whether `path` is a pointer, or will be when its save has ended."""
+        return path in self._unwritten or is_pointer(path)
+
     def remove(self, path: Path) -> None:
         """Removes `path` when the last save is committed; not if that fails."""
         if self._last is None:
@@ -88,6 +94,12 @@ class CheckpointFolder:
             self._checkpointer.wait()
             self._delete_unneeded()
         self._checkpointer.__exit__(kind)
+
+    def _saved(self, path: Path, number: int, handle: Any) -> None:
+        try:
+            _point(path, number, handle)
+        finally:
+            self._unwritten.remove(path)  # only now: see `has`
 
     def _delete_unneeded(self) -> None:
         """Deletes checkpoints without a pointer, except the newest that has ended: its pointer may

@@ -76,7 +76,8 @@ class BackgroundCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint when the saves in progress are committed."""
-        if is_pointer(Path(path)):
+        folder = self._folders.get(Path(path).resolve().parent)
+        if is_pointer(Path(path)) or (folder is not None and folder.has(Path(path))):
             self._folder(path).remove(Path(path))
         else:
             TorchCheckpointIO().remove_checkpoint(path)

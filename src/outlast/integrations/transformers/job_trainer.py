@@ -77,8 +77,8 @@ class JobTrainerMixin(_Mixed):
         """Trains from the newest valid checkpoint to the end.
 
         Raises:
-            ValueError: if `resume_from_checkpoint` is a folder, or False where there are
-                checkpoints; if an argument of the Trainer is not supported.
+            ValueError: if `resume_from_checkpoint` is a folder or False; if an argument of the
+                Trainer is not supported.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
