@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.runs import Run
+from outlast.launch import environment
 from zygote import Zygote
 
 # One write per line: torchrun's workers share a pipe.
@@ -108,3 +109,18 @@ def test_modules_and_programs(tmp_path: Path) -> None:
     with Run(tmp_path, "", "--no-python", "echo", "hello") as run:
         assert run.wait() == 0
     assert run.out == f"[0] hello {run.script}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [("tqdm.utils", []), ("settings", ["all environment variables"])]
+)
+def test_a_look_for_variables_with_an_own_prefix_is_no_read_of_all(
+    module: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a standby process would import neither tqdm nor torch, which imports it."""
+    for name in environment.PER_WORKER:  # as in a standby process
+        monkeypatch.delenv(name, raising=False)
+    code = "import os; list(k for k, v in os.environ.items() if k.startswith('TQDM_'))"
+    with environment.recorded_reads() as reads:
+        exec(code, {"__name__": module})
+    assert reads == expected

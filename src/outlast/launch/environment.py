@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a standby process uses this module, and imports no more than it needs
@@ -33,6 +34,10 @@ PER_WORKER = frozenset(
     )
 )
 """The variables that are known only when a worker gets its place in the job."""
+
+_OWN_PREFIX = ("tqdm.utils",)
+"""Modules that look through all variables, at their import, for those with a prefix of their own.
+torch imports tqdm where it is installed."""
 
 
 def python() -> str:
@@ -190,7 +195,20 @@ def _recording(plain: Any, record: Callable[[str], None]) -> type:
         return str(plain.__getitem__(self, key))
 
     def iterate(self: Any) -> Iterator[str]:
-        record("all environment variables")
+        if _reader() not in _OWN_PREFIX:
+            record("all environment variables")
         return iter(plain.__iter__(self))
 
     return type(plain.__name__, (plain,), {"__getitem__": getitem, "__iter__": iterate})
+
+
+def _reader() -> str:
+    """The name of the module that iterates over the environment."""
+    frame: FrameType | None = sys._getframe(2)
+    name = ""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name not in ("os", "collections.abc", "_collections_abc"):
+            break
+        frame = frame.f_back
+    return name
