@@ -23,6 +23,7 @@ from typing import Any
 
 import outlast
 from outlast.async_checkpoint import SaveHandle
+from outlast.integrations.all_ranks import check_all_ranks
 from outlast.integrations.extras import not_installed
 
 try:
@@ -71,14 +72,16 @@ def make_job(
         options: passed to `Job`: `every`, `keep`, `min_ranks`, ...
 
     Raises:
-        ValueError: if nothing was prepared, if the accelerator uses FSDP, DeepSpeed or another
-            method that saves by itself, or if hooks of `save_state` or `load_state` are there.
+        ValueError: if nothing was prepared, if the accelerator does not use the other ranks, if it
+            uses FSDP, DeepSpeed or another method that saves by itself, or if hooks of `save_state`
+            or `load_state` are there.
     """
     if accelerator.distributed_type not in [DistributedType(name) for name in _SUPPORTED]:
         raise ValueError(
             f"{accelerator.distributed_type} is not supported: its states are not those of the "
             "prepared objects. Use a Job directly"
         )
+    check_all_ranks(accelerator.num_processes, "Accelerator(cpu=True)")
     if not accelerator._models or not accelerator._optimizers:
         raise ValueError("prepare a model and an optimizer with the accelerator before make_job")
     hooks = [*accelerator._save_model_state_pre_hook, *accelerator._load_model_state_pre_hook]

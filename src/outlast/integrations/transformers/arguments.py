@@ -7,6 +7,7 @@ import math
 from transformers import Trainer, TrainingArguments
 
 from outlast.async_checkpoint import Retention
+from outlast.integrations.all_ranks import check_all_ranks
 
 
 def check_supported(trainer: Trainer) -> None:
@@ -16,6 +17,7 @@ def check_supported(trainer: Trainer) -> None:
         ValueError: naming the first argument that is not supported, and what to use instead.
     """
     args = trainer.args
+    check_all_ranks(trainer.accelerator.num_processes, "TrainingArguments(use_cpu=True)")
     unsupported = {
         "auto_find_batch_size": "it trains again with a smaller batch: set the batch size",
         "save_only_model": "training could not continue: leave it out",
