@@ -30,7 +30,8 @@ class JobCallback(Callback):
     Args:
         path: the folder of the checkpoints, as for `Job`.
         loader: the `ElasticLoader` that the fit trains with, or another one with a state. Without
-            it, a fit that continues begins its epoch again.
+            it, a fit that continues trains the batches that are left of its epoch on data from the
+            beginning of the epoch.
         call: the handle of the wrapped function, for a ping in each batch.
         states: more objects with `state_dict` and `load_state_dict`, by name.
         options: passed to `Job`: `every`, `keep`, `min_ranks`, ...
