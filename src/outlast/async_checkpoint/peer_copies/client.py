@@ -149,12 +149,13 @@ class KeeperClient:
         with self._lock:
             self._closed = True
             process, reader = self._process, self._reader
-        if process is None or reader is None:
+        if reader is None:
             return
-        with contextlib.suppress(OSError):
-            process.channel.send(encode(KeeperGoodbye()))
-        if process.wait(timeout_s) is None:
-            process.kill()
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.channel.send(encode(KeeperGoodbye()))
+            if process.wait(timeout_s) is None:
+                process.kill()
         reader.join()  # the end of the process ends the channel
 
     def _deliver(self, request: Message, descriptors: Sequence[int], pending: Pending[Any]) -> None:
@@ -205,11 +206,12 @@ class KeeperClient:
                     pending._end(answer)
         except (EOFError, OSError):
             pass
-        how = exit_text(process.close(1.0))
+        # First: a request that comes now starts another keeper, instead of using a closed channel.
         with self._lock:
             if self._process is process:
                 self._process = None
             lost = list(self._pending.values())
             self._pending.clear()
+        how = exit_text(process.close(1.0))
         for pending in lost:
             pending._end(KeeperLost(f"the keeper of copies, process {process.pid}, {how}"))
