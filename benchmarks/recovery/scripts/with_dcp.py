@@ -20,6 +20,8 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=group_store(), rank=run.rank, world_size=int(os.environ["WORLD_SIZE"])
     )
+    # Of its own: the background thread of a save must not mix its collectives with those of DDP.
+    saves = dist.new_group(backend="gloo")
     model = run.model()
     optimizer = run.optimizer(model)
     step = _restore(run, model, optimizer)
@@ -36,7 +38,8 @@ def main() -> None:
                 saving.result()
             states = get_state_dict(model, optimizer)
             state = {"model": states[0], "optimizer": states[1], "step": step}
-            saving = async_save(state, checkpoint_id=run.checkpoints / f"step-{step}")
+            folder = run.checkpoints / f"step-{step}"
+            saving = async_save(state, checkpoint_id=folder, process_group=saves)
 
 
 def _restore(run: Run, model: Any, optimizer: Any) -> int:
