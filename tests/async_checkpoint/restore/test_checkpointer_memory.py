@@ -45,7 +45,6 @@ def have_ended(writers: list[int]) -> None:
 def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) -> None:
     """Even if a fork holds the channel to the writer open."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
-    plan.gate("never")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder), forks, nprocs=1) as job:
         job.start_all()
         writers = begins_to_save(job)
@@ -67,7 +66,6 @@ def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) 
 
 def test_all_ranks_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
-    plan.gate("never")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder)) as job:
         job.start_all()
         writers = begins_to_save(job)
@@ -83,7 +81,6 @@ def test_all_ranks_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_snapshot_that_not_all_ranks_have_is_not_taken(ranks: Ranks, tmp_path: Path) -> None:
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
-    plan.gate("never")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder)) as job:
         job.start_all()
         writers = begins_to_save(job)
@@ -129,7 +126,6 @@ def test_it_is_noticed_when_memory_is_not_verified(
 def test_a_writer_ends_with_its_launcher(tmp_path: Path) -> None:
     """Without a launcher no replacement can start, so a snapshot is of no use."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
-    plan.gate("never")
     scripts = Path(__file__).parents[1] / "scripts"
     zygote = Zygote(["outlast.async_checkpoint"])
     job = Job(

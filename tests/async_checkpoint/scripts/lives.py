@@ -58,13 +58,17 @@ def leaves_a_snapshot(path: str, plan: str, forks: str = "") -> None:
     say("committed")
     if forks and os.fork() == 0:
         time.sleep(600)  # holds everything open
+    gate = Plan(Path(plan)).gate(f"never{RANK}")
     if WORLD_SIZE > 1:
         dist.barrier()
     if RANK == 0:
-        Plan(Path(plan)).set({"op": "write_at", "do": "wait", "gate": "never"})
+        ranks = range(WORLD_SIZE)
+        rule = {"op": "write_at", "do": "wait"}
+        Plan(Path(plan)).set(*({**rule, "name": f"__{r}_*", "gate": f"never{r}"} for r in ranks))
     if WORLD_SIZE > 1:
         dist.barrier()
     checkpointer.save(2, own_state(2))
+    gate.arrived()  # the writer has the snapshot: it is sent in the background
     say("saving", writer=checkpointer._session.writer.pid)
     time.sleep(600)
 
