@@ -23,6 +23,7 @@ from outlast.errors import CheckpointError
 
 _KEY = "outlast checkpoint"
 _POINTER_BYTES = 100  # at most
+_PARTIAL = ".partial"  # a pointer that is being written, or that a crash has left
 _TENSOR = "outlast tensor"
 
 
@@ -40,12 +41,17 @@ class CheckpointFolder:
         )
         self._checkpointer = Checkpointer(folder / ".outlast", group=group, **options)
         self._last: SaveHandle | None = None
-        self._saves: dict[int, SaveHandle] = {}  # those in progress, by number
-        self._unwritten: list[Path] = []  # the pointers of those in progress
+        self._unwritten: dict[int, Path] = {}  # the pointers of the saves in progress, by number
+        self._error: OSError | None = None  # why a pointer could not be written or removed
         self._next = max((info.step for info in self._checkpointer.checkpoints()), default=-1) + 1
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Saves in the background; `path` appears when the checkpoint is committed."""
+        """Saves in the background; `path` appears when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: if an earlier save failed, or its pointer could not be written.
+        """
+        self._raise_error()
         self._delete_unneeded()
         tensors: list[torch.Tensor] = []
         buffer = io.BytesIO()
@@ -56,9 +62,8 @@ class CheckpointFolder:
         }
         number, self._next = self._next, self._next + 1
         self._last = self._checkpointer.save(number, {"lightning": state})
-        self._saves[number] = self._last
         report_step(int(checkpoint.get("global_step", number)))  # the number is none of training
-        self._unwritten.append(path)
+        self._unwritten[number] = path
         self._last.add_done_callback(partial(self._saved, path, number))
 
     def load(self, path: Path, weights_only: bool) -> dict[str, Any]:
@@ -79,37 +84,64 @@ class CheckpointFolder:
 
     def has(self, path: Path) -> bool:
         """Whether `path` is a pointer, or will be when its save has ended."""
-        return path in self._unwritten or is_pointer(path)
+        return path in list(self._unwritten.values()) or is_pointer(path)
 
     def remove(self, path: Path) -> None:
         """Removes `path` when the last save is committed; not if that fails."""
         if self._last is None:
             path.unlink(missing_ok=True)
         else:
-            self._last.add_done_callback(partial(_unlink, path))
+            self._last.add_done_callback(partial(self._unlink, path))
 
     def close(self, kind: type[BaseException] | None) -> None:
-        """Waits for the saves; not after an error of this kind that a restart follows."""
+        """Waits for the saves; not after an error of this kind that a restart follows.
+
+        Raises:
+            CheckpointError: as `save`; not after an error.
+        """
         if kind is None:
             self._checkpointer.wait()
             self._delete_unneeded()
         self._checkpointer.__exit__(kind)
+        if kind is None:
+            self._raise_error()
+
+    # On the thread of the saves.
 
     def _saved(self, path: Path, number: int, handle: Any) -> None:
+        """Writes the pointer of a save that has ended, durably."""
         try:
-            _point(path, number, handle)
+            if _is_committed(handle):
+                _point(path, number)
+        except OSError as e:
+            self._error = e
         finally:
-            self._unwritten.remove(path)  # only now: see `has`
+            del self._unwritten[number]  # only now: see `has` and `_delete_unneeded`
+
+    def _unlink(self, path: Path, handle: Any) -> None:
+        try:
+            if _is_committed(handle):
+                path.unlink(missing_ok=True)
+        except OSError as e:
+            self._error = e
+
+    # On the training thread.
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"a checkpoint in {self._folder} could not be named: {error}")
 
     def _delete_unneeded(self) -> None:
-        """Deletes checkpoints without a pointer, except the newest that has ended: its pointer may
-        be about to be written.
+        """Deletes the checkpoints without a pointer that are older than the saves in progress.
+
+        The order of the reads: those in progress first. Another thread writes pointers meanwhile; a
+        save that has ended by then has its pointer before the pointers are read.
         """
-        self._saves = {n: handle for n, handle in self._saves.items() if not handle.done()}
-        newest = min(self._saves, default=self._next) - 1
-        pointed = {_pointed(each) for each in self._folder.iterdir() if is_pointer(each)}
+        oldest = min(list(self._unwritten), default=self._next)
+        pointed = {_pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
         for info in self._checkpointer.checkpoints():
-            if info.step < newest and info.step not in pointed:
+            if info.step < oldest and info.step not in pointed:
                 self._checkpointer.delete(info.step)
 
 
@@ -119,31 +151,34 @@ def is_pointer(path: Path) -> bool:
 
 
 def _pointed(path: Path) -> int | None:
-    if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+    """The number in a pointer; `None` if the file is none, or has just been renamed or removed."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_POINTER_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    if len(text) > _POINTER_BYTES:
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
     except ValueError:
         return None
     number = content.get(_KEY) if isinstance(content, dict) else None
     return number if isinstance(number, int) else None
 
 
-def _point(path: Path, number: int, handle: Any) -> None:
-    """On another thread, when the save has ended: writes the pointer, durably."""
-    if handle.cancelled() or handle.unseen_error is not None:
-        return  # the next save raises the error
-    partly = path.with_name(f".{path.name}.partial")
+def _is_committed(handle: Any) -> bool:
+    """If not, the next save raises the error."""
+    return not handle.cancelled() and handle.unseen_error is None
+
+
+def _point(path: Path, number: int) -> None:
+    partly = path.with_name(f".{path.name}{_PARTIAL}")
     with partly.open("w") as file:
         json.dump({_KEY: number}, file)
         file.flush()
         os.fsync(file.fileno())
     partly.replace(path)
-
-
-def _unlink(path: Path, handle: Any) -> None:
-    if not handle.cancelled() and handle.unseen_error is None:
-        path.unlink(missing_ok=True)
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
