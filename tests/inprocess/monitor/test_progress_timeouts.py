@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +34,6 @@ class Timeouts(ProgressTimeouts):
             self.clock.advance(each)
             self.check()
         return self.sent
-
-
-@pytest.fixture
-def page() -> Iterator[SharedPage]:
-    page = SharedPage()
-    yield page
-    page.close()
 
 
 @pytest.fixture
@@ -88,6 +80,18 @@ def test_without_a_heartbeat_thread_nothing_is_silent(page: SharedPage, clock: F
     page.heartbeat = 0.0
     assert timeouts.next_check() == math.inf
     assert timeouts.after(1000) == []
+
+
+def test_a_heartbeat_thread_that_ends_between_two_reads_was_not_silent(
+    page: SharedPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wait that was longer than the hard timeout, at the end of the call."""
+    timeouts = waiting(page, clock)
+    clock.advance(HARD_S + 1)
+    reads = iter([clock.now()])
+    heartbeat = property(lambda page: next(reads, 0.0))
+    monkeypatch.setattr(SharedPage, "heartbeat", heartbeat, raising=False)
+    assert timeouts.after(1) == []
 
 
 def test_a_long_phase_that_has_just_ended_was_no_silence(

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +35,6 @@ class Rig:
         self.notice.check()
         said, self.said[:] = list(self.said), []
         return said
-
-
-@pytest.fixture
-def page() -> Iterator[SharedPage]:
-    page = SharedPage()
-    yield page
-    page.close()
 
 
 @pytest.fixture

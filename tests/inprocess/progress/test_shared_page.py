@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,13 +11,6 @@ from outlast.inprocess.progress.shared_page import Activity, SharedPage
 
 INTS = ("activity", "iteration", "member", "rank", "pings", "killed_hard", "reported_soft")
 FLOATS = ("progress", "soft_limit", "long_limit")
-
-
-@pytest.fixture
-def page() -> Iterator[SharedPage]:
-    made = SharedPage()
-    yield made
-    made.close()
 
 
 def test_nothing_is_known_at_first(page: SharedPage) -> None:

@@ -82,6 +82,7 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(ranks: Ranks, how: str, ping
         assert views(job) == {0: full(3), 1: full(2)}
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_gil_while_it_waits_for_the_others_is_ended(
     ranks: Ranks, tmp_path: Path
 ) -> None:

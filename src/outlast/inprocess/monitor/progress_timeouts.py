@@ -65,10 +65,8 @@ class ProgressTimeouts:
         page = self._page
         if self._kill_at is not None:
             return self._kill_at
-        if page.activity == Activity.WAITING and page.heartbeat:
-            return max(page.heartbeat, page.progress, self._continued) + self._silent
         if page.activity not in _TIMED:
-            return math.inf
+            return self._silent_at()
         soft, hard = timeouts_in_force(self._plan, page)
         limit = hard if page.reported_soft == page.iteration else soft
         return max(page.progress, self._continued) + limit
@@ -81,12 +79,10 @@ class ProgressTimeouts:
                 self._kill_at = math.inf
                 self._signal(signal.SIGKILL)
             return
-        if page.activity == Activity.WAITING and page.heartbeat:
-            # A long phase may have ended just now, in which the heartbeat thread could not run.
-            silent = now - max(page.heartbeat, page.progress, self._continued)
-            if silent >= self._silent:
-                self._terminate(silent, now, "no Python code has run")
         if page.activity not in _TIMED:
+            late = now - self._silent_at()
+            if late >= 0:
+                self._terminate(self._silent + late, now, "no Python code has run")
             return
         idle = now - max(page.progress, self._continued)
         soft, hard = timeouts_in_force(self._plan, page)
@@ -98,6 +94,19 @@ class ProgressTimeouts:
             and page.reported_soft != page.iteration
         ):
             self._reports.soft_timeout(idle, soft)
+
+    def _silent_at(self) -> float:
+        """When the heartbeat thread of a process in a wait of the library has not run for too long.
+
+        The order of the reads: the thread may end meanwhile, which sets `heartbeat` to 0, so it is
+        read once. If it is old because a long phase has just ended, in which the thread could not
+        run, `progress` is new: `SharedPage.enter` writes it before the activity.
+        """
+        page = self._page
+        heartbeat = page.heartbeat
+        if not heartbeat or page.activity != Activity.WAITING:
+            return math.inf
+        return max(heartbeat, page.progress, self._continued) + self._silent
 
     def _terminate(self, idle: float, now: float, what: str) -> None:
         """Sends SIGTERM; SIGKILL follows after the grace time. The loop continues, and reports the
