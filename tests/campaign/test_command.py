@@ -175,7 +175,7 @@ def test_only_folders_of_campaigns_are_removed(tmp_path: Path) -> None:
     mine.touch()
     code, output = invoke("--faults=1", "--kinds=stop", f"--out={tmp_path}")
     assert code == 1
-    assert "reference exists, and is not of a campaign" in output
+    assert "reference exists, and no campaign has written it" in output
     assert mine.exists()
 
 

@@ -311,11 +311,11 @@ class Campaign:
             self._steps.pop(what, None)
 
     def _new(self, folder: Path) -> Path:
-        """Removes the folder if it is of an earlier campaign."""
+        """Removes what an earlier campaign has left there."""
         if folder.exists():
             if not (folder / "plan.json").is_file():
                 raise CampaignError(
-                    f"{folder} exists, and is not of a campaign: give another folder with --out"
+                    f"{folder} exists, and no campaign has written it: pass another folder as --out"
                 )
             shutil.rmtree(folder)
         return folder

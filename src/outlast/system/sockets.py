@@ -14,8 +14,8 @@ _FDS = Path("/proc/self/fd")
 
 @contextlib.contextmanager
 def unix_address(path: Path) -> Iterator[str]:
-    """The address of a Unix socket at `path`, to bind or to connect to. It is short: the kernel
-    takes 107 bytes, and a `TMPDIR` of a cluster may be longer.
+    """A short address of the Unix socket at `path`, to bind or to connect to: the kernel allows 107
+    bytes, and the path may be longer, below a cluster's `TMPDIR`.
     """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

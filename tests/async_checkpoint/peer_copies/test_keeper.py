@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -160,12 +159,12 @@ def test_a_receiver_that_dies_in_the_middle(tmp_path: Path) -> None:
     with keepers(tmp_path) as (one, two), memory_of(16 << 20) as memory:
         os.kill(two.pid, signal.SIGSTOP)  # accepts connections, and reads nothing
         sent = one.send(two, memory, snapshot_of(3, 16 << 20))
-        killed = two.pid
-        os.kill(killed, signal.SIGKILL)
+        reader = two.client._reader
+        os.kill(two.pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match=f"{ADDRESS}:{two.port}: "):
             sent.result(NET_S)
-        while two.client.pid == killed:  # a request that comes earlier is lost with the keeper
-            time.sleep(0.01)
+        assert reader is not None
+        reader.join(NET_S)  # a request that comes before its end is lost with the keeper
         # The keeper is replaced, and holds nothing.
         two.arrange()
         assert two.held() == []

@@ -143,6 +143,7 @@ def test_a_checkpoint_is_loaded_if_a_fault_comes_back(
     check_same(faulty, reference)
 
 
+@SLOW
 def test_a_program_that_catches_its_own_exception_gets_a_checkpoint(
     ranks: Ranks, tmp_path: Path
 ) -> None:

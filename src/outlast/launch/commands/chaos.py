@@ -177,7 +177,7 @@ def _only_campaign_in(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ChaosError(
-                    f"another campaign is running in {folder}: give another folder with --out"
+                    f"another campaign is running in {folder}: pass another folder as --out"
                 ) from None
         yield
     finally:
@@ -215,5 +215,5 @@ def _ended_by_signals(tell: Callable[[], None]) -> Iterator[None]:
 def _check_not_replaced(plan: Path, folder: Path) -> None:
     if plan.resolve().is_relative_to(folder.resolve()):
         raise ChaosError(
-            f"{plan} is in {folder}, which this run would replace: give another folder with --out"
+            f"{plan} is in {folder}, which this run would replace: pass another folder as --out"
         )
