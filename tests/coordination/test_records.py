@@ -34,6 +34,17 @@ def test_without_a_fault_there_is_no_cause() -> None:
         pytest.param(
             [fault(0, consequence=True), fault(1, consequence=True)], 0, id="nothing but echoes"
         ),
+        pytest.param(
+            [fault(0, consequence=True), fault(1, overtaken=True)], 1, id="a bare echo comes last"
+        ),
+        pytest.param(
+            [fault(0, overtaken=True), fault(1), fault(2, "UNRESPONSIVE")],
+            2,
+            id="what was overtaken may have failed nothing",
+        ),
+        pytest.param(
+            [fault(0, overtaken=True), fault(1, "SOFT_TIMEOUT", pings=3)], 1, id="as in a hang"
+        ),
         pytest.param([fault(0), fault(1, "TERMINATED")], 1, id="an end before an exception"),
         pytest.param([fault(0), fault(1, "HARD_TIMEOUT")], 1, id="the hard timeout is an end"),
         pytest.param(

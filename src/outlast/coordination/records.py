@@ -31,6 +31,8 @@ class FaultRecord:
         traceback: the whole traceback, or an empty string.
         consequence: whether it looks like the consequence of another fault, such as the closed
             connection of a peer.
+        overtaken: whether the exception was on its way out of the function, or handled there, when
+            another fault's restart interrupted the function; see `fault_echo.overtaken`.
         pings, collectives: the progress of the member; among hung ranks, the one that is furthest
             behind is the likely cause. -1 collectives if it is not known.
         idle: how long it had made no progress, in seconds.
@@ -57,6 +59,12 @@ class FaultRecord:
     where: str = ""
     permanent: str = ""
     step: int = 0
+    overtaken: bool = False
+
+    @property
+    def may_be_harmless(self) -> bool:
+        """Whether the rank may not have failed by itself."""
+        return self.consequence or self.overtaken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +107,16 @@ _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     """The fault that caused the others.
 
-    Echoes of another fault come last. Of the hung ranks (`SOFT_TIMEOUT`), the one that the others
-    waited for stands for all (`hung_ranks`). Otherwise the store's order decides: the order in
-    which they were reported.
+    Echoes of another fault come last; before them, exceptions that an interrupt has overtaken,
+    which may not have left the function. Of the hung ranks (`SOFT_TIMEOUT`), the one that the
+    others waited for stands for all (`hung_ranks`). Otherwise the store's order decides: the order
+    in which they were reported.
     """
     others = [fault for fault in faults if fault.interruption != HUNG]
 
-    def order(fault: FaultRecord) -> tuple[bool, int, bool]:
+    def order(fault: FaultRecord) -> tuple[bool, bool, int, bool]:
         hung = fault.interruption == HUNG
-        return fault.consequence, _SEVERITY.get(fault.interruption, 2), hung
+        return fault.consequence, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung
 
     return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
 

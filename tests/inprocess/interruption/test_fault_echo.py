@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt
+from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, overtaken
 from outlast.system.error_text import first_line
 from outlast.system.tracebacks import release_frames
 
@@ -12,6 +12,17 @@ def raised(error: BaseException, cause: BaseException | None) -> BaseException:
     try:
         raise error from cause
     except BaseException as e:  # noqa: BLE001 - to be looked at
+        return e
+
+
+def interrupted(error: BaseException) -> BaseException:
+    """The interrupt, raised while `error` is on its way out."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RankShouldRestart
+    except RankShouldRestart as e:
         return e
 
 
@@ -45,3 +56,25 @@ def test_what_was_made_of_the_interrupt_is_an_interrupt_but_for_an_exit() -> Non
     assert is_interrupt(raised(ValueError("wrapped"), RankShouldRestart()))
     assert not is_interrupt(raised(SystemExit(1), RankShouldRestart()))
     assert not is_interrupt(ValueError("mine"))
+
+
+def test_the_interrupt_overtakes_an_exception_but_no_echo() -> None:
+    mine = KeyError("mine")
+    assert overtaken(interrupted(mine), None) is mine
+    assert overtaken(raised(ValueError("in the cleanup"), interrupted(mine)), None) is mine
+    assert overtaken(interrupted(RuntimeError("Connection closed by peer")), None) is None
+    assert overtaken(interrupted(SystemExit(1)), None) is None
+
+
+def test_nothing_is_overtaken_by_what_comes_after_the_interrupt() -> None:
+    assert overtaken(RankShouldRestart(), None) is None
+    assert overtaken(raised(ValueError("in the cleanup"), RankShouldRestart()), None) is None
+    assert overtaken(ValueError("mine"), None) is None
+
+
+def test_what_is_handled_outside_of_the_function_is_not_overtaken() -> None:
+    outside = raised(KeyError("outside"), OSError("before"))
+    assert overtaken(interrupted(outside), outside) is None
+    mine = KeyError("mine")
+    mine.__context__ = outside
+    assert overtaken(interrupted(mine), outside) is mine

@@ -14,7 +14,7 @@ from procs import Job
 Ranks = Callable[..., Job]
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("how", ["raise", "clean up", "kill"])
 def test_the_error_names_the_first_cause(ranks: Ranks, how: str) -> None:
     with ranks("misuse", "aborted_by_the_controller", how, nprocs=3) as job:
         job.start_all()

@@ -23,6 +23,12 @@ from outlast.inprocess.initialize import RetryController
 def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
     if how == "kill":
         die()
+    if how == "clean up":
+        try:
+            raise KeyError("the sample is missing")
+        finally:
+            dist.destroy_process_group()
+            wait_forever()  # the restart after the echoes interrupts it here
     with call.atomic():  # so that its own fault is reported after its echoes
         store = call.state.store
         dist.destroy_process_group()
@@ -31,17 +37,27 @@ def _ask_of_rank_1(how: str, call: CallWrapper) -> None:
         raise KeyError("the sample is missing")
 
 
+def _wait_in_a_handler() -> None:
+    """Is interrupted where it handles an exception, which has failed nothing."""
+    try:
+        raise LookupError("not in the cache")
+    except LookupError:
+        wait_forever()
+
+
 @scenario
 def aborted_by_the_controller() -> None:
     """Rank 1 fails in every iteration, until the controller ends the job."""
     how = sys.argv[2]
 
-    @wrapped(initialize=RetryController(max_iterations=2 if how == "raise" else 1))
+    @wrapped(initialize=RetryController(max_iterations=1 if how == "kill" else 2))
     def train(call: CallWrapper) -> None:
         join_group()
         store = call.state.store
         if rank() == 1:
             _ask_of_rank_1(how, call)
+        if rank() == 2 and how == "kill":
+            _wait_in_a_handler()
         try:
             while True:
                 dist.barrier()  # ends with the echo of rank 1's end, or with the interrupt

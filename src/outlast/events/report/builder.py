@@ -209,7 +209,7 @@ def _restarts(call: CallHistory) -> list[Restart]:
         moment = next(iter((*faults, *seen, *call.views.get(iteration + 1, {}).values())))
         causes = [call.cause(fault) for fault in faults]
         joined, lost = call.joined(iteration), call.lost(iteration)
-        if joined and not lost and all(cause.consequence for cause in causes):
+        if joined and not lost and all(cause.may_be_harmless for cause in causes):
             causes = []  # no rank failed: connections broke because the job grew
         found.append(
             Restart(

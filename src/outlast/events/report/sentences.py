@@ -166,7 +166,7 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
     if cause.consequence:
         yield "That looks like the consequence of a fault that is not in the logs."
     for other in restart.others:
-        if not other.consequence:
+        if not other.may_be_harmless:
             yield f"{_name(other)} also {_failure(other)}."
     yield from _describe_consequences([other for other in restart.others if other.consequence])
 

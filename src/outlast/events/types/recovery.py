@@ -32,7 +32,8 @@ class Fault(Event, kind="fault"):
     """A fault of `member`, as reported by its own process or its monitor.
 
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
-    if the fault looks like the consequence of another one (a peer's closed connection). For a hung
+    if the fault looks like the consequence of another one (a peer's closed connection), and
+    `overtaken` if a restart interrupted the exception on its way out of the function. For a hung
     rank, `testimony` is true if the rank itself reports it, `pings` and `collectives` give its
     progress (see `hang_report.py`), and `idle` is how long it had made none, in seconds.
     """
@@ -41,6 +42,7 @@ class Fault(Event, kind="fault"):
     cause: str = ""
     traceback: str = ""
     consequence: bool = False
+    overtaken: bool = False
     testimony: bool = False
     pings: int = 0
     collectives: int = -1

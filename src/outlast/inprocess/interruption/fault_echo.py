@@ -1,4 +1,4 @@
-"""Whether an exception is an interrupt, or the echo of a fault on another rank."""
+"""Whether an exception is an interrupt, the echo of a fault on another rank, or neither."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ def is_interrupt(error: BaseException) -> bool:
     if isinstance(error, Exception):
         return any(isinstance(seen, RankShouldRestart) for seen in chain(error))
     return isinstance(error, RankShouldRestart)
+
+
+def overtaken(error: BaseException, handled: BaseException | None) -> Exception | None:
+    """The exception that was on its way out of the function when the interrupt `error` was raised;
+    not one that was `handled` outside when the function was called, and not an echo.
+
+    Example: a rank fails, and destroys its process group in a `finally`. The others see a closed
+    connection, and their restart interrupts the `finally`. An exception that an `except` handles
+    for good looks the same to Python, so this one may be harmless.
+    """
+    interrupted = False
+    before = set() if handled is None else {id(seen) for seen in chain(handled)}
+    for seen in chain(error):
+        if id(seen) in before:
+            return None
+        if isinstance(seen, RankShouldRestart):
+            interrupted = True
+        elif interrupted and isinstance(seen, Exception):
+            return None if is_consequence(seen) else seen
+    return None
 
 
 def ending_in(error: BaseException) -> BaseException:

@@ -69,7 +69,9 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The function itself raised an `Exception`, or asked for a restart."""
+    """The function itself raised an `Exception`, or asked for a restart; or it was interrupted
+    while an exception was on its way out.
+    """
 
     fault: FaultRecord
 

@@ -229,7 +229,7 @@ class RankHost(RankFaults):
         self.emitter.emit(Entered())
         log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
         page.enter(Activity.FUNCTION, self.clock.now())
-        value: Any = None
+        value, handled = None, sys.exc_info()[1]
         error: BaseException | None = RankShouldRestart(
             "the iteration was over before the function was called"
         )
@@ -252,8 +252,8 @@ class RankHost(RankFaults):
         watch.left.set()
         if not watch.ending.is_set():
             page.enter(Activity.WAITING, self.clock.now())
-        outcome = self._classify(value, error, watch.ending.is_set())
-        error = None  # its traceback refers to this frame
+        outcome = self._classify(value, error, handled, watch.ending.is_set())
+        error = handled = None  # their tracebacks refer to this frame
         how = type(outcome).__name__.lower()
         log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
         self.emitter.emit(LeftFunction(outcome=how, pings=page.pings))
@@ -348,13 +348,14 @@ class RankHost(RankFaults):
         return self.watch
 
     def _classify(
-        self, value: Any, error: BaseException | None, ending: bool
+        self, value: Any, error: BaseException | None, handled: BaseException | None, ending: bool
     ) -> Returned | Raised | Interrupted:
         if error is None:
             return Returned(value)
         if ending and (is_interrupt(error) or is_consequence(error)):
+            fault = self.overtaken_fault(error, handled)
             release_frames(error)
-            return Interrupted()
+            return Interrupted() if fault is None else Raised(fault)
         if isinstance(error, Exception | RankShouldRestart):
             self.error = error
             return Raised(self.own_fault(error))

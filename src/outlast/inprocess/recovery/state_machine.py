@@ -246,7 +246,7 @@ class Machine:
             await self.membership.wake_holders()
         await self._leave_if_stopped()
         cause = first_cause(faults)
-        if cause is not None and cause.consequence and self.record.joiners:
+        if cause is not None and cause.may_be_harmless and self.record.joiners:
             cause = None  # no rank failed: connections broke because the job was made to grow
         survivors = self.record.expected - {joiner.member for joiner in self.record.joiners}
         # The member that failed shows the cause; if it has ended, the first that is left does.

@@ -98,7 +98,7 @@ def _mark_faults(
                 mark_hang(track, cause, origins[cause.host])
             first = cause is restart.cause and restart.host_loss is None
             text = f"{what_failed(cause)}: {one_line(cause.message)}"
-            kind = "fault" if first or not cause.consequence else "consequence"
+            kind = "fault" if first or not cause.may_be_harmless else "consequence"
             track.marks.append(Mark(kind=kind, at=cause.at + origins[cause.host], text=text))
 
 

@@ -131,17 +131,17 @@ class CallHistory:
         found = _merge_hung([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
-        def order(fault: Fault) -> tuple[bool, bool, int, int]:
+        def order(fault: Fault) -> tuple[bool, bool, bool, int, int]:
             behind = hung.index(fault.member) if fault.interruption == HUNG else -1
             late = firsts.get(fault.host, fault.time) < fault.time
-            return fault.consequence, late, behind, fault.rank
+            return fault.consequence, fault.overtaken, late, behind, fault.rank
 
         heads: dict[str, list[Fault]] = defaultdict(list)
         for fault in found:  # ordered by time, which is meaningful within each host
             heads[fault.host].append(fault)
         merged: dict[int, Fault] = {}
         for host in heads:
-            heads[host].sort(key=lambda fault: fault.consequence)
+            heads[host].sort(key=lambda fault: (fault.consequence, fault.overtaken))
         while heads:
             host = min(heads, key=lambda name: order(heads[name][0]))
             fault = heads[host].pop(0)
@@ -162,6 +162,7 @@ class CallHistory:
             traceback=fault.traceback,
             exit=self._exit(fault.member, fault.iteration),
             consequence=fault.consequence,
+            overtaken=fault.overtaken,
             at=self.at(fault),
             pid=process[1],
             launcher_rank=self._launcher_ranks.get(process, -1),

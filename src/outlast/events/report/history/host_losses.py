@@ -136,7 +136,7 @@ def _ended_then(
 def _may_be_cause(loss: HostLoss, restart: Restart) -> bool:
     """Whether no rank of another host failed by itself."""
     return all(
-        cause.consequence
+        cause.may_be_harmless
         or cause.interruption == "WORKER_FAILED"
         or (cause.host == loss.name and cause.interruption in _DEATHS and not cause.exit)
         for cause in (restart.cause, *restart.others)

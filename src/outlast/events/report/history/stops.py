@@ -42,7 +42,9 @@ def ended_by_stop(call: CallHistory, iteration: int, events: Sequence[Event]) ->
     for event in events:
         if isinstance(event, StopRequested):
             since[event.host] = min(event.time, since.get(event.host, event.time))
-    faults = [fault for fault in call.faults(iteration) if not fault.consequence]
+    faults = [
+        fault for fault in call.faults(iteration) if not (fault.consequence or fault.overtaken)
+    ]
     lost = [event for event in call.during(iteration) if isinstance(event, Lost)]
     return bool(since and (faults or lost)) and all(
         not (isinstance(event, Fault) and event.interruption not in _LEAVES)

@@ -19,6 +19,7 @@ class Cause:
         exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
         consequence: whether it looks like the consequence of another fault (a peer's closed
             connection).
+        overtaken: whether a restart interrupted the exception before it had left the function.
         idle: of a hung rank, how long it had made no progress, in seconds.
     """
 
@@ -30,10 +31,16 @@ class Cause:
     traceback: str = ""
     exit: str = ""
     consequence: bool = False
+    overtaken: bool = False
     at: float = 0.0
     pid: int = -1
     launcher_rank: int = -1
     idle: float = 0.0
+
+    @property
+    def may_be_harmless(self) -> bool:
+        """Whether the rank may not have failed by itself."""
+        return self.consequence or self.overtaken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ async def agreed_history(
     pings = [each.get("pings", 0) for each in said] + [fault.pings for fault in faults]
     pinged = max(pings, default=0) > 1
     cause = first_cause(faults)
-    if cause is not None and cause.consequence and await _is_joined(membership, iteration):
+    if cause is not None and cause.may_be_harmless and await _is_joined(membership, iteration):
         cause = None  # no rank failed: connections broke because the job was made to grow
     mine = add_fault(before, cause, step, pinged, policy)
     if await membership.stop_request() is not None:

@@ -12,7 +12,7 @@ from outlast.errors import NO_RESTART, RestartAbort
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
-from outlast.inprocess.interruption.fault_echo import is_consequence
+from outlast.inprocess.interruption.fault_echo import is_consequence, overtaken
 from outlast.inprocess.interruption.permanent_error import permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
@@ -73,6 +73,16 @@ class RankFaults:
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
         """The fault for an exception in the function or in initialize that restarts the job."""
         return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
+
+    def overtaken_fault(
+        self, interrupt: BaseException, handled: BaseException | None
+    ) -> FaultRecord | None:
+        """The fault for an exception that `interrupt` has overtaken, if there is one."""
+        error = overtaken(interrupt, handled)
+        if error is None:
+            return None
+        record = self._record_of(self.state.iteration, Interruption.EXCEPTION, "", error)
+        return self._noted(dataclasses.replace(record, overtaken=True, permanent=""))
 
     def progress(self) -> tuple[int, int]:
         return self.page.step, self.pings
@@ -154,20 +164,25 @@ class RankFaults:
             idle=sample.idle,
             testimony=True,
         )
-        log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
-        self.emitter.emit(fault_event(record))
-        return record
+        return self._noted(record)
 
     def _of_error(
         self, iteration: int, interruption: Interruption, where: str, error: BaseException
     ) -> FaultRecord:
-        record = dataclasses.replace(
+        return self._noted(self._record_of(iteration, interruption, where, error))
+
+    def _record_of(
+        self, iteration: int, interruption: Interruption, where: str, error: BaseException
+    ) -> FaultRecord:
+        return dataclasses.replace(
             self.fault(iteration, interruption, where + first_line(error, with_type=True)),
             traceback=user_traceback(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
             where=user_place(error),
             permanent=permanence(error),
         )
+
+    def _noted(self, record: FaultRecord) -> FaultRecord:
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
         self.emitter.emit(fault_event(record))
         return record
