@@ -43,6 +43,21 @@ def run(tmp_path: Path, *command: str) -> str:
         return job.output(0)
 
 
+def run_before(tmp_path: Path, *command: str) -> str:
+    """Runs the old program, which does not use `outlast`. At the exit of a process, torch itself
+    may abort it, which was seen once in hundreds of runs; then it runs again.
+    """
+    for _ in range(5):
+        Path("last.pt").unlink(missing_ok=True)
+        with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
+            job.start_all()
+            codes = job.wait_all()
+            if codes == {0: 0}:
+                return job.output(0)
+            assert "terminate called without an active exception" in job.errors(0), job.errors(0)
+    raise AssertionError("torch has aborted five times")
+
+
 def saved_by_hand() -> dict[str, Any]:
     found: dict[str, Any] = torch.load("last.pt", weights_only=True)
     return found
@@ -60,7 +75,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_the_new_program_continues_from_the_old_checkpoint(tmp_path: Path) -> None:
-    run(tmp_path, *TORCHRUN, "before.py", "2")
+    run_before(tmp_path, *TORCHRUN, "before.py", "2")
     assert saved_by_hand()["step"] == 20
 
     # There is nothing left to train: it saves what it has adopted. Ends of lines are not checked:

@@ -11,11 +11,12 @@ from torch import nn
 
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.elastic.silent_faults.comparison import Result
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.job_checks import JobChecks
-from outlast.elastic.silent_faults.replica_check import ReplicaCheck
-from outlast.errors import StoreError
-from outlast.events import Emitter
+from outlast.elastic.silent_faults.replica_check import ReplicaCheck, RunningReplicaCheck
+from outlast.errors import ReplicasDiffer, StoreError
+from outlast.events import Emitter, MemorySink
 
 NET_S = 60.0
 
@@ -52,3 +53,30 @@ def test_checks_do_not_read_records_from_before_an_earlier_restore_of_the_same_s
     finally:
         checks.close()
     assert len({key.rpartition("/")[0] for key in store.table}) == 3
+
+
+def test_a_difference_is_reported_before_any_rank_acts_on_it() -> None:
+    """Rank 1 raises, and the restart may interrupt rank 0 before its next step."""
+    store, events = MemoryStore(), MemorySink()
+    checks = []
+    for rank in range(2):
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, float(rank))
+        ledger, emitter = CallLedger(store, "job", rank, 2), Emitter(events)
+        emitter.place(rank=rank)
+        options = ReplicaCheck(every=1, on_mismatch="exclude")
+        checks.append(RunningReplicaCheck(options, model, ledger, emitter, 0))
+    try:
+        for check in reversed(checks):  # rank 0 last: it finds the records of both
+            check.step(1)
+            check.step(2)
+            published = threading.Event()
+            check._exchange.run(published.set)
+            assert published.wait(NET_S)
+        (result,) = checks[1]._exchange.all_results(NET_S)
+        with pytest.raises(ReplicasDiffer, match="after step 1: rank 0 on"):
+            checks[1]._act_on(Result.decode(result))
+        assert [(event.kind, event.rank) for event in events.events] == [("replica_mismatch", 0)]
+    finally:
+        for check in checks:
+            check.close()

@@ -279,20 +279,28 @@ class RunningReplicaCheck:
     # ------------------------------------------------------------------------- results
 
     def _compare(self, texts: Sequence[str]) -> str:
+        """On rank 0, in the background. No rank acts on the result before this returns: the restart
+        that follows would interrupt rank 0 before it had said why.
+        """
         result = self._judge(texts)
-        if self._before_result is not None and (decoded := Result.decode(result)).differences:
+        decoded = Result.decode(result)
+        for difference in decoded.differences:
+            if self._exchange.rank in difference.replicas:
+                self._report(self._mismatch(difference, decoded.clean_step))
+        if self._before_result is not None and decoded.differences:
             self._before_result(decoded)
         return result
 
-    def _log(self, mismatch: ReplicaMismatch, text: str) -> None:
-        """Logs the message. Ranks that differ once differ in all later cycles, if training goes on:
-        then only every 2nd, 4th, 8th... time is logged.
+    def _report(self, mismatch: ReplicaMismatch) -> None:
+        """Emits the event, and logs the message. Ranks that differ once differ in all later cycles,
+        if training goes on: then only every 2nd, 4th, 8th... time is logged.
         """
+        self._emitter.emit(mismatch)
         ranks = tuple(mismatch.ranks)
         self._times[ranks] += 1
         times = self._times[ranks]
         if times & (times - 1) == 0:
-            log.error("%s%s", text, f" (seen {times} times)" if times > 1 else "")
+            log.error("%s%s", describe(mismatch), f" (seen {times} times)" if times > 1 else "")
 
     def _act_on(self, result: Result) -> None:
         mine = self._exchange.rank
@@ -300,9 +308,9 @@ class RunningReplicaCheck:
         for difference in result.differences:
             mismatch = self._mismatch(difference, result.clean_step)
             text = describe(mismatch)
-            if mine == difference.replicas[0]:  # one event; this rank knows the names
-                self._emitter.emit(mismatch)
-                self._log(mismatch, text)
+            # One event, of a rank that knows the names. That of rank 0 is there already.
+            if mine == difference.replicas[0] != 0:
+                self._report(mismatch)
             if callable(self._check.on_mismatch):
                 self._check.on_mismatch(mismatch)
             elif self._check.excludes and mine in difference.ranks:
