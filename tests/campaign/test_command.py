@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -107,8 +106,7 @@ def test_sigterm_ends_the_running_job(
 
     def reap(mark: str, linger_s: float) -> list[str]:
         if left:
-            os.kill(os.getpid(), signal.SIGTERM)  # an impatient second one changes nothing
-            time.sleep(0.3)
+            signal.raise_signal(signal.SIGTERM)  # an impatient second one changes nothing
             reaped.append(mark)
         return reap_orphans(mark, linger_s)
 

@@ -40,10 +40,12 @@ def test_without_a_fault_there_is_no_cause() -> None:
         pytest.param(
             [fault(0, overtaken=True), fault(1), fault(2, "UNRESPONSIVE")],
             2,
-            id="what was overtaken may have failed nothing",
+            id="an overtaken exception may have been handled",
         ),
         pytest.param(
-            [fault(0, overtaken=True), fault(1, "SOFT_TIMEOUT", pings=3)], 1, id="as in a hang"
+            [fault(0, overtaken=True), fault(1, "SOFT_TIMEOUT", pings=3, consequence=True)],
+            1,
+            id="a hung rank before an overtaken exception",
         ),
         pytest.param([fault(0), fault(1, "TERMINATED")], 1, id="an end before an exception"),
         pytest.param([fault(0), fault(1, "HARD_TIMEOUT")], 1, id="the hard timeout is an end"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from outlast.errors import CheckpointError
 
 pytest.importorskip("lightning", reason="make test-ports")
-from outlast.integrations.lightning import checkpoint_folder
+from outlast.integrations.lightning import BackgroundCheckpointIO, checkpoint_folder
 from outlast.integrations.lightning.checkpoint_folder import CheckpointFolder, _point
 
 pytestmark = pytest.mark.slow  # as the other tests that need the frameworks
@@ -89,17 +90,67 @@ def test_a_checkpoint_is_kept_until_its_pointer_is_written(
 def test_a_pointer_that_cannot_be_written_fails_the_next_save(
     folder: CheckpointFolder, tmp_path: Path
 ) -> None:
-    (tmp_path / "taken.ckpt").mkdir()
+    block(tmp_path / "taken.ckpt")
     save(folder, tmp_path / "taken.ckpt", 1)
     folder._checkpointer.close()
-    with pytest.raises(CheckpointError, match=r"could not be named: .*taken.ckpt"):
+    with pytest.raises(CheckpointError, match=r"taken.ckpt could not be written, although"):
         save(folder, tmp_path / "next.ckpt", 2)
+    assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_end_raises_what_no_later_save_has_raised(
+def test_the_checkpoint_before_is_kept_until_the_new_one_is_named(
     folder: CheckpointFolder, tmp_path: Path
 ) -> None:
-    (tmp_path / "taken.ckpt").mkdir()
-    save(folder, tmp_path / "taken.ckpt", 1)
-    with pytest.raises(CheckpointError, match=r"could not be named: .*taken.ckpt"):
+    """As with `save_top_k=1`: the earlier one is removed right after the save of the next."""
+    save(folder, tmp_path / "first.ckpt", 1)
+    folder._checkpointer.wait()
+    block(tmp_path / "second.ckpt")
+    save(folder, tmp_path / "second.ckpt", 2)
+    folder.remove(tmp_path / "first.ckpt")
+    with pytest.raises(CheckpointError, match=r"second.ckpt could not be written, although"):
         folder.close(None)
+    assert load(tmp_path, "first.ckpt") == [1] * 4
+
+
+def test_a_failed_save_neither_names_nor_removes_a_checkpoint(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    """Even once its error has been raised."""
+    save(folder, tmp_path / "first.ckpt", 1)
+    folder._checkpointer.wait()
+    writer = folder._checkpointer._session.writer.pid
+    assert writer is not None
+    resource.prlimit(writer, resource.RLIMIT_FSIZE, (0, 0))  # it can write no more
+    save(folder, tmp_path / "second.ckpt", 2)
+    with pytest.raises(CheckpointError, match="File too large"):
+        folder._checkpointer.wait()
+    folder.remove(tmp_path / "first.ckpt")
+    folder.close(SystemExit)
+    assert not (tmp_path / "second.ckpt").exists()
+    assert load(tmp_path, "first.ckpt") == [1] * 4
+
+
+def test_an_error_of_one_folder_leaves_no_other_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    state = {"state_dict": {"weight": torch.ones(4)}}
+    for kind in (None, KeyError):
+        checkpoints = BackgroundCheckpointIO()
+        for place in (one, two):
+            block(place / "taken.ckpt")
+            checkpoints.save_checkpoint(state, place / "taken.ckpt")
+        if kind is None:
+            with pytest.raises(CheckpointError, match=r"one/taken.ckpt could not be written"):
+                checkpoints.teardown()
+        else:
+            try:
+                raise kind
+            except kind:
+                checkpoints.teardown()
+            assert "two/taken.ckpt could not be written" in caplog.text
+
+
+def block(path: Path) -> None:
+    """Makes `path` a folder, which no file can replace."""
+    path.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,11 @@ class Handle(Future[T]):
         return error
 
     @property
+    def succeeded(self) -> bool:
+        """Whether it has ended without an error. Does not count as reading the error."""
+        return self.done() and self._failure() is None
+
+    @property
     def unseen_error(self) -> Exception | None:
         """Why it failed, if no caller has read or raised the error."""
         return None if self._seen or not self.done() else self._failure()

@@ -107,16 +107,19 @@ _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     """The fault that caused the others.
 
-    Echoes of another fault come last; before them, exceptions that an interrupt has overtaken,
-    which may not have left the function. Of the hung ranks (`SOFT_TIMEOUT`), the one that the
-    others waited for stands for all (`hung_ranks`). Otherwise the store's order decides: the order
-    in which they were reported.
+    Echoes of another fault come last; before them, except in a hang, exceptions that an interrupt
+    has overtaken, which the program may have handled. Of the hung ranks (`SOFT_TIMEOUT`), the one
+    that the others waited for stands for all (`hung_ranks`). Otherwise the store's order decides:
+    the order in which they were reported.
     """
     others = [fault for fault in faults if fault.interruption != HUNG]
 
+    in_a_hang = any(fault.interruption == HUNG for fault in faults)
+
     def order(fault: FaultRecord) -> tuple[bool, bool, int, bool]:
         hung = fault.interruption == HUNG
-        return fault.consequence, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung
+        last = fault.consequence or (fault.overtaken and in_a_hang)
+        return last, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung
 
     return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
@@ -109,6 +110,9 @@ class SimulatedMember(MinimalHost):
         if outcome == "raise":
             return Raised(self.fault(iteration, Interruption.EXCEPTION, "function"))
         if outcome == "interrupt":
+            if self.budget.spend("faults", 0.2):
+                fault = self.fault(iteration, Interruption.EXCEPTION, "in a finally")
+                return Raised(dataclasses.replace(fault, overtaken=True))
             return Interrupted()
         if self.machine.record.stop is not None:  # as `Job` does, after its last save
             await self.machine.membership.finish_stop("saved")

@@ -164,7 +164,8 @@ def test_a_receiver_that_dies_in_the_middle(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{ADDRESS}:{two.port}: "):
             sent.result(NET_S)
         assert reader is not None
-        reader.join(NET_S)  # a request that comes before its end is lost with the keeper
+        reader.join(NET_S)
+        assert not reader.is_alive()  # a request that comes before its end is lost with the keeper
         # The keeper is replaced, and holds nothing.
         two.arrange()
         assert two.held() == []

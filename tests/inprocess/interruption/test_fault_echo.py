@@ -70,6 +70,14 @@ def test_nothing_is_overtaken_by_what_comes_after_the_interrupt() -> None:
     assert overtaken(RankShouldRestart(), None) is None
     assert overtaken(raised(ValueError("in the cleanup"), RankShouldRestart()), None) is None
     assert overtaken(ValueError("mine"), None) is None
+    again = interrupted(raised(ValueError("in the cleanup"), RankShouldRestart()))
+    assert overtaken(again, None) is None  # the interrupt is repeated
+
+
+def test_a_repeated_interrupt_hides_nothing() -> None:
+    mine = KeyError("mine")
+    cleanup = raised(ValueError("in the cleanup"), interrupted(mine))
+    assert overtaken(interrupted(cleanup), None) is mine
 
 
 def test_what_is_handled_outside_of_the_function_is_not_overtaken() -> None:

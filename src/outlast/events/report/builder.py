@@ -206,7 +206,11 @@ def _restarts(call: CallHistory) -> list[Restart]:
         seen = [event for event in call.during(iteration) if isinstance(event, Seen)]
         if not faults and not seen and iteration + 1 not in call.views:
             continue
-        moment = next(iter((*faults, *seen, *call.views.get(iteration + 1, {}).values())))
+        # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
+        first = next((fault for fault in faults if not fault.overtaken), None)
+        moment = next(
+            iter((*filter(None, [first]), *seen, *call.views.get(iteration + 1, {}).values()))
+        )
         causes = [call.cause(fault) for fault in faults]
         joined, lost = call.joined(iteration), call.lost(iteration)
         if joined and not lost and all(cause.may_be_harmless for cause in causes):
@@ -219,7 +223,7 @@ def _restarts(call: CallHistory) -> list[Restart]:
                 cause=causes[0] if causes else None,
                 others=tuple(causes[1:]),
                 reason=seen[0].reason if seen else "",
-                phases=measure_phases(call, iteration, faults[0] if causes else None),
+                phases=measure_phases(call, iteration, first if causes else None),
                 lost=lost,
                 joined=joined,
                 world_size_before=call.world_size(iteration),

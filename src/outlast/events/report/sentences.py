@@ -153,7 +153,7 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
     if restart.host_loss is not None:
         yield one_line(describe_host_loss(restart.host_loss))
         causes = [each for each in (cause, *restart.others) if each is not None]
-        yield from _describe_consequences(causes)
+        yield from _describe_consequences([each for each in causes if not each.overtaken])
         return
     if cause is None:
         reason = one_line(restart.reason)
@@ -165,8 +165,12 @@ def _describe_failure(restart: Restart) -> Iterable[str]:
     yield f"{_name(cause)} {_failure(cause)}."
     if cause.consequence:
         yield "That looks like the consequence of a fault that is not in the logs."
+    if cause.overtaken:
+        yield "The restart interrupted this exception in the function, which may have handled it."
     for other in restart.others:
-        if not other.may_be_harmless:
+        if other.overtaken:
+            yield f"{_name(other)} was interrupted with an exception: {one_line(other.message)}."
+        elif not other.consequence:
             yield f"{_name(other)} also {_failure(other)}."
     yield from _describe_consequences([other for other in restart.others if other.consequence])
 

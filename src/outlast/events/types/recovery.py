@@ -33,7 +33,7 @@ class Fault(Event, kind="fault"):
 
     `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
     if the fault looks like the consequence of another one (a peer's closed connection), and
-    `overtaken` if a restart interrupted the exception on its way out of the function. For a hung
+    `overtaken` if a restart interrupted the function before the exception had left it. For a hung
     rank, `testimony` is true if the rank itself reports it, `pings` and `collectives` give its
     progress (see `hang_report.py`), and `idle` is how long it had made none, in seconds.
     """
@@ -80,8 +80,9 @@ class InterruptSwallowed(Event, kind="interrupt_swallowed"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftFunction(Event, kind="left_function"):
-    """The thread left the training function. `outcome`: returned, raised, interrupted. `pings` is
-    the number of calls of `CallWrapper.ping` in this iteration.
+    """The thread left the training function. `outcome`: returned, raised, interrupted; raised also
+    if the interrupt overtook an exception. `pings` is the number of calls of `CallWrapper.ping` in
+    this iteration.
     """
 
     outcome: str = ""

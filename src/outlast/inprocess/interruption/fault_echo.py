@@ -60,7 +60,7 @@ def overtaken(error: BaseException, handled: BaseException | None) -> Exception 
             return None
         if isinstance(seen, RankShouldRestart):
             interrupted = True
-        elif interrupted and isinstance(seen, Exception):
+        elif interrupted and isinstance(seen, Exception) and not is_interrupt(seen):
             return None if is_consequence(seen) else seen
     return None
 

@@ -39,8 +39,8 @@ class FaultReports:
         self._store.perform(self._membership.report_fault(fault))
 
     def hard_timeout(self, idle: float, what: str) -> None:
-        """The main process is terminated, after `what` was the case for `idle` seconds, for example
-        "no progress"; see `death`.
+        """The main process is terminated after `idle` seconds of `what`, such as "no progress"; see
+        `death`.
         """
         cause = f"{what} for {idle:.3f} s (hard timeout): terminated by its monitor process"
         self._hard_timeout_cause, self._idle_from = cause, self._emitter.clock.now() - idle

@@ -231,7 +231,8 @@ class Machine:
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
-        self.cause = first_cause(faults) or self.cause
+        cause, earlier = first_cause(faults), self.cause
+        self.cause = cause or earlier
         if self.host.limits.await_size:
             with self.host.timing("replacements"):
                 self.held_in_vain = await hold_for_replacements(
@@ -244,10 +245,10 @@ class Machine:
         )
         if self.host.limits.await_size:
             await self.membership.wake_holders()
-        await self._leave_if_stopped()
-        cause = first_cause(faults)
         if cause is not None and cause.may_be_harmless and self.record.joiners:
-            cause = None  # no rank failed: connections broke because the job was made to grow
+            # No rank failed: connections broke because the job was made to grow.
+            cause, self.cause = None, earlier
+        await self._leave_if_stopped()
         survivors = self.record.expected - {joiner.member for joiner in self.record.joiners}
         # The member that failed shows the cause; if it has ended, the first that is left does.
         failed = cause is not None and cause.member in survivors

@@ -7,9 +7,12 @@ deleted later, so a crash at any time leaves no pointer without a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
 import os
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ import torch.distributed as dist
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError
+
+log = logging.getLogger("outlast.integrations")
 
 _KEY = "outlast checkpoint"
 _POINTER_BYTES = 100  # at most
@@ -42,7 +47,8 @@ class CheckpointFolder:
         self._checkpointer = Checkpointer(folder / ".outlast", group=group, **options)
         self._last: SaveHandle | None = None
         self._unwritten: dict[int, Path] = {}  # the pointers of the saves in progress, by number
-        self._error: OSError | None = None  # why a pointer could not be written or removed
+        self._unnamed: set[int] = set()  # committed, but its pointer could not be written
+        self._errors: deque[CheckpointError] = deque()  # to be raised on the training thread
         self._next = max((info.step for info in self._checkpointer.checkpoints()), default=-1) + 1
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -51,7 +57,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if an earlier save failed, or its pointer could not be written.
         """
-        self._raise_error()
+        if self._errors:
+            raise self._errors.popleft()
         self._delete_unneeded()
         tensors: list[torch.Tensor] = []
         buffer = io.BytesIO()
@@ -87,61 +94,67 @@ class CheckpointFolder:
         return path in list(self._unwritten.values()) or is_pointer(path)
 
     def remove(self, path: Path) -> None:
-        """Removes `path` when the last save is committed; not if that fails."""
+        """Removes `path` when the last save is committed, and has its pointer; not if it fails."""
         if self._last is None:
             path.unlink(missing_ok=True)
         else:
-            self._last.add_done_callback(partial(self._unlink, path))
+            self._last.add_done_callback(partial(self._unlink, path, self._next - 1))
 
     def close(self, kind: type[BaseException] | None) -> None:
         """Waits for the saves; not after an error of this kind that a restart follows.
 
         Raises:
-            CheckpointError: as `save`; not after an error.
+            CheckpointError: as `save`. After an error it is logged.
         """
-        if kind is None:
-            self._checkpointer.wait()
-            self._delete_unneeded()
-        self._checkpointer.__exit__(kind)
-        if kind is None:
-            self._raise_error()
-
-    # On the thread of the saves.
-
-    def _saved(self, path: Path, number: int, handle: Any) -> None:
-        """Writes the pointer of a save that has ended, durably."""
         try:
-            if _is_committed(handle):
+            if kind is None:
+                self._checkpointer.wait()
+                self._delete_unneeded()
+        finally:
+            self._checkpointer.__exit__(kind)
+        while self._errors:
+            error = self._errors.popleft()
+            if kind is None:
+                raise error
+            log.error("%s", error)
+
+    # The callbacks of a save: on the checkpointer's thread, or on this one if the save has ended.
+
+    def _saved(self, path: Path, number: int, handle: SaveHandle) -> None:
+        """Writes the pointer of a committed save, durably. If it failed, the next save raises."""
+        try:
+            if handle.succeeded:
                 _point(path, number)
         except OSError as e:
-            self._error = e
+            self._unnamed.add(number)
+            error = CheckpointError(
+                f"{path} could not be written, although its checkpoint is committed: {e}. Make "
+                "room there, or correct the permissions. The checkpoint before it is kept"
+            )
+            error.__cause__ = e
+            self._errors.append(error)
         finally:
             del self._unwritten[number]  # only now: see `has` and `_delete_unneeded`
 
-    def _unlink(self, path: Path, handle: Any) -> None:
+    def _unlink(self, path: Path, number: int, handle: SaveHandle) -> None:
         try:
-            if _is_committed(handle):
+            if handle.succeeded and number not in self._unnamed:
                 path.unlink(missing_ok=True)
         except OSError as e:
-            self._error = e
-
-    # On the training thread.
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise CheckpointError(f"a checkpoint in {self._folder} could not be named: {error}")
+            log.warning("%s could not be removed: %s", path, e)
 
     def _delete_unneeded(self) -> None:
-        """Deletes the checkpoints without a pointer that are older than the saves in progress.
+        """Deletes the checkpoints without a pointer that are older than the saves in progress; not
+        those whose pointer could not be written.
 
         The order of the reads: those in progress first. Another thread writes pointers meanwhile; a
         save that has ended by then has its pointer before the pointers are read.
         """
         oldest = min(list(self._unwritten), default=self._next)
-        pointed = {_pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
+        kept = {_pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
+        kept |= self._unnamed
         for info in self._checkpointer.checkpoints():
-            if info.step < oldest and info.step not in pointed:
+            if info.step < oldest and info.step not in kept:
                 self._checkpointer.delete(info.step)
 
 
@@ -151,7 +164,9 @@ def is_pointer(path: Path) -> bool:
 
 
 def _pointed(path: Path) -> int | None:
-    """The number in a pointer; `None` if the file is none, or has just been renamed or removed."""
+    """The number in a pointer; `None` if the file is not a pointer, or has just been renamed or
+    removed.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(_POINTER_BYTES + 1)
@@ -167,18 +182,18 @@ def _pointed(path: Path) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def _is_committed(handle: Any) -> bool:
-    """If not, the next save raises the error."""
-    return not handle.cancelled() and handle.unseen_error is None
-
-
 def _point(path: Path, number: int) -> None:
     partly = path.with_name(f".{path.name}{_PARTIAL}")
-    with partly.open("w") as file:
-        json.dump({_KEY: number}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partly.replace(path)
+    try:
+        with partly.open("w") as file:
+            json.dump({_KEY: number}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partly.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partly.unlink(missing_ok=True)
+        raise
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -87,8 +88,10 @@ class BackgroundCheckpointIO(CheckpointIO):
         folders, self._folders = list(self._folders.values()), {}
         # Lightning also calls this where it handles the exception that has ended a fit.
         error = sys.exc_info()[1]
-        for folder in folders:
-            folder.close(None if error is None or error is self._handled else type(error))
+        kind = None if error is None or error is self._handled else type(error)
+        with contextlib.ExitStack() as stack:  # if one raises, the others are closed all the same
+            for folder in folders:
+                stack.callback(folder.close, kind)
 
     def _folder(self, path: str | os.PathLike[str]) -> CheckpointFolder:
         parent = Path(path).resolve().parent

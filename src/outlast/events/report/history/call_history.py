@@ -131,21 +131,26 @@ class CallHistory:
         found = _merge_hung([e for e in self.during(iteration) if isinstance(e, Fault)], firsts)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
-        def order(fault: Fault) -> tuple[bool, bool, bool, int, int]:
+        def likely(fault: Fault) -> tuple[bool, bool]:
+            """As `records.first_cause`."""
+            return fault.consequence or (fault.overtaken and bool(hung)), fault.overtaken
+
+        def order(fault: Fault) -> tuple[tuple[bool, bool], bool, int, int]:
             behind = hung.index(fault.member) if fault.interruption == HUNG else -1
             late = firsts.get(fault.host, fault.time) < fault.time
-            return fault.consequence, fault.overtaken, late, behind, fault.rank
+            return likely(fault), late, behind, fault.rank
 
         heads: dict[str, list[Fault]] = defaultdict(list)
         for fault in found:  # ordered by time, which is meaningful within each host
             heads[fault.host].append(fault)
         merged: dict[int, Fault] = {}
         for host in heads:
-            heads[host].sort(key=lambda fault: (fault.consequence, fault.overtaken))
+            heads[host].sort(key=likely)
         while heads:
             host = min(heads, key=lambda name: order(heads[name][0]))
             fault = heads[host].pop(0)
-            merged.setdefault(fault.member if fault.member >= 0 else -2 - len(merged), fault)
+            one = fault.member >= 0 and not fault.overtaken
+            merged.setdefault(fault.member if one else -2 - len(merged), fault)
             if not heads[host]:
                 del heads[host]
         return list(merged.values())

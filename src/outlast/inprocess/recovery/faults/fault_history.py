@@ -83,10 +83,11 @@ async def cause_of_abort(
     membership: MembershipProtocol, faults: list[FaultRecord], earlier: FaultRecord | None
 ) -> FaultRecord | None:
     """The cause with which a `RestartAbort` is raised. A member's giving up is the cause only if no
-    other fault, in this iteration or (`earlier`) in those before, made it give up.
+    other fault, in this iteration or (`earlier`) in those before, made it give up. What the end of
+    the job overtook did not.
     """
     enders = {record.member for record in await membership.ledger() if record.ends_job}
-    others = [fault for fault in faults if fault.member not in enders]
+    others = [f for f in faults if f.member not in enders and not f.overtaken]
     return first_cause(others) or earlier or first_cause(faults)
 
 
