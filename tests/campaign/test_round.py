@@ -64,6 +64,7 @@ def test_an_undisturbed_run_that_fails_ends_the_campaign(tmp_path: Path) -> None
         run(tmp_path, "fails")
 
 
+@pytest.mark.slow
 def test_a_job_without_progress_is_ended(tmp_path: Path) -> None:
     with pytest.raises(CampaignError, match="no rank completed a step for 0 s, after step 1"):
         run(tmp_path, "stalls", stall_s=0.3)

@@ -142,7 +142,8 @@ def test_a_planned_exception_shows_its_line(tmp_path: Path) -> None:
     assert "ChaosError: a planned exception at iteration 0, step 3 (planned-0" in result.stderr
 
 
-@pytest.mark.parametrize("state", ["given", pytest.param("derived", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["given", "derived"])
 def test_a_replacement_is_not_killed_by_the_same_fault(tmp_path: Path, state: str) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)

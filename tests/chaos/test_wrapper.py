@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from outlast.chaos import MarkerDirectory
 from procs import Job
 
@@ -29,6 +31,7 @@ print(json.dumps({"iteration": train()}), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_job_survives_every_fault_of_the_plan(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

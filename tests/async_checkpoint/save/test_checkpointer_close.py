@@ -111,6 +111,7 @@ class InterruptAtLine:
         return self._line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["a checkpointer follows", "the program ends"])
 def test_an_interrupt_anywhere_in_the_end_of_a_session_leaves_no_writer(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,7 @@ def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks) -> None:
         assert "its monitor process" in job.errors(1)
 
 
-@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("nprocs", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None:
     with ranks("lost", "killed_by_the_test", nprocs=nprocs) as job:
         job.start_all()
@@ -71,7 +71,12 @@ def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "pings"), [("stop", "silent"), ("gil", "silent"), ("native", "pings")]
+    ("how", "pings"),
+    [
+        ("stop", "silent"),
+        pytest.param("gil", "silent", marks=pytest.mark.slow),
+        pytest.param("native", "pings", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_cannot_be_interrupted_is_ended(ranks: Ranks, how: str, pings: str) -> None:
     with ranks("lost", "one_hangs", how, pings, nprocs=3) as job:

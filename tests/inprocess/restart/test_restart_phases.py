@@ -107,10 +107,10 @@ def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
 @pytest.mark.parametrize(
     ("phase", "how"),
     [
-        ("initialize", "hang"),
+        pytest.param("initialize", "hang", marks=pytest.mark.slow),
         ("finalize", "hang"),
-        ("abort", "hang"),
-        ("finalize", "loop"),
+        pytest.param("abort", "hang", marks=pytest.mark.slow),
+        pytest.param("finalize", "loop", marks=pytest.mark.slow),
         ("health_check", "loop"),
     ],
 )

@@ -33,6 +33,7 @@ sys.stderr.flush()
 """
 
 
+@pytest.mark.slow
 def test_the_traceback_of_the_error_file(tmp_path: Path) -> None:
     with Run(tmp_path, RAISES, "--nproc-per-node=2") as run:
         assert run.wait() == 1

@@ -141,6 +141,7 @@ def exporter(run: Run) -> int:
     raise AssertionError(f"no exporter: {run.alive()}")
 
 
+@pytest.mark.slow
 def test_a_job_with_a_sigkill_is_seen_while_it_runs(tmp_path: Path, receiver: Receiver) -> None:
     finish, events = tmp_path / "finish", tmp_path / "events"
     options = ["--nproc-per-node=2", "--max-restarts=0", "--metrics-port=0", "--opentelemetry"]
