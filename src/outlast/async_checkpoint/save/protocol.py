@@ -24,8 +24,8 @@ from outlast.async_checkpoint.observers import notify_committing
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.save import ABORTED, Save, commit_of, error_of
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.storage.manifest import Manifest, saved_by
+from outlast.async_checkpoint.writer.client import WriterFailed, WriterLost
 from outlast.async_checkpoint.writer.messages import RemoveFolders, WriteSnapshot
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination import KeyTimeout
@@ -153,7 +153,7 @@ class SaveProtocol:
     def _commit(self, save: Save) -> tuple[Manifest | None, dict[str, Any]]:
         """Commits the checkpoint, on rank 0. Returns the manifest, if it is committed, and the
         result for the other ranks: the `size_bytes` of the checkpoint, or why it is not committed
-        (`error`, `dropped`).
+        (`error`, `dropped`), or may not be (`unknown`).
         """
         try:
             parts = self._ledger.parts(save.index)
@@ -165,8 +165,17 @@ class SaveProtocol:
             if self.aborted:
                 why = "dropped for all ranks by rank 0, while it was being committed"
                 return None, {"dropped": why}
+            if isinstance(e, WriterLost) and self._is_visible(save):
+                return None, {"unknown": f"it is visible, but may not be durable: {e}"}
             return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
         return manifest, {"size_bytes": manifest.size_bytes}
+
+    def _is_visible(self, save: Save) -> bool:
+        """Whether a writer that has ended had already made the checkpoint visible. It may have
+        ended before that was durable, so the save is not committed for sure.
+        """
+        snapshot = save.snapshot
+        return saved_by(self._session.storage, snapshot.description["final"]) == snapshot.save_id
 
     def _await_conclusion(self, save: Save) -> dict[str, Any]:
         """The result that rank 0 sends: see `_commit`. `unknown`: why it has sent none."""
