@@ -295,10 +295,12 @@ class RunningReplicaCheck:
         """Emits the event, and logs the message. Ranks that differ once differ in all later cycles,
         if training goes on: then only every 2nd, 4th, 8th... time is logged.
         """
-        self._emitter.emit(mismatch)
         ranks = tuple(mismatch.ranks)
         self._times[ranks] += 1
         times = self._times[ranks]
+        if times > 1 and self._check.excludes:
+            return  # they are leaving, and a cycle has ended meanwhile
+        self._emitter.emit(mismatch)
         if times & (times - 1) == 0:
             log.error("%s%s", describe(mismatch), f" (seen {times} times)" if times > 1 else "")
 
