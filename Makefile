@@ -10,32 +10,39 @@
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc, Chromium), by apt where this user is root
 #   make campaign  1,000 faults in a training that must end with the same bits; takes about 40 minutes on two cores
+#   make torture   crash states and failing calls of saves and restores, for TORTURE_SECONDS (an hour), by SEED
 #   make gpu       what needs a GPU: tests and benchmarks; PYTHON= has a CUDA build of torch, or TORCH=
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make format    formats the code, and applies the fixes of the linter
 #   make clean     removes environments, builds and caches
+#   make test TORCH=2.6.0  any of these with another torch: a version, or what pip takes, such as the
+#                  path of a wheel. It has environments of its own, .venv-torch2.6.0 and so on
 
 PYTHON ?= python3
 # Installed first, at an exact version: a CPU build is enough for everything here, and plain
 # `torch` may download gigabytes of CUDA packages. On a machine with GPUs: make TORCH=torch ...
-TORCH ?= torch==2.13.0
+DEFAULT_TORCH := torch==2.13.0
+TORCH ?= $(DEFAULT_TORCH)
+# A bare version is one of torch. Another torch than the default one has environments of its own.
+TORCH_PACKAGE := $(if $(filter 0 1 2 3 4 5 6 7 8 9,$(firstword $(subst ., ,$(TORCH)))),torch==$(TORCH),$(TORCH))
+TORCH_FOLDER := $(if $(filter $(DEFAULT_TORCH),$(TORCH_PACKAGE)),,-$(notdir $(subst ==,,$(TORCH_PACKAGE))))
 
 # The number of processes that run tests.
 WORKERS ?= 3
 
-VENV := .venv
+VENV := .venv$(TORCH_FOLDER)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCH_VENV := .venv-bench
+BENCH_VENV := .venv-bench$(TORCH_FOLDER)
 BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_STAMP := $(BENCH_VENV)/.installed
-FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_VENV := .venv-frameworks$(TORCH_FOLDER)
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign gpu check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu check format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,8 +50,8 @@ help:
 # One rule for every environment: `$(call environment,FOLDER,EXTRAS)`.
 define environment
 $(PYTHON) -m venv $(1)
-$(1)/bin/python -m pip install --quiet '$(TORCH)'
-$(1)/bin/python -m pip install --quiet --editable '.[$(2)]'
+$(1)/bin/python -m pip install --quiet '$(TORCH_PACKAGE)'
+$(1)/bin/python -m pip install --quiet '$(TORCH_PACKAGE)' --editable '.[$(2)]'
 touch $@
 endef
 
@@ -114,6 +121,13 @@ test-ray: $(FRAMEWORKS_STAMP)
 campaign: $(STAMP)
 	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown docs/campaign.md
 
+# Each trial is a process; a failed one prints the command that runs it again. ONLY= chooses some.
+TORTURE_SECONDS ?= 3600
+torture: $(STAMP)
+	mkdir -p build
+	PYTHONPATH=tests $(BIN)/python -m torture --seconds $(TORTURE_SECONDS) --markdown build/torture.md \
+		$(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
@@ -155,7 +169,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv $(wildcard .venv-*) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + \
 		2>/dev/null || true

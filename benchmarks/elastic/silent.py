@@ -7,6 +7,9 @@ compared with the ten segments between its own, and gives one ratio. Beside the 
 is its processor time, of all threads of both ranks: it includes the background threads, which an
 idle core would hide, and another process on the machine changes it less.
 
+`FiniteCheck`, which a `Job` has by default, is measured alone in the same way; it is started anew
+for each segment, outside the measured time, so that its hooks are absent from the others.
+
 What the checks add to a step depends little on what the step does, so that it is given in
 microseconds, too, with the shortest step of which it is 0.5 %.
 """
@@ -27,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.lib.paired import growth
 from benchmarks.lib.rank_processes import RankProcesses, free_port
 from benchmarks.lib.sheets import Sheet
-from outlast.elastic import ReplicaCheck, StragglerCheck
+from outlast.elastic import FiniteCheck, ReplicaCheck, StragglerCheck
 from outlast.events import MemorySink
 
 __all__ = ["run", "sheets"]
@@ -39,6 +42,7 @@ CLEAN_STEPS = 2000
 GOAL = 0.005
 SEGMENT = 10
 _MEASURING_S = 300.0
+_FINITE_S = 120.0
 _LEAST_CYCLES = 2
 _NET_S = 900.0
 
@@ -49,17 +53,22 @@ _Cost: TypeAlias = tuple[float, float]
 def run(quick: bool) -> dict[str, Any]:
     """Measures the cost of a step, the speed of hashing, and counts false alarms."""
     seconds, every = (0.0, 2 * SEGMENT) if quick else (_MEASURING_S, EVERY)
+    finite_s = 0.0 if quick else _FINITE_S
     clean = 100 if quick else CLEAN_STEPS
     print(f"silent: cycles of {every} steps for {seconds:g} s, then {clean} steps", flush=True)
     port = free_port()
     with RankProcesses("silent", RANKS) as processes:
-        processes.start_all(lambda slot: _rank(slot, seconds, every, clean, port, processes.folder))
+        processes.start_all(
+            lambda slot: _rank(slot, seconds, finite_s, every, clean, port, processes.folder)
+        )
         processes.wait_all(_NET_S)
         data: dict[str, Any] = json.loads((processes.folder / "costs.json").read_text())
     return data
 
 
-def _rank(slot: int, seconds: float, every: int, clean: int, port: int, folder: Any) -> None:
+def _rank(
+    slot: int, seconds: float, finite_s: float, every: int, clean: int, port: int, folder: Any
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=slot, world_size=RANKS)
@@ -76,17 +85,23 @@ def _rank(slot: int, seconds: float, every: int, clean: int, port: int, folder: 
             without, under = training.cycle(every, (replicas, stragglers))
             plain.append(without)
             checked.append(under)
+    finite: list[tuple[_Cost, _Cost]] = []
+    end = time.monotonic() + finite_s
+    while _largest(float(len(finite) < _LEAST_CYCLES or time.monotonic() < end)):
+        finite.append(training.finite_cycle(every))
     size_bytes = sum(p.nbytes for p in training.model.parameters())
     small = _Training(64, 2, 16)  # short steps: as many judgments as possible
     with (
         ReplicaCheck(every=10).start(small.model, events=sink, step=-1) as replicas,
         StragglerCheck().start(small.model, events=sink) as stragglers,
+        FiniteCheck().start(small.model, events=sink) as whole,
     ):
-        small.steps(clean, (replicas, stragglers))
+        small.steps(clean, (replicas, stragglers, whole))
     if slot == 0:
         result = {
             "plain": plain,
             "checked": checked,
+            "finite": finite,
             "every": every,
             "size_bytes": size_bytes,
             "hash_rate": _hash_rate(),
@@ -113,6 +128,18 @@ class _Training:
         for number in range(every // SEGMENT):
             for with_checks in (False, True) if number % 2 == 0 else (True, False):
                 found[with_checks].append(self.steps(SEGMENT, checks if with_checks else ()))
+        return _mean(found[False]), _mean(found[True])
+
+    def finite_cycle(self, every: int) -> tuple[_Cost, _Cost]:
+        """The same for a `FiniteCheck` alone."""
+        found: dict[bool, list[_Cost]] = {False: [], True: []}
+        for number in range(every // SEGMENT):
+            for with_check in (False, True) if number % 2 == 0 else (True, False):
+                if with_check:
+                    with FiniteCheck().start(self.model) as check:
+                        found[True].append(self.steps(SEGMENT, (check,)))
+                else:
+                    found[False].append(self.steps(SEGMENT))
         return _mean(found[False]), _mean(found[True])
 
     def steps(self, count: int, checks: Any = ()) -> _Cost:
@@ -159,6 +186,8 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     )
     step = statistics.median(each[0] for each in data["plain"])
     used = statistics.median(each[1] for each in data["plain"])
+    alone = growth([plain[1] for plain, _ in data["finite"]], [it[1] for _, it in data["finite"]])
+    alone_used = statistics.median(plain[1] for plain, _ in data["finite"])
     rows = [
         ("parameters", f"{data['size_bytes'] / 2**20:.0f} MiB"),
         ("steps of a cycle (`every`)", str(data["every"])),
@@ -171,6 +200,10 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
         (
             f"step of which that is {GOAL:.1%}",
             f"{1e3 * max(processor.value, 0) * used / RANKS / GOAL:.1f} ms",
+        ),
+        (
+            "`FiniteCheck` alone, per rank (95 % interval)",
+            f"{1e6 * alone.value * alone_used / RANKS:.0f} µs ({alone})",
         ),
         ("hashing, one thread", f"{data['hash_rate'] / 1e9:.1f} GB/s"),
         (f"false alarms in {data['clean_steps']} steps", ", ".join(data["alarms"]) or "none"),

@@ -55,8 +55,8 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
         first = job.restore() or 0
         if rank == 0:
             print(f"iteration {call.iteration}: {world_size} ranks from step {first}", flush=True)
-        while loader.epoch < EPOCHS:
-            for features, labels in loader:
+        for _ in job.epochs(EPOCHS):
+            for features, labels in job.batches(loader):
                 call.ping()
                 with model.part(loader):
                     nn.functional.cross_entropy(model(features), labels).backward()

@@ -21,7 +21,8 @@ from outlast.integrations.accelerate import make_job, reset_state
 
 
 @inprocess.Wrapper()
-def main(path: Path, max_steps: int) -> None:
+def main(path: Path, epochs: int, call: inprocess.CallWrapper | None = None) -> None:
+    assert call is not None
     reset_state()
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -33,12 +34,13 @@ def main(path: Path, max_steps: int) -> None:
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     with make_job(accelerator, path, loader=loader, every=10) as job:
         accelerator.load_state()
-        while job.steps < max_steps:
-            for inputs, labels in loader:
+        for _ in job.epochs(epochs):
+            for inputs, labels in job.batches(loader):
+                call.ping()
                 chaos.step(job.steps)  # so that a fault plan can name a step
                 loss = F.cross_entropy(model(inputs), labels)
                 print(f"step {job.steps + 1}: loss {loss.item()!r}", flush=True)
-                accelerator.backward(loss)
+                accelerator.backward(loader.weight * loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -48,7 +50,7 @@ def main(path: Path, max_steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", type=Path, default=Path("accelerate"))
-    parser.add_argument("--max-steps", type=int, default=240)
+    parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    main(options.path, options.max_steps)
+    main(options.path, options.epochs)

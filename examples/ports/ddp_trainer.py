@@ -3,12 +3,11 @@
     outlast run --nproc-per-node 2 examples/ports/ddp_trainer.py
 
 The class keeps its data loader and its sampler. A `Job` takes the place of the snapshot file, and
-the trainer skips the batches of the current epoch that the job has already been trained on.
+yields the batches that are left of an epoch.
 """
 
 import argparse
 import os
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -42,18 +41,15 @@ class Trainer:
         self.optimizer.step()
         print(f"step {self.job.steps + 1}: loss {loss.item()!r}", flush=True)
 
-    def _run_epoch(self, epoch: int) -> None:
-        assert isinstance(self.train_data.sampler, DistributedSampler)
-        self.train_data.sampler.set_epoch(epoch)
-        done = self.job.steps - epoch * len(self.train_data)
-        for source, targets in islice(self.train_data, done, None):
+    def _run_epoch(self) -> None:
+        for source, targets in self.job.batches(self.train_data):
             self.call.ping()
             self._run_batch(source, targets)
             self.job.step()
 
     def train(self, max_epochs: int) -> None:
-        for epoch in range(self.job.steps // len(self.train_data), max_epochs):
-            self._run_epoch(epoch)
+        for _ in self.job.epochs(max_epochs):
+            self._run_epoch()
 
 
 def load_train_objs() -> tuple[Dataset[tuple[torch.Tensor, ...]], nn.Module, torch.optim.Optimizer]:
@@ -67,14 +63,7 @@ def load_train_objs() -> tuple[Dataset[tuple[torch.Tensor, ...]], nn.Module, tor
 def prepare_dataloader(
     dataset: Dataset[tuple[torch.Tensor, ...]], batch_size: int
 ) -> DataLoader[tuple[torch.Tensor, ...]]:
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=DistributedSampler(dataset),
-        # Without a generator of its own, every new iterator draws from the global one, and a run
-        # that continues within an epoch would draw once more than an uninterrupted run.
-        generator=torch.Generator(),
-    )
+    return DataLoader(dataset, batch_size=batch_size, sampler=DistributedSampler(dataset))
 
 
 @inprocess.Wrapper()

@@ -19,9 +19,11 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- ChaosError                   an invalid fault plan, or a planned exception
         +-- EventLogError                an event log cannot be read
         +-- ReplicasDiffer               replicas differ, and no majority says which is wrong
+        +-- NonFinite                    the loss or a parameter is not a finite number
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
+            +-- CheckpointReadError      a checkpoint cannot be read now, and may be intact
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
             +-- FolderInUse              another job saves into the same folder
@@ -49,6 +51,7 @@ __all__ = [
     "ChaosError",
     "CheckpointError",
     "CheckpointMismatch",
+    "CheckpointReadError",
     "CheckpointTimeout",
     "EventLogError",
     "FaultCounterExceeded",
@@ -56,6 +59,7 @@ __all__ = [
     "HealthCheckError",
     "InternalError",
     "LaunchError",
+    "NonFinite",
     "OutlastError",
     "RankDiscarded",
     "RankExcluded",
@@ -156,6 +160,14 @@ class ReplicasDiffer(OutlastError):
     """
 
 
+class NonFinite(OutlastError):
+    """The loss or a parameter is infinite or NaN; names the parameter, the first rank and step, and
+    the newest checkpoint whose parameters are finite.
+    """
+
+    permanent = True
+
+
 class AsyncCallError(OutlastError):
     """A background call failed on some rank; names the call, the rank and the cause."""
 
@@ -168,6 +180,13 @@ class CheckpointMismatch(CheckpointError):
     """A valid checkpoint does not fit the state to restore; names what differs."""
 
     permanent = True
+
+
+class CheckpointReadError(CheckpointError):
+    """A checkpoint cannot be read now, because of the disk, the network or this process: an I/O
+    error, a permission, too many open files. It may be intact, so no older one is restored instead;
+    names the rank, the host, the file and the error.
+    """
 
 
 class CheckpointTimeout(CheckpointError, builtins.TimeoutError):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from outlast.async_checkpoint.storage.entries import FileEntry, TensorEntry
 from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
-    TensorEntry,
     checksum,
     encode,
     pieces,
@@ -36,7 +35,7 @@ def save(
         storage.put(working, name, content)
         sums = [checksum(content[at : at + n]) for at, n in pieces(len(content), CHUNK_BYTES)]
         entries[name] = FileEntry(name, len(content), sums)
-    tensors = {"weight": TensorEntry(["weight"], "float32", [2], [])}
+    tensors = {"weight": TensorEntry(["weight"], "float32", [0], [])}
     manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, tensors, {})
     storage.put(working, MANIFEST, encode(manifest))
     storage.publish(working, final)

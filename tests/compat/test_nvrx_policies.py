@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -73,6 +74,66 @@ def test_keys_are_counted_in_the_store() -> None:
     counts = ra.FilterCountGroupedByKey(lambda state: state.rank // 2, lambda n: n == 2)
     found = counts(ra.RankAssignmentCtx(State(0, 1), store, set()))
     assert found.terminated_ranks == {0}
+
+
+def test_gaps_are_filled_as_in_0_4_and_as_it_documents_in_a_job() -> None:
+    lost = {1, 4, 5}
+    healthy = [rank for rank in range(8) if rank not in lost]
+    assert [ra.FillGaps()(ctx(r, 8, lost)).state.rank for r in healthy] == [0, 2, 3, 4, 5]
+    assignment = as_core(inprocess.Compose(ra.ActivateAllRanks(), ra.FillGaps()))
+    moved = [assignment(core.State(r, 8), frozenset(lost))[0].rank for r in healthy]
+    assert moved == [0, 2, 3, 1, 4]
+
+
+def test_ranks_are_moved_between_two_counts() -> None:
+    """Ranks 1 and 6 of 8 are lost: groups of two lose 0, 1, 6 and 7, then a group of three 5."""
+    store, gone = dist.HashStore(), {1, 6}
+
+    def of_groups(size: int) -> Any:
+        limit = timedelta(seconds=20)
+        return ra.FilterCountGroupedByKey(lambda s: (s.rank // size,), size.__eq__, limit)
+
+    def new_rank(rank: int) -> int | None:
+        policy = inprocess.Compose(ra.ShiftRanks(), of_groups(3), ra.ShiftRanks(), of_groups(2))
+        try:
+            found = policy(ra.RankAssignmentCtx(State(rank, 8), store, set(gone)))
+        except RankDiscarded:
+            return None
+        assert (found.state.world_size, found.terminated_ranks) == (3, set())
+        return int(found.state.rank)
+
+    healthy = [rank for rank in range(8) if rank not in gone]
+    with ThreadPoolExecutor(len(healthy)) as pool:
+        assert list(pool.map(new_rank, healthy)) == [None, 0, 1, 2, None, None]
+
+
+def test_any_value_is_a_group_key() -> None:
+    for key in (7, ("a", 1), None):
+        counts = ra.FilterCountGroupedByKey(key, lambda n: n == 1)
+        found = counts(ra.RankAssignmentCtx(State(0, 1), dist.HashStore(), set()))
+        assert found.terminated_ranks == set()
+        assert ra.Tree([ra.Layer(key_or_fn=key)])(ctx(1, 2)).state.active_rank == 1
+
+
+def test_a_tree_has_one_root() -> None:
+    with pytest.raises(RuntimeError, match="one key in the first layer"):
+        ra.Tree([ra.Layer(key_or_fn=lambda state: state.rank % 2)])(ctx(0, 2))
+
+
+def test_the_state_that_an_assignment_returns_counts() -> None:
+    class Leaves(ra.RankAssignment):
+        """Closes the gaps, and leaves the terminated ranks in the set."""
+
+        def __call__(self, ctx: Any) -> Any:
+            gone = set(ctx.terminated_ranks)
+            ctx = ra.ShiftRanks()(ctx)
+            ctx.terminated_ranks = gone
+            return ctx
+
+    after, left = as_core(Leaves())(core.State(2, 4), frozenset({1}))
+    assert (after.rank, after.world_size, left) == (1, 3, frozenset())
+    nobody_moved = inprocess.Compose(ra.ActivateAllRanks())
+    assert as_core(nobody_moved)(core.State(2, 4), frozenset({1}))[1] == {1}
 
 
 def test_an_assignment_of_the_user_runs_under_the_wrapper_of_outlast() -> None:

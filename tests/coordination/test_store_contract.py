@@ -31,6 +31,8 @@ THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
         "memory",
         "tcp",
         "client",
+        "tcp without libuv",
+        "without libuv, client",
         "file",
         "etcd",
         THREE,
@@ -78,7 +80,10 @@ def connect(
     if request.param == "file":
         held = dist.FileStore(path, -1)  # the last connection to close deletes the file
     elif group is None:
-        held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        libuv = "without libuv" not in request.param
+        held = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv
+        )
     port = group.me.store_port if group is not None else getattr(held, "port", 0)
     if request.param.endswith("client"):
         clients: list[TcpClient] = []
@@ -254,8 +259,10 @@ class Deleting:
 
 
 def test_a_read_does_not_wait_for_a_key_that_is_deleted_meanwhile(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if request.node.callspec.id == "without libuv, client":
+        pytest.skip("this server closes a connection that asks for an absent value")
     store, other = connect(), connect()
     store.put("k", b"v")
     store.put("empty", b"")

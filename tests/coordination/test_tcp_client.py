@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.coordination.stores.torch_protocol import Query
 from outlast.errors import RankShouldRestart, StoreError
 from outlast.system.sockets import shut_down, socket_inodes
 
@@ -106,3 +107,35 @@ def test_something_else_that_answers_there_is_an_error() -> None:
             pool.submit(answer)
             with pytest.raises(StoreError, match="does not answer as torch's store"):
                 TcpClient("127.0.0.1", port, NET_S).connect()
+
+
+@pytest.mark.parametrize("server", [True], indirect=True, ids=["libuv"])  # the other hangs up
+def test_a_key_that_comes_and_goes_is_never_read_as_empty(server: Any) -> None:
+    """Between any two requests of a read, another client may delete the key and set it again."""
+    client = TcpClient("127.0.0.1", server.port, NET_S)
+    other = TcpClient("127.0.0.1", server.port, NET_S)
+    client.read("k")  # connects
+    connection = client._connection
+    assert connection is not None
+
+    class Between:
+        """The connection; the key is deleted before each GET, and set again after it."""
+
+        def sendall(self, data: bytes) -> None:
+            if data[0] == Query.GET:
+                other.delete("k")
+            else:
+                other.put("k", b"full")
+                assert other.add("done", 1)  # answered, so the one before is performed
+            connection.sendall(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(connection, name)
+
+    client._connection = Between()  # type: ignore[assignment]
+    assert client.read("k") == b"full"
+    client._connection = connection
+    other.put("k", b"")
+    assert client.read("k") == b""
+    other.delete("k")
+    assert client.read("k") is None

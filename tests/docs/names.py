@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import outlast
 from outlast import inprocess as inprocess
@@ -26,11 +26,13 @@ evaluate: Callable[[], None]
 first_step: int
 job: outlast.Job
 last_step: int
+loader: DataLoader[Any]
 loss_fn: torch.nn.CrossEntropyLoss
 make_model: Callable[[], torch.nn.Module]
 make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
 model: torch.nn.Module
 module: torch.nn.Module
 optimizer: torch.optim.Optimizer
+scheduler: torch.optim.lr_scheduler.LRScheduler
 save: Callable[[dict[str, Any]], None]
 train_step: Callable[[], None]

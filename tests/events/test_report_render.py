@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from events.pages import Page
 from events.synthetic_run import SyntheticRun
 from outlast.events import BarrierPassed, JsonlSink, Note, WorkerExited
-from outlast.events.report import build, load, render, to_json
+from outlast.events.report import build, load, render, render_html, to_json
 from outlast.events.report.words import one_line, plural, share
 from outlast.system.units import duration_text
 
@@ -155,6 +156,20 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert report["restarts"][0]["cause"]["rank"] == 2
     assert report["restarts"][1]["phases"]["total"] == 0.5
     assert report["replaced"] == 1
+    told = "3 restarts: 1 x ValueError (rank 2), 1 x died (rank 1), 1 x new ranks joined"
+    assert report["restart_causes"] == told
+
+
+def test_the_end_tells_the_restarts_by_cause(tmp_path: Path) -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    for number in range(3):
+        run.fault(number % 2, at=number + 1.0, cause="KeyError: 'lr'", where="bug.py:16 in step")
+        run.restart(at=number + 1.0)
+    told = "3 restarts: 3 x KeyError at bug.py:16 (ranks 0, 1)."
+    folder = log(run, tmp_path)
+    assert told in " ".join(printed(folder).split())
+    assert told in Page(render_html(build(load(folder)), title="a run")).text
 
 
 def test_words() -> None:

@@ -127,7 +127,12 @@ class Cluster:
         first = list(self.network.names)[:3]
         endpoints = ",".join(f"{name}:29400" for name in first)
         common = ["--rdzv-id", "test", "--standby", "0", "--max-restarts", "10"]
-        limits = ["--host-timeout", str(LEASE_S), "--rdzv-conf", "last_call_timeout=5"]
+        limits = [
+            "--host-timeout",
+            str(LEASE_S),
+            "--rdzv-conf",
+            f"last_call_timeout=5,record_dir={self._folder / 'records'}",
+        ]
         meet = [] if "--rdzv-endpoint" in options else ["--rdzv-endpoint", endpoints]
         events = ["--events-dir", str(self.events)]
         run = ["-m", "outlast.launch", "run", *common, *limits, *meet, *events, *options]

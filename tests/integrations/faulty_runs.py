@@ -26,19 +26,34 @@ def losses_of(
     *,
     nprocs: int,
     faults: Sequence[dict[str, Any]] = (),
+    stop_at: int | None = None,
 ) -> Losses:
-    """Runs the script to its end in a new folder, with these faults, one per iteration."""
+    """Runs the script to its end in a new folder, with these faults, one per iteration. With
+    `stop_at`, a rank gets SIGTERM in that step of a first run, which must lose no step.
+    """
     folder.mkdir()
     options = [f"--nproc-per-node={nprocs}", "--max-restarts=8"]
     if faults:
         plan = folder / "plan.json"
         plan.write_text(json.dumps({"faults": list(faults)}))
         options.append(f"--chaos={plan}")
+    losses: Losses = {}
+    if stop_at is not None:
+        environment = {"STOP_AT": str(stop_at)}
+        with Run(folder, script.read_text(), *options[:2], args=arguments, env=environment) as run:
+            assert run.wait() == 143, run.err[-10_000:]
+            _collect(run, losses)
+    done = max((step for _, step in losses), default=0)
     with Run(folder, script.read_text(), *options, args=arguments) as run:
         for number, fault in enumerate(faults):
             run.until_said(f"fires {fault['kind']} at iteration {number}")
         assert run.wait() == 0, run.err[-10_000:]
-        losses: Losses = {}
-        for rank, step, value in _LINE.findall(run.out):
-            losses.setdefault((int(rank), int(step)), set()).add(value)
-        return losses
+        first = min(int(step) for _, step, _ in _LINE.findall(run.out))
+        assert first == done + 1, f"steps {first} to {done} were made again"
+        _collect(run, losses)
+    return losses
+
+
+def _collect(run: Run, losses: Losses) -> None:
+    for rank, step, value in _LINE.findall(run.out):
+        losses.setdefault((int(rank), int(step)), set()).add(value)

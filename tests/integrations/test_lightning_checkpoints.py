@@ -130,6 +130,21 @@ def test_a_failed_save_neither_names_nor_removes_a_checkpoint(
     assert load(tmp_path, "first.ckpt") == [1] * 4
 
 
+class Custom:
+    """An object that no load allows by default."""
+
+
+def test_objects_are_loaded_only_where_the_caller_says_so(tmp_path: Path) -> None:
+    checkpoints = BackgroundCheckpointIO()
+    path = tmp_path / "one.ckpt"
+    checkpoints.save_checkpoint({"custom": Custom()}, path)
+    checkpoints.teardown()
+    with pytest.raises(CheckpointError, match=r"one\.ckpt cannot be loaded.*weights_only=False"):
+        checkpoints.load_checkpoint(path)
+    assert isinstance(checkpoints.load_checkpoint(path, weights_only=False)["custom"], Custom)
+    checkpoints.teardown()
+
+
 def test_an_error_of_one_folder_leaves_no_other_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

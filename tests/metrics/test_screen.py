@@ -50,7 +50,7 @@ def test_a_running_job(logs: Logs) -> None:
     logs.write(running())
     lines = frame(logs.folder, alive=True).splitlines()
     assert lines[0].startswith("run  running · 45.00 s · goodput ")
-    assert "2 restarts" in lines[0]
+    assert "2 restarts: 1 x ValueError (rank 1), 1 x died (rank 2)" in lines[0]
     assert "3 active · 0 reserve · 0 joining · 0 restarting · 1 lost so far · 1 host" in lines[1]
     assert " ".join(lines[3].split()) == "rank state host pid restarts step steps/s progress"
     assert " ".join(lines[4].split()) == "0 running a 1000 2 100 3.33 5.00 s ago"

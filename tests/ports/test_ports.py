@@ -22,7 +22,7 @@ from ports.port_run import Losses, PortRun
 PORTS = {
     "nanogpt": (["nanogpt.py", "--max-iters", "240"], "out"),
     "ddp_trainer": (["ddp_trainer.py", "--epochs", "15"], "snapshots"),
-    "accelerate_loop": (["accelerate_loop.py", "--max-steps", "240"], "accelerate"),
+    "accelerate_loop": (["accelerate_loop.py", "--epochs", "15"], "accelerate"),
     "hf_trainer": (["hf_trainer.py", "--max-steps", "240"], "hf/checkpoints"),
     "lightning_trainer": (["lightning_trainer.py", "--max-epochs", "15"], "lightning"),
 }

@@ -20,7 +20,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError, SaveCancelled
@@ -130,7 +131,6 @@ class Checkpointer:
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before making a Checkpointer"
             )
-        check_unused(self._url)
         self._restarts = restarts.count()
         ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
@@ -140,28 +140,33 @@ class Checkpointer:
                 ", ".join(not_hooked),
             )
         self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._session, taken_over = session_for(
-            self._url, threads=threads, linger_s=linger_s, replicas=replicas
-        )
-        self._session.writer.timeout_s = self._timeout
-        if taken_over:
-            self._take_over()
-        if self.rank != 0:
-            self._session.unlock()  # this process may have been rank 0 before
-        self._session.pool.grow(max_in_flight, spare=replicas)
-        self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
-        self._emitter.place(rank=self.rank)
-        global_rank = dist.get_rank() if grouped else 0
-        self._session.memo.move(global_rank, self.rank, self.world_size)
-        restores = ledger.child("restore")
-        self._restorer = Restorer(self._session, restores, group, self._timeout, self._emitter)
-        try:
-            self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {self._job}")
-            arrange_copies(self._session, self._restorer, ledger, self._emitter, replica_bandwidth)
-        except BaseException:
-            if not taken_over:  # no other checkpointer knows of it
-                self._session.close(0.0)
-            raise
+        self._ranks = Agreement(ledger.child("restore"), self._timeout, self._url)
+        with self._ranks.operation():
+            check_unused(self._url)
+            self._session, taken_over = session_for(
+                self._url, threads=threads, linger_s=linger_s, replicas=replicas
+            )
+            self._session.writer.timeout_s = self._timeout
+            if taken_over:
+                self._take_over()
+            if self.rank != 0:
+                self._session.unlock()  # this process may have been rank 0 before
+            self._session.pool.grow(max_in_flight, spare=replicas)
+            self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
+            self._emitter.place(rank=self.rank)
+            global_rank = dist.get_rank() if grouped else 0
+            self._session.memo.move(global_rank, self.rank, self.world_size)
+            self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
+            owner = f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
+            try:
+                self._restorer.open(owner)
+                arrange_copies(
+                    self._session, self._restorer, ledger, self._emitter, replica_bandwidth
+                )
+            except BaseException:
+                if not taken_over:  # no other checkpointer knows of it
+                    self._session.close(0.0)
+                raise
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
         structures = ledger.child("structure")
         self._outcomes = SaveOutcomes(self._session, retention, policy, self._emitter)
@@ -187,7 +192,12 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ saving
 
     def save(
-        self, step: int, state_dict: Mapping[str, Any], *, metric: float | None = None
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        metric: float | None = None,
+        finite: Collection[str] = (),
     ) -> SaveHandle:
         """Saves `state_dict` as it is now. Returns as soon as training may continue.
 
@@ -195,8 +205,11 @@ class Checkpointer:
             step: the training step. A checkpoint of the same step is replaced when this one is
                 committed.
             state_dict: nested dicts and lists of tensors (including DTensor and ShardedTensor) and
-                of values that can be pickled. Replicated parts are saved by one rank.
+                of values that a restore can load without running code: see "What can be saved" in
+                the guide. Replicated parts are saved by one rank.
             metric: the quality of the checkpoint, for `Retention(best=...)`.
+            finite: the names of tensors that must be finite, such as "model.0.weight", the same on
+                all ranks: see `Retention`. An `outlast.Job` names its parameters.
 
         Raises:
             TypeError: if `step` is not an integer (NumPy's are), or `state_dict` is not a dict.
@@ -210,7 +223,7 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self._pipeline.save(step, state_dict, metric)
+        handle = self._pipeline.save(step, state_dict, metric, finite)
         report_step(step)
         return handle
 
@@ -239,22 +252,25 @@ class Checkpointer:
             strict: whether names that only one of `state_dict` and checkpoint has are an error.
             optional: prefixes of names that may be missing on one side even so. A value that the
                 checkpoint lacks stays as it is.
-            weights_only: `False` unpickles any value, which may run code: only for checkpoints
-                that you trust.
+            weights_only: `False` unpickles any value, which may run code: only for checkpoints of
+                other programs that you trust.
 
         Returns:
             The step that was loaded; `None` if there is no checkpoint at all.
 
         Raises:
             CheckpointMismatch: if the checkpoint does not fit; names keys, shapes and dtypes.
+            CheckpointReadError: if one cannot be read now, and may be valid; names the rank, the
+                host, the file and the error. No older one is loaded instead.
             CheckpointError: if there are checkpoints but none is valid; names what is wrong with
                 each. When none is valid, tensors may hold parts of a damaged checkpoint, and
                 must not be used for training.
         """
         self._check_open()
         step = None if step is None else as_int("step", step, at_least=0)
-        self._pipeline.seal_all()
-        found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
+        with self._ranks.operation():
+            self._pipeline.seal_all()
+            found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
         self._pipeline.prepare(state_dict)
         return found
 

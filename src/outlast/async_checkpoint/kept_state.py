@@ -47,6 +47,15 @@ class KeptState:
         """The folder of the checkpoints, in the form in which it is unique."""
         return self._session.url
 
+    @property
+    def not_live(self) -> str:
+        """Why a checkpoint is restored, and not a state that the caller has kept."""
+        return self._restorer.not_live
+
+    @not_live.setter
+    def not_live(self, reason: str) -> None:
+        self._restorer.not_live = reason
+
     def keep(self, memory: SharedMemory) -> None:
         """Keeps `memory` after a kill of this process, for its replacement. What was kept before is
         released.

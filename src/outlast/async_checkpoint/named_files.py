@@ -37,22 +37,24 @@ from outlast.async_checkpoint.storage.directory import (
     verify,
     verify_folder,
 )
+from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
+    HEAD_BYTES,
     MANIFEST,
-    FileEntry,
     Manifest,
     checksum,
     encode,
     format_version,
     pieces,
+    saved_by,
 )
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import STATES, STEP, Storage, step_of
-from outlast.errors import CheckpointError
-from outlast.system.files import fsync_folder
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
+from outlast.system.files import fsync_folder, make_folder
 
 __all__ = [
     "MANIFEST",
@@ -121,15 +123,15 @@ def newest_valid(storage: LocalStorage) -> str | None:
 
     Raises:
         CheckpointError: if none is valid (names what is wrong with each), or if one has a later
-            format, which must not be skipped.
+            format, or cannot be read now, which must not be skipped.
     """
     wrong = []
     for _, folder in candidates(storage):
         try:
             verify_folder(storage, folder)
+        except (CheckpointMismatch, CheckpointReadError):
+            raise  # it may be intact
         except CheckpointError as e:
-            if _version(storage, folder) > FORMAT_VERSION:
-                raise
             wrong.append(str(e))
             log.warning("passed over a checkpoint: %s", e)
         else:
@@ -180,7 +182,15 @@ class NewFileCheckpoint:
         )
         storage.put(self.working, MANIFEST, encode(manifest))
         storage.sync(self.working)
-        storage.publish(self.working, self.final)
+        try:
+            storage.publish(self.working, self.final)
+        except OSError as e:
+            if saved_by(storage, self.final) != self._save_id:
+                raise
+            raise CheckpointError(
+                f"it is not known whether {storage.where}/{self.final} is committed: it is "
+                f"visible, but may not be durable: {e}"
+            ) from e
         self.committed = True
         for folder in _replaced_by(storage, self._number):
             _remove(storage, folder)
@@ -216,7 +226,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     directory is created. `write` is as for `NewFileCheckpoint.add`.
     """
     folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
         written = Path(working) / path.name
         _write_file(written, write)
@@ -261,7 +271,13 @@ def _remove(storage: LocalStorage, folder: str) -> None:
 
 def _version(storage: LocalStorage, folder: str) -> int:
     """The version of the format of a checkpoint; 0 if its manifest does not say."""
+    buffer = bytearray(HEAD_BYTES)
     try:
-        return format_version(storage.get(folder, MANIFEST)) or 0
-    except OSError:
+        reader = storage.open(folder, MANIFEST)
+        try:
+            content = buffer[: reader.read_into(0, memoryview(buffer))]
+        finally:
+            reader.close()
+        return format_version(bytes(content)) or 0
+    except (OSError, CheckpointError):
         return 0

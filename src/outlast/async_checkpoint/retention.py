@@ -18,7 +18,11 @@ __all__ = ["Retention"]
 class Retention:
     """Which checkpoints are kept: those that at least one rule keeps; all, without rules.
 
-    A checkpoint is removed only after the commit of a newer one, which itself is never removed.
+    A checkpoint is removed only after the commit of a newer one, which itself is never removed. Nor
+    is the newest checkpoint whose parameters are all finite, where that is known (`save(finite=)`):
+    a training that has diverged cannot continue from the others. If the one that was committed is
+    known not to be finite, and no other is known to be, the newest one of which that is not known
+    stays.
 
     Attributes:
         last: how many of the newest are kept.
@@ -65,7 +69,7 @@ class Retention:
         if self.keeps_all or all(info.step != committed for info in checkpoints):
             return []
         ordered = sorted(checkpoints, key=lambda info: info.step)
-        kept = {committed}
+        kept = {committed, self._usable(ordered, committed)}
         if self.last is not None:
             kept.update(info.step for info in ordered[-self.last :])
         if self.every is not None:
@@ -80,3 +84,13 @@ class Retention:
             rated.sort(key=lambda one: one[0], reverse=self.mode == "max")
             kept.update(step for _, step in rated[: self.best])
         return [info for info in ordered if info.step not in kept]
+
+    @staticmethod
+    def _usable(ordered: Sequence[CheckpointInfo], committed: int) -> int:
+        """The step of the newest checkpoint that training can continue from, as far as known."""
+        finite = [info.step for info in ordered if info.finite]
+        if finite:
+            return finite[-1]
+        wrong = any(info.step == committed and info.finite is False for info in ordered)
+        unknown = [info.step for info in ordered if info.finite is None]
+        return unknown[-1] if wrong and unknown else committed

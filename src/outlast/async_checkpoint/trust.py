@@ -3,7 +3,8 @@
 A checkpoint that was saved after such a fault is complete and verified, and still wrong. A small
 file beside the checkpoints says up to which step they can be trusted; it is written before any rank
 acts on the fault, so that a job that is started anew finds it too. It is removed when a trusted
-checkpoint was restored and the later ones are deleted.
+checkpoint was restored and the later ones are deleted. A checkpoint with parameters that are not
+finite says so itself, in its manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from outlast.async_checkpoint.checkpointer import Checkpointer
 
-__all__ = ["Trusted", "limit_trust", "remove_distrusted", "trusted"]
+__all__ = ["Trusted", "limit_trust", "newest_finite", "remove_distrusted", "trusted"]
 
 _FOLDER, _FILE = "trust", "limit.json"
 
@@ -30,17 +31,18 @@ def limit_trust(checkpointer: Checkpointer, step: int, why: str) -> None:
         OSError: if it cannot be written.
     """
     storage = checkpointer._session.storage
-    storage.make(_FOLDER)
-    storage.put(_FOLDER, _FILE, json.dumps({"step": step, "why": why}).encode())
-    storage.sync(_FOLDER)
+    storage.put_record(_FOLDER, _FILE, json.dumps({"step": step, "why": why}).encode())
 
 
 @dataclasses.dataclass(frozen=True)
 class Trusted:
-    """Up to which step checkpoints can be trusted, and the newest one of these."""
+    """Up to which step checkpoints can be trusted, the newest one of these, and what has happened
+    after it.
+    """
 
     limit: int
     step: int
+    fault: str
 
 
 def trusted(checkpointer: Checkpointer) -> Trusted | None:
@@ -51,12 +53,27 @@ def trusted(checkpointer: Checkpointer) -> Trusted | None:
         CheckpointError: if none can be trusted, or the record cannot be read.
     """
 
-    def look(_: list[Any]) -> list[int] | None:
+    def look(_: list[Any]) -> list[Any] | None:
         limit = _limit(checkpointer)
-        return None if limit is None else [limit, _newest(checkpointer, limit)]
+        if limit is not None:
+            return [limit, _newest(checkpointer, limit), "the replicas differed"]
+        known = checkpointer.checkpoints()
+        if not known or known[-1].finite is not False:
+            return None
+        usable = [info.step for info in known if info.finite] or [
+            info.step for info in known if info.finite is None
+        ]
+        if not usable:
+            return None
+        return [usable[-1], usable[-1], "values of the parameters became infinite or NaN"]
 
     found = checkpointer._restorer.ranks.gather(None, look)
     return None if found is None else Trusted(*found)
+
+
+def newest_finite(checkpointer: Checkpointer) -> int | None:
+    """The step of the newest checkpoint that is known to have finite parameters."""
+    return max((info.step for info in checkpointer.checkpoints() if info.finite), default=None)
 
 
 def _limit(checkpointer: Checkpointer) -> int | None:

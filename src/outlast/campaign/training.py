@@ -61,7 +61,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-@inprocess.Wrapper(soft_timeout=3, hard_timeout=5, termination_grace_time=1, repeated_faults=None)
+@inprocess.Wrapper(
+    soft_timeout=3,
+    hard_timeout=5,
+    ping_timeout=3,  # a planned fault is an endless loop of Python
+    termination_grace_time=1,
+    repeated_faults=None,
+)
 def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> None:
     """Trains to the last step, from the newest state."""
     assert call is not None

@@ -6,6 +6,7 @@ Keys of iteration k (under the prefix of one call):
     start/k    barrier before the function
     over/k     how the iteration ended: restart | completed   first claim wins
     done/k     the number of members that have returned from the function
+    idle/k     the number of members that wait for others in the function
     fault/k    log of the faults
     store/k    the address of the iteration's own store, for the function
     term/k     barrier after all members have left the function
@@ -40,6 +41,7 @@ from outlast.coordination import barrier
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord, StopRecord, lines, to_line
 from outlast.coordination.view import Joiner, ViewRecord, decide
+from outlast.events.restart_causes import RestartCount, decode_counts
 
 RESTART = b"restart"
 COMPLETED = b"completed"
@@ -123,6 +125,13 @@ class MembershipProtocol:
         """
         if await self.link.add(f"done/{iteration}", 1) >= members:
             await self.end(iteration, COMPLETED)
+
+    async def count_idle(self, iteration: int, amount: int, members: int) -> bool:
+        """Counts members that wait for others; returns whether all of `members` wait, or have
+        returned from the function.
+        """
+        idle = await self.link.add(f"idle/{iteration}", amount)
+        return idle + await self.link.add(f"done/{iteration}", 0) >= members
 
     async def faults(self, iteration: int) -> list[FaultRecord]:
         """The faults of an iteration, in the order in which they were reported."""
@@ -246,7 +255,7 @@ class MembershipProtocol:
         for name in ("start", "term"):
             for part in ("arrived", "count", "done"):
                 await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("done", "fault", "history", "resume", "store"):
+        for key in ("done", "idle", "fault", "history", "resume", "store"):
             await self.link.delete(f"{key}/{iteration}")
 
     async def request_stop(self, stop: StopRecord) -> None:
@@ -298,6 +307,13 @@ class MembershipProtocol:
         """The ranks that no launcher replaces; empty without a launcher that says so."""
         data = await Link().read(_GONE) or b""
         return frozenset(rank for line in data.splitlines() for rank in json.loads(line))
+
+    async def restart_counts(self) -> tuple[RestartCount, ...]:
+        """The restarts of this call by cause."""
+        newest = await self.current()
+        data = await self.link.read(f"history/{newest + 1}")  # of a restart that ended the job
+        data = data or await self.link.read(f"history/{newest}")
+        return () if data is None else decode_counts(json.loads(data)["restarts"])
 
     async def end_of_job(self) -> LostRecord | None:
         """The record of the member that ended the whole job; `None` if none did."""

@@ -41,6 +41,7 @@ class FaultRecord:
         permanent: whether a restart would raise it again: `always`, `at start` (if the job has not
             trained yet), or empty.
         step: the last training step in this iteration; 0 if none is known.
+        mistake: whether a mistake in the user's program raises such an exception.
     """
 
     iteration: int
@@ -60,6 +61,7 @@ class FaultRecord:
     permanent: str = ""
     step: int = 0
     overtaken: bool = False
+    mistake: bool = False
 
     @property
     def may_be_harmless(self) -> bool:

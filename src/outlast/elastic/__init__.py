@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from outlast.elastic.job.job import Job
     from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+    from outlast.elastic.silent_faults.finite_check import FiniteCheck
     from outlast.elastic.silent_faults.replica_check import ReplicaCheck
     from outlast.elastic.silent_faults.straggler_check import StragglerCheck
     from outlast.elastic.states.load import load_all_states, load_state
@@ -46,6 +47,7 @@ __all__ = [
     "EMAState",
     "ElasticLoader",
     "ElasticSampler",
+    "FiniteCheck",
     "Job",
     "ModuleState",
     "OptimizerState",
@@ -76,6 +78,7 @@ _MODULES = {
     "EMAState": "states.ready_made",
     "ElasticLoader": "data.loader",
     "ElasticSampler": "data.sampler",
+    "FiniteCheck": "silent_faults.finite_check",
     "Job": "job.job",
     "ModuleState": "states.ready_made",
     "OptimizerState": "states.ready_made",

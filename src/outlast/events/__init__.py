@@ -47,7 +47,7 @@ from outlast.events.types.recovery import (
     MonitorRestarted,
     Seen,
 )
-from outlast.events.types.silent_faults import ReplicaMismatch, StragglerFound
+from outlast.events.types.silent_faults import NonFiniteFound, ReplicaMismatch, StragglerFound
 from outlast.events.types.training import (
     StepsDone,
     StopRequested,
@@ -85,6 +85,7 @@ __all__ = [
     "Lost",
     "MemorySink",
     "MonitorRestarted",
+    "NonFiniteFound",
     "Note",
     "NothingToRestore",
     "NullSink",

@@ -56,7 +56,7 @@ class CallWrapper:
                 self._estimator.observe(now - self._last_ping)
             page.soft_limit = self._estimator.limit
         self._last_ping = now
-        page.progress = now
+        page.progress = page.pinged = now
         page.pings += 1
         for observer in observers():
             observer.pinged(self, page.pings)
@@ -87,11 +87,11 @@ class CallWrapper:
         page = self._page
         before, outer = page.soft_limit, page.long_limit
         page.long_limit = limit_s
-        page.progress = self._clock.now()
+        page.progress = page.pinged = self._clock.now()
         try:
             yield
         finally:
             page.long_limit = outer
             page.soft_limit = before
-            page.progress = self._clock.now()
+            page.progress = page.pinged = self._clock.now()
             self._last_ping = None

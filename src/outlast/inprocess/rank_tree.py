@@ -103,7 +103,7 @@ class Tree(RankAssignment):
     Raises:
         RankDiscarded: when called, if this rank's group leaves the job.
         RestartAbort: when called, if no rank is left that could be active.
-        ValueError: when called, if the ranks have different keys in the first layer.
+        RuntimeError: when called, if the ranks have different keys in the first layer.
     """
 
     keeps_reserve = True
@@ -199,7 +199,7 @@ class Tree(RankAssignment):
     def _first(self, paths: Mapping[int, Path], gone: Collection[int]) -> Arrangement:
         roots = sorted({path[0] for path in paths.values()})
         if len(roots) > 1:
-            raise ValueError(f"Tree: all ranks must have one key in the first layer, not {roots}")
+            raise RuntimeError(f"Tree: all ranks must have one key in the first layer, not {roots}")
         arrangement = first_arrangement(paths, self._rules(), self.world_size_filter, gone)
         active = arrangement.before[: arrangement.active]
         if not gone and list(active) != sorted(active):

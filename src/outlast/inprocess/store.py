@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outlast.coordination.stores.torch_store import listening
 from outlast.errors import StoreError
 from outlast.inprocess.environment import master
 from outlast.system.arguments import Duration, as_timedelta
@@ -92,7 +93,7 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
             raise StoreError(f"the store cannot be served at {host}:{port}: {e.strerror}") from e
         chosen = listener.getsockname()[1]
         options = {**kwargs, "host_name": host, "port": chosen, "is_master": True}
-        return cls(**options, master_listen_fd=listener.detach())
+        return cls(**{**options, **listening(listener.detach())})
 
 
 class FileStore(dist.FileStore, StoreMixin):  # type: ignore[misc,name-defined]

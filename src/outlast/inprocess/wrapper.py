@@ -68,9 +68,13 @@ class Wrapper:
         monitor_thread_interval: backstop for the monitor thread's waits.
         monitor_process_interval: time between two heartbeats of the monitor process.
         progress_watchdog_interval: time between two automatic progress timestamps.
-        soft_timeout: without progress for this long, the function is interrupted on all ranks; a
-            duration, or `Adaptive` to follow the pace of the job.
+        soft_timeout: without progress for this long, the function is interrupted on all ranks.
+            Executing Python code is progress, and so is waiting for a rank that makes progress. Or
+            `Adaptive`: a limit between two pings, whatever the rank does, that follows the pace of
+            the job.
         hard_timeout: without progress for this long, the rank's process is terminated.
+        ping_timeout: a rank that has pinged counts as hung if it neither pings nor reports a step
+            for this long, whatever it does; any other if it waits for others for this long.
         heartbeat_timeout: a rank without a heartbeat for this long counts as missing.
         barrier_timeout: for the barriers, and for connecting to the store.
         completion_timeout: from the return of this rank's function to the return of all.
@@ -108,6 +112,7 @@ class Wrapper:
         progress_watchdog_interval: Duration = datetime.timedelta(seconds=1),
         soft_timeout: Duration | Adaptive = datetime.timedelta(seconds=60),
         hard_timeout: Duration = datetime.timedelta(seconds=90),
+        ping_timeout: Duration = datetime.timedelta(minutes=10),
         heartbeat_timeout: Duration = datetime.timedelta(seconds=30),
         barrier_timeout: Duration = datetime.timedelta(seconds=120),
         completion_timeout: Duration = datetime.timedelta(seconds=120),
@@ -147,6 +152,7 @@ class Wrapper:
             if isinstance(soft_timeout, Adaptive)
             else as_timedelta("soft_timeout", soft_timeout),
             hard_timeout=as_timedelta("hard_timeout", hard_timeout),
+            ping_timeout=as_timedelta("ping_timeout", ping_timeout),
             heartbeat_timeout=as_timedelta("heartbeat_timeout", heartbeat_timeout),
             barrier_timeout=as_timedelta("barrier_timeout", barrier_timeout),
             completion_timeout=as_timedelta("completion_timeout", completion_timeout),

@@ -23,6 +23,8 @@ from typing import Any
 
 import outlast
 from outlast.async_checkpoint import SaveHandle
+from outlast.elastic import ElasticLoader
+from outlast.errors import CheckpointMismatch
 from outlast.integrations.all_ranks import check_all_ranks
 from outlast.integrations.extras import not_installed
 
@@ -61,6 +63,10 @@ def make_job(
     """A `Job` that saves what the accelerator has prepared: the models, the optimizers, the
     schedulers, the gradient scaler, and the objects of `register_for_checkpointing`.
 
+    With an `ElasticLoader`, a global batch has the same size on any number of processes: prepared
+    schedulers then step once for each step of the optimizer, as with `split_batches=True`.
+    Otherwise accelerate steps them once for each process.
+
     From then on, `accelerator.save_state()` saves through the job, in the background, and
     `accelerator.load_state()` loads its newest valid checkpoint.
 
@@ -90,6 +96,9 @@ def make_job(
             "hooks of save_state or load_state are registered, and would not be called: use "
             "accelerator.register_for_checkpointing, or states="
         )
+    if isinstance(loader, ElasticLoader):
+        for scheduler in accelerator._schedulers:
+            scheduler.split_batches = True
     job = outlast.Job(
         path,
         model=accelerator._models[0],
@@ -129,16 +138,38 @@ def _states_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 class _Accumulation:
-    """The position of an accelerator within the accumulation of gradients."""
+    """The position of an accelerator within the accumulation of gradients, and the number of steps
+    that its schedulers make for one of the optimizer.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+        return {"step": self._accelerator.step, "scheduler_steps": self._scheduler_steps()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues from a saved position.
+
+        Raises:
+            CheckpointMismatch: if the schedulers would go on at another pace.
+        """
+        before, now = state.get("scheduler_steps", 0), self._scheduler_steps()
+        if before and now and before != now:
+            raise CheckpointMismatch(
+                f"accelerate has stepped the schedulers {before} times for each step of the "
+                f"optimizer, once for each process, and would now do so {now} times. Continue with "
+                f"{before} processes; or train with an outlast.elastic.ElasticLoader, or with "
+                "Accelerator(step_scheduler_with_optimizer=False), from the beginning"
+            )
         self._accelerator.step = state["step"]
+
+    def _scheduler_steps(self) -> int:
+        linked = [each for each in self._accelerator._schedulers if each.step_with_optimizer]
+        if not linked:
+            return 0
+        split = all(each.split_batches for each in linked)
+        return 1 if split else int(self._accelerator.num_processes)
 
 
 def _check_folder(method: str, folder: str | None) -> None:

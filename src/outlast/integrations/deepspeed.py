@@ -3,6 +3,8 @@
     checkpoints = DeepSpeedCheckpoints(engine, "checkpoints", keep=2)
     client_state = checkpoints.restore()         # instead of engine.load_checkpoint
     ...
+    engine.step()
+    checkpoints.step(client_state={"epoch": 3})  # saves and exits after a SIGTERM
     checkpoints.save(client_state={"epoch": 3})  # instead of engine.save_checkpoint
     ...
     checkpoints.close()
@@ -15,12 +17,15 @@ background. A checkpoint becomes visible when the files of all ranks are durable
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
+from outlast.elastic import random_generators
+from outlast.elastic.stop_signals import StopSignals
 from outlast.errors import CheckpointError
 from outlast.integrations.extras import not_installed
 from outlast.integrations.packed_pickle import pack, unpack
@@ -62,7 +67,8 @@ def reset() -> None:
 class BackgroundCheckpointEngine(CheckpointEngine):
     """DeepSpeed's interface for files of checkpoints, on a `Checkpointer`.
 
-    `save` collects the files of this rank, and `commit` schedules the save. `load` returns what
+    `save` collects the files of this rank, and `commit` schedules the save, with the random
+    generators of this rank. `load` returns what
     `DeepSpeedCheckpoints.restore` has read.
 
     Attributes:
@@ -91,7 +97,8 @@ class BackgroundCheckpointEngine(CheckpointEngine):
 
     def commit(self, info: Any) -> bool:
         files, self._files = self._files, {}
-        self.handle = self.checkpointer.save(self.step, {"files": files})
+        random = {str(self.checkpointer.rank): random_generators.capture()}
+        self.handle = self.checkpointer.save(self.step, {"files": files, "random": random})
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -118,6 +125,7 @@ class DeepSpeedCheckpoints:
     Args:
         engine: the result of `deepspeed.initialize`. Its `checkpoint_engine` is replaced.
         path: the folder, or a URL.
+        signals: the signals on which `step` saves and exits, as for `Job`.
         arguments: those of `outlast.Checkpointer`, except `overlap`: DeepSpeed's optimizers do not
             say which tensors they change.
 
@@ -126,7 +134,14 @@ class DeepSpeedCheckpoints:
             `PipelineModule`, an optimizer offloaded to NVMe.
     """
 
-    def __init__(self, engine: Any, path: str | os.PathLike[str], **arguments: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        path: str | os.PathLike[str],
+        *,
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        **arguments: Any,
+    ) -> None:
         _check_supported(engine)
         if "overlap" in arguments:
             raise ValueError("overlap: not available with DeepSpeed; leave the argument out")
@@ -134,6 +149,7 @@ class DeepSpeedCheckpoints:
         self.checkpointer = Checkpointer(path, **arguments)
         self._files = BackgroundCheckpointEngine(self.checkpointer)
         engine.checkpoint_engine = self._files
+        self._stop = StopSignals(self.checkpointer, arguments.get("group"), signals=signals)
 
     def save(self, client_state: Mapping[str, Any] | None = None) -> SaveHandle:
         """Saves the engine as it is now, in the background, as step `engine.global_steps`.
@@ -153,8 +169,23 @@ class DeepSpeedCheckpoints:
         assert self._files.handle is not None
         return self._files.handle
 
+    def step(self, client_state: Mapping[str, Any] | None = None) -> None:
+        """Call it after each `engine.step()`, before a save that is due. If a rank was told to stop
+        by a signal, all ranks save after the same step, and exit.
+
+        Args:
+            client_state: more to save then, as for `save`.
+
+        Raises:
+            SystemExit: after the last save, if the training was told to stop.
+            CheckpointError: if a save failed.
+        """
+        if self.engine.is_gradient_accumulation_boundary():
+            self._stop.completed(int(self.engine.global_steps), lambda: self.save(client_state))
+
     def restore(self, step: int | None = None) -> dict[str, Any] | None:
-        """Loads the newest valid checkpoint into the engine, or that of `step`.
+        """Loads the newest valid checkpoint into the engine, or that of `step`, and sets the random
+        generators of this rank.
 
         Returns:
             The client state; `None` if there is no checkpoint. `engine.global_steps` is the step.
@@ -169,8 +200,13 @@ class DeepSpeedCheckpoints:
             if self.engine.zero_optimization():
                 paths.append(self.engine._get_zero_ckpt_name(folder, _TAG))
             files: dict[str, Any] = {os.path.basename(path): {} for path in paths}
-            found = self.checkpointer.restore({"files": files}, step=step)
+            state = {
+                "files": files,
+                "random": {str(self.checkpointer.rank): random_generators.capture()},
+            }
+            found = self.checkpointer.restore(state, step=step, optional=("random.",))
             if found is None:
+                self._stop.begin(0, self.save)
                 return None
             self._files.loaded = files
             # DeepSpeed looks for its model file by name before it asks the engine for it.
@@ -182,14 +218,18 @@ class DeepSpeedCheckpoints:
                 self._files.loaded = {}
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed did not load the checkpoint of step {found}")
-            return dict(client_state)
+            random_generators.set_all(state["random"][str(self.checkpointer.rank)])
+            saved = dict(client_state)
+            self._stop.begin(int(self.engine.global_steps), lambda: self.save(saved))
+            return saved
 
     def close(self) -> None:
-        """Waits for saves in progress.
+        """Waits for saves in progress, and restores the handlers of signals.
 
         Raises:
             CheckpointError: if a save failed.
         """
+        self._stop.close()
         self.checkpointer.close()
 
 

@@ -6,7 +6,8 @@
     trainer = config.build()
 
 It implements torchtitan's `BaseCheckpointManager`, and saves the states that the trainer passes to
-it, under the names that torchtitan's own manager uses.
+it, under the names that torchtitan's own manager uses, and the random generators of each rank. On
+SIGTERM, SIGINT and SIGUSR1, all ranks save after the same step, and exit with 143.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.elastic import random_generators
+from outlast.elastic.stop_signals import StopSignals
 from outlast.integrations.extras import not_installed
 
 try:
@@ -36,6 +39,8 @@ except ImportError as e:
 __all__ = ["OutlastCheckpointManager"]
 
 log = logging.getLogger("outlast.checkpoint")
+
+_RANDOM = "random"
 
 
 class OutlastCheckpointManager(BaseCheckpointManager):
@@ -108,33 +113,46 @@ class OutlastCheckpointManager(BaseCheckpointManager):
             keep=Retention(last=config.keep_latest_k) if config.keep_latest_k else None,
             replicas=config.replicas,
         )
+        self._last = 0  # step that was completed
+        self._stop = StopSignals(self.checkpointer)
 
     def _load(self, step: int = -1) -> bool:
         excluded = self._config.exclude_from_loading
         state = self._state_dict(excluded)
         wanted = None if step == -1 else step
-        found = self.checkpointer.restore(state, step=wanted, strict=not excluded)
+        found = self.checkpointer.restore(
+            state, step=wanted, strict=not excluded, optional=(f"{_RANDOM}.",)
+        )
+        self._last = found or 0
         if found is None:
             log.info("no checkpoint in %s: a fresh start", self._config.folder)
+            self._stop.begin(self._last, self._save_now)
             return False
         for name, stateful in self.states.items():
             if name == MODEL:  # its names stand beside those of the others
                 stateful.load_state_dict(state)
             elif stateful is not None and name not in excluded:
                 stateful.load_state_dict(state[name])
+        random_generators.set_all(state[_RANDOM][str(self.checkpointer.rank)])
+        self._stop.begin(self._last, self._save_now)
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.after_step is not None:
             self.after_step()
+        self._last = curr_step
+        self._stop.completed(curr_step, self._save_now)
         config = self._config
         first = curr_step == 1 and config.enable_first_step_checkpoint
         if config.load_only or not (first or last_step or curr_step % config.interval == 0):
             return False
-        self.save_future = self.checkpointer.save(curr_step, self._state_dict())
+        self._save_now()
         if last_step:
             self.maybe_wait_for_saving()
         return True
+
+    def _save_now(self) -> None:
+        self.save_future = self.checkpointer.save(self._last, self._state_dict())
 
     def _maybe_wait_for_staging(self) -> None:
         """Does nothing: `save` returns when the state is copied."""
@@ -145,6 +163,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):
         future.result()
 
     def _close(self) -> None:
+        self._stop.close()
         self.checkpointer.close()
 
     def _state_dict(self, excluded: list[str] | None = None) -> dict[str, Any]:
@@ -153,4 +172,5 @@ class OutlastCheckpointManager(BaseCheckpointManager):
             for name, stateful in self.states.items()
             if name != MODEL and stateful is not None and name not in (excluded or ())
         }
-        return {**state, **self.states[MODEL].state_dict()}
+        random = {str(self.checkpointer.rank): random_generators.capture()}
+        return {**state, **self.states[MODEL].state_dict(), _RANDOM: random}

@@ -93,8 +93,7 @@ class Screen:
             text.append(f" · {duration_text(longest.wall_seconds)}")
         if report.goodput is not None:
             text.append(f" · goodput {100 * report.goodput:.2f} %")
-        count = len(report.restarts)
-        text.append(f" · {count} restart{'' if count == 1 else 's'}")
+        text.append(f" · {_clean(report.restart_causes) or '0 restarts'}")
         if run.state.stop:
             text.append(f" · told to stop: {_clean(run.state.stop)}", "yellow")
         return text

@@ -8,6 +8,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from outlast.system.processes import is_dying
 
@@ -29,6 +30,27 @@ def fsync_folder(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder, which may exist, and those above it; their names are durable."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        fsync_folder(made.parent)
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Writes a small file in one step: after a crash it has the old content or the new one, and
+    after the return the new one. Call it from one process at a time.
+    """
+    draft = path.with_name(f"{path.name}.draft")
+    with open(draft, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    fsync_folder(path.parent)
 
 
 def lock_file(

@@ -37,6 +37,13 @@ def is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OWN)
 
 
+def in_standard_library(frame: FrameType) -> bool:
+    """Whether it is a frame of Python's own library."""
+    file = frame.f_code.co_filename
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith((*_standard_library(), "<frozen ")) and not installed
+
+
 def in_own_code(frame: FrameType | None) -> bool:
     """Whether this package, and not the user, has called what the thread is executing."""
     for each in _outwards(frame):

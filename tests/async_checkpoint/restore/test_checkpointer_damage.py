@@ -22,13 +22,15 @@ from async_checkpoint.checkpoints import (
     state_of,
     valid_steps,
 )
+from async_checkpoint.storage.manifests import forged
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore import verified_read
+from outlast.async_checkpoint.snapshot import structure
 from outlast.async_checkpoint.storage import directory as folders
-from outlast.async_checkpoint.storage.manifest import MANIFEST, decode
+from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST, decode
 from outlast.chaos.storage import flip_byte, truncate
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.events import CheckpointPassedOver, CheckpointRestored, MemorySink
 
 
@@ -70,14 +72,14 @@ def manifest_of_another_save(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor": (flip_weight, r"__0_0\.distcp"),
     "values": (lambda f: flip_byte(f / "__0_values.distcp", 900), r"__0_values\.distcp"),
-    "manifest": (lambda f: flip_byte(f / MANIFEST, 300), r"manifest\.json is damaged"),
+    "manifest": (lambda f: flip_byte(f / MANIFEST, 400), r"manifest\.json is damaged"),
     "manifest head": (lambda f: flip_byte(f / MANIFEST, 2), r"manifest\.json is no manifest"),
     "cut short": (lambda f: truncate(f / "__0_0.distcp", 4096), r"__0_0\.distcp"),
     "cut to nothing": (lambda f: truncate(f / "__0_0.distcp", 0), r"__0_0\.distcp"),
     "missing": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
     "no values": (lambda f: (f / "__0_values.distcp").unlink(), "__0_values.distcp: No such"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), r"manifest\.json is missing"),
-    "manifest cut": (lambda f: truncate(f / MANIFEST, 200), r"manifest\.json is damaged"),
+    "manifest cut": (lambda f: truncate(f / MANIFEST, 400), r"manifest\.json is damaged"),
     "empty manifest": (lambda f: truncate(f / MANIFEST, 0), r"manifest\.json is no manifest"),
     "other manifest": (manifest_of_another_save, "manifest of another save, of step 1"),
 }
@@ -128,12 +130,12 @@ def check_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, decode, 'checksum(body) != head.get("xxh3_128")', "False")
+    mutate(monkeypatch, decode, "checksum(body) != head.checksum", "False")
 
 
 def check_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = "read_hashed(reader, at, piece) != (size, expected)"
-    mutate(monkeypatch, folders._bytes_wrong, read, "reader.read_into(at, piece) != size")
+    read = "reader.read(read) != (size, expected)"
+    mutate(monkeypatch, folders._bytes_wrong, read, "reader.read(read)[0] != size")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +177,15 @@ class _Malice:
         return Path.touch, (self.path,)
 
 
-def test_values_that_run_code_are_refused_unless_trusted(tmp_path: Path) -> None:
+def test_values_that_run_code_are_refused_unless_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harm = tmp_path / "harm"
     with Checkpointer(tmp_path / "c") as checkpointer:
+        with pytest.raises(CheckpointError, match=r"'value' cannot be saved: a _Malice could not"):
+            checkpointer.save(1, {"value": _Malice(harm)})
+        assert not harm.exists()
+        monkeypatch.setattr(structure, "encode", lambda value: value)  # as earlier versions did
         checkpointer.save(1, {"value": _Malice(harm)}).wait()
     with Checkpointer(tmp_path / "c") as checkpointer:
         with pytest.raises(CheckpointError, match=r"'value' .* cannot be loaded.*weights_only"):
@@ -225,9 +233,15 @@ def test_with_all_damaged_each_is_named(path: Path) -> None:
         valid_steps(path)
 
 
-def test_a_later_format_is_not_guessed_at(path: Path) -> None:
+def test_a_later_format_is_neither_guessed_at_nor_passed_over(path: Path) -> None:
+    """It may be intact: a step back would overwrite it."""
     manifest = folder_of(path, 2) / MANIFEST
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2', 1))
-    with Checkpointer(path) as checkpointer, pytest.raises(CheckpointError, match="has format 2"):
-        checkpointer.verify(2)
-    assert restored(path) == 1
+    later = forged(decode(manifest.read_bytes(), ""), {"version": FORMAT_VERSION + 1}, b"later")
+    manifest.write_bytes(later)
+    says = f"has format {FORMAT_VERSION + 1}"
+    with Checkpointer(path) as checkpointer:
+        with pytest.raises(CheckpointError, match=says):
+            checkpointer.verify(2)
+        with pytest.raises(CheckpointMismatch, match=says):
+            checkpointer.restore(blank())
+    assert restored(path, step=1) == 1

@@ -48,14 +48,14 @@ NOT_DURABLE = {
     "the names of files": (
         "writer.main",
         "Writer._commit",
-        "self.storage.sync(request.working)\n    self.storage.publish",
-        "self.storage.publish",
+        "self.storage.sync(request.working)\n    replaced",
+        "replaced",
     ),
     "the name of the folder": (
         "storage.local",
         "LocalStorage.publish",
-        "checkpoint now\n    fsync_folder(self.root)\n",
-        "checkpoint now\n",
+        "self._sync_root()\n    return replaced",
+        "return replaced",
     ),
 }
 

@@ -107,11 +107,7 @@ def test_the_check_finds_a_save_that_is_written_in_place(
 def test_killed_after_the_commit_it_is_whole(tmp_path: Path, plan: Plan) -> None:
     plan.set({"op": "publish", "when": "after", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:
-        with pytest.raises(
-            CheckpointError,
-            match=r"not known whether .* visible, but may not be durable: .*killed by SIGKILL",
-        ):
-            checkpointer.save(2, state_of(2)).wait(NET)
+        checkpointer.save(2, state_of(2)).wait(NET)  # the next writer has found it
         plan.set()
     assert valid_steps(tmp_path / "c") == [2]
     assert restored(tmp_path / "c") == 2

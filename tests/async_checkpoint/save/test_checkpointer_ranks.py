@@ -56,7 +56,7 @@ def test_a_value_that_one_rank_cannot_save_is_an_error_on_all(ranks: Ranks, tmp_
     job = run(ranks, "one_cannot", tmp_path)
     for rank in range(2):
         pickled, key = said(job, rank, "raised", "message")
-        assert "'own1' (function) cannot be saved" in pickled
+        assert "'own1' cannot be saved: a " in pickled
         assert "has the key 1.5" in key
     assert "rank 1" in said(job, 0, "raised", "message")[0]
     assert valid_steps(tmp_path / "c") == [3]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,13 @@ from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, s
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
+from outlast.async_checkpoint.storage import read_errors
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots
 from outlast.chaos.storage import flip_byte
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointReadError
+
+HOST = socket.gethostname()
 
 
 def saves(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> None:
@@ -34,6 +40,54 @@ def another_order(path: str, plan: str) -> None:
         raising(lambda: saves(checkpointer, 1 + RANK, state_of(1)))
         saves(checkpointer, 3, state_of(3))
     leave_group()
+
+
+@scenario
+def one_cannot_read(path: str, plan: str) -> None:
+    """The last rank gets EACCES for the files of step 2, until they are readable again."""
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        for step in (1, 2):
+            saves(checkpointer, step, state_of(step))
+    with Checkpointer(path) as checkpointer:  # without snapshots in memory
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_world_size() - 1 == RANK:
+                patch.setattr(read_errors, "_pause", lambda seconds: None)
+                refuse_to_open(patch, folder_of(Path(path), 2))
+            with pytest.raises(CheckpointReadError, match=rf"rank 1 on {HOST}: .*EACCES") as caught:
+                checkpointer.restore(blank(), step=2)
+            assert "step-00000002" in str(caught.value)
+        state = blank()
+        assert checkpointer.restore(state) == 2
+        assert same(state, state_of(2))
+    leave_group()
+
+
+@scenario
+def one_cannot_be_saved(path: str, plan: str) -> None:
+    """The last rank has a lambda, then a meta tensor."""
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        for step, wrong in enumerate((lambda: 1, torch.empty(2, device="meta")), 2):
+            own = {f"own{RANK}": wrong if RANK == 1 else torch.ones(1)}
+            with pytest.raises(CheckpointError, match=r"'?own1'? ") as caught:
+                saves(checkpointer, step, {**state_of(step), **own})
+            assert RANK == 1 or f"rank 1 on {HOST}" in str(caught.value)
+        saves(checkpointer, 4, state_of(4))
+        assert [info.step for info in checkpointer.checkpoints()] == [1, 4]
+    leave_group()
+
+
+def refuse_to_open(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    open_file = os.open
+
+    def opened(name: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(os.fsdecode(name)).parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return open_file(name, *args, **kwargs)
+
+    patch.setattr(os, "open", opened)
 
 
 @scenario

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_checkpoint.checkpoints import NET, folder_of, left_over, restored, state_of, valid_steps
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.finite import is_finite
 from outlast.errors import CheckpointError
 from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved, MemorySink
 
@@ -138,3 +140,49 @@ def test_events_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert failure["step"] == 2
     assert "No space left on device" in failure["cause"]
     assert {CheckpointCommitted.kind, CheckpointFailed.kind} == {committed["kind"], failure["kind"]}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
+)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_one_value_that_is_not_finite_is_found(dtype: str, wrong: float) -> None:
+    values = torch.full((300, 300), 100.0).to(getattr(torch, dtype))  # the sum is not a half
+    assert is_finite(values)
+    values[-1, -1] = wrong
+    assert not is_finite(values)
+
+
+def test_finite_values_whose_sum_is_not() -> None:
+    assert is_finite(torch.full((9,), torch.finfo(torch.float32).max))
+    assert is_finite(torch.zeros(0))
+    assert is_finite(torch.tensor([1, 2]))
+
+
+def test_the_newest_finite_checkpoint_outlives_those_after_a_flipped_bit(tmp_path: Path) -> None:
+    values = torch.zeros(70_000)
+    state = {"weight": values, "mask": torch.tensor([-torch.inf]), "step": 0}
+
+    def save(*steps: int) -> list[int]:
+        with Checkpointer(tmp_path, keep=2) as checkpointer:  # each time a new job
+            for step in steps:
+                checkpointer.save(step, state, finite={"weight", "of another rank"}).wait(NET)
+        return valid_steps(tmp_path)
+
+    assert save(0, 1, 2) == [1, 2]
+    values[-1] = torch.nan
+    assert save(3, 4, 5) == [2, 4, 5]
+    assert save(6) == [2, 5, 6]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert [info.finite for info in checkpointer.checkpoints()] == [True, False, False]
+    values[-1] = 0.0
+    assert save(7) == [6, 7]
+
+
+def test_what_need_not_be_finite_is_not_judged(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"weight": torch.tensor([torch.nan])}).wait(NET)
+        (info,) = checkpointer.checkpoints()
+        assert info.finite is None
+        checkpointer.save(2, {"weight": torch.tensor([0.0])}).wait(NET)
+    assert valid_steps(tmp_path) == [2]

@@ -9,10 +9,12 @@ import pytest
 
 from async_checkpoint.made import save
 from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage import read_errors
+from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.manifest import MANIFEST, FileEntry, decode, encode
+from outlast.async_checkpoint.storage.manifest import MANIFEST, decode, encode
 from outlast.async_checkpoint.storage.protocol import STATES
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointReadError
 
 FILE = "__0_0.distcp"
 
@@ -84,7 +86,9 @@ def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> Non
             raise PermissionError(13, "no")
 
         patch.setattr(LocalStorage, "size", refuse)
-        assert [step for step, _ in folders.candidates(states)] == [9, 4]
+        patch.setattr(read_errors, "_pause", lambda seconds: None)
+        with pytest.raises(CheckpointReadError, match="no"):
+            folders.candidates(states)
     with pytest.raises(CheckpointError, match=r"no checkpoint of states 3; it has \[4\]"):
         folders.verify(states, 3)
 

@@ -125,14 +125,14 @@ def test_committed_while_a_fence_is_raised(
 ) -> None:
     """After the check, before the fence lists the saves: the restore that follows finds it."""
     begin(storage, 4, "aaaa")
-    real = storage.put
+    real = storage.put_record
 
     def put(folder: str, name: str, content: bytes) -> None:
         real(folder, name, content)
         if name == "fence.json":
             save(storage, 4, save_id="aaaa")
 
-    monkeypatch.setattr(storage, "put", put)
+    monkeypatch.setattr(storage, "put_record", put)
     raise_fence(storage, at(page, 0, 0, 0))
     assert steps(storage) == [4]
 

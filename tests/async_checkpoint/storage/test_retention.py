@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -86,6 +87,23 @@ def test_nothing_goes_if_the_committed_one_is_not_seen(
     keep: Retention, found: list[CheckpointInfo]
 ) -> None:
     assert keep.removable(found, committed=99) == []
+
+
+@given(rules, checkpoints, st.data())
+def test_the_newest_finite_checkpoint_stays(
+    keep: Retention, found: list[CheckpointInfo], data: st.DataObject
+) -> None:
+    marks = st.sampled_from([True, False, None])
+    found = [dataclasses.replace(one, finite=data.draw(marks)) for one in found]
+    committed = data.draw(st.sampled_from(steps(found)) if found else st.just(5))
+    removable = keep.removable(found, committed)
+    finite = [one.step for one in found if one.finite]
+    assert not finite or max(finite) not in steps(removable)
+    # Without one, those that may be finite are worth more than one that is not.
+    maybe = [one.step for one in found if one.finite is None]
+    if not finite and maybe and committed not in maybe:
+        assert max(maybe) not in steps(removable)
+    assert keep.removable([one for one in found if one not in removable], committed) == []
 
 
 def test_rules_add_up() -> None:

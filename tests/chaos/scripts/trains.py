@@ -28,6 +28,7 @@ def say(**fields: object) -> None:
 
 @inprocess.Wrapper(
     soft_timeout=datetime.timedelta(seconds=3),
+    ping_timeout=datetime.timedelta(seconds=3),
     hard_timeout=datetime.timedelta(seconds=6),
     monitor_process_interval=datetime.timedelta(milliseconds=200),
 )

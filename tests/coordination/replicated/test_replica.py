@@ -5,9 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
+from outlast.coordination.replicated import table
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.messages import decode, encode
-from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.operations import (
+    MESSAGE_BYTES,
+    Failed,
+    Keys,
+    Operation,
+    Result,
+)
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.replica import Replica
 from outlast.coordination.replicated.timing import Timing
@@ -79,7 +88,7 @@ def test_operations_of_all_hosts_see_one_table() -> None:
     assert group.do("h1", "compare_set", "new", b"1") == b"1"
     assert group.do("h1", "compare_set", "new", b"2", expected=b"0") == b"1"
     assert group.do("h1", "compare_set", "none", b"2", expected=b"0") is None
-    assert group.do("h2", "keys", "n") == ["n", "new"]
+    assert group.do("h2", "keys", "n") == Keys(("n", "new"))
     assert group.do("h2", "delete", "new") == 1
     batch = (Operation("add", "n", amount=1), Operation("check", "new"), Operation("read", "a"))
     assert group.do("h2", "batch", operations=batch) == [4, 0, b"\xff\x00"]
@@ -114,3 +123,46 @@ def test_a_silent_host_is_lost() -> None:
     lost = group.do("h1", "read", "hosts/lost")
     assert isinstance(lost, bytes)
     assert b"h2" in lost
+
+
+def test_messages_are_short_whatever_the_values_are() -> None:
+    group = Group(2)
+    value = bytes(range(256)) * 4096  # 1 MiB, of which half would be two characters each in JSON
+    leader, other = group.replicas["h0"], group.replicas["h1"]
+    asked = [group.start("h0", "put", f"k{n}", value) for n in range(20)]
+    asked += [group.start("h1", "put", f"l{n}", value) for n in range(20)]
+    limit = MESSAGE_BYTES + 2 * len(value)
+    longest = []
+    for _ in range(60):  # each replica's messages to the other, one round after another
+        leader.tick(group.now)
+        for sender, to in ((leader, other), (other, leader)):
+            for _, message in sender.outbox():
+                longest.append(len(encode(message)))
+                to.receive(sender.me, decode(encode(message)), group.now)
+            group.results |= {(sender.me, ticket): result for ticket, result in sender.results()}
+        group.now += 0.01
+    assert max(longest) < limit
+    assert max(longest) > MESSAGE_BYTES
+    assert all(group.results[each] is None for each in asked)
+    reads = [group.start("h1", "read", f"k{n}") for n in range(20)]
+    group.run(1.0)
+    assert all(group.results[each] == value for each in reads)
+
+
+def test_a_full_store_refuses_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOST_BYTES", 10_000)
+    group = Group(2)
+    assert group.do("h1", "put", "a", b"x" * 9_000) is None
+    refused = group.do("h1", "put", "b", b"x" * 9_000)
+    assert isinstance(refused, Failed)
+    assert "the store is full" in refused.reason
+    assert group.do("h1", "put", "a", b"") is None
+    assert group.do("h1", "put", "b", b"x" * 9_000) is None
+
+
+def test_a_sum_of_more_than_64_bits_is_refused() -> None:
+    group = Group(2)
+    assert group.do("h1", "add", "n", amount=(1 << 63) - 1) == (1 << 63) - 1
+    refused = group.do("h1", "add", "n", amount=1)
+    assert isinstance(refused, Failed)
+    assert "64 bits" in refused.reason

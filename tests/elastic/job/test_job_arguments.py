@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,34 @@ def test_numpy_integers_are_integers(tmp_path: Path) -> None:
     with job(tmp_path, loader=data) as other:
         assert other.restore(n(2)) == 2
         assert other.samples == 8
+
+
+def _cycle() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (_cycle(), r"\.self' cannot be saved: it contains itself"),
+        (threading.Lock(), r"' cannot be saved: a lock"),
+        (torch.empty(2, device="meta"), r"' cannot be saved: .*meta"),
+        (collections.defaultdict(int), r"' cannot be saved: a defaultdict"),
+    ],
+)
+def test_a_state_that_would_not_come_back_is_named_at_once(
+    tmp_path: Path, value: Any, message: str
+) -> None:
+    class Held:
+        def state_dict(self) -> dict[str, Any]:
+            return {"v": value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with (
+        job(tmp_path, states={"held": Held()}) as made,
+        pytest.raises(ValueError, match=rf"^'states.held.v{message}"),
+    ):
+        made.restore()

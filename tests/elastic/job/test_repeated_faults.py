@@ -16,5 +16,15 @@ def test_equal_faults_before_the_furthest_step_end_the_job(
         job.start_all()
         assert job.wait_all() == {0: 93, 1: 93}, [job.errors(rank) for rank in range(2)]
         assert "3 equal faults without progress in between" in job.errors(1)
-        assert "ValueError: a planned exception" in job.errors(1)
+        assert "RuntimeError: a planned exception" in job.errors(1)
         assert not any(line["event"] == "ended" for line in job.lines(0))
+
+
+def test_a_fault_after_a_step_without_job_epochs_is_named(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    with ranks("redone", str(tmp_path / "checkpoints"), "8", "[6]", "live") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, job.errors(0)
+        assert "the fault came after step 5: what the program had done between" in job.errors(0)
+        assert "the fault came after" not in job.errors(1)

@@ -35,7 +35,7 @@ def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
     early = record(1, 6, final=False, passes=1)
     torn = offer(1, None, record(1, 5), early)
     found = decide([offer(0, 6, record(0, 5), record(0, 6)), torn], NEXT)
-    assert found is not None
+    assert isinstance(found, Decision)
     assert (found.step, found.sources) == (6, {1: [0]})
     assert found.own[1] == (1, early)
 
@@ -44,35 +44,55 @@ def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
 def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, object]) -> None:
     early = record(1, 6, final=False, passes=1)
     ahead = offer(0, 6, record(0, 5), record(0, 6), **more)
-    assert decide([ahead, offer(1, None, record(1, 5), early)], NEXT) is None
+    assert decide([ahead, offer(1, None, record(1, 5), early, why="in step 6")], NEXT) == (
+        "step 6 lacks the random generators and other states of rank 1 alone; rank 1: in step 6"
+    )
     # The other one is still at the step before: rank 0 goes back to it.
     found = decide([ahead, offer(1, 5, record(1, 5), early)], NEXT)
-    assert found is not None
+    assert isinstance(found, Decision)
     assert (found.step, found.sources) == (5, {0: [1]})
 
 
 def test_a_fault_that_came_back_may_be_due_to_the_state() -> None:
     offers = [offer(0, 5, record(0, 5)), offer(1, 5, record(1, 5), came_back=True)]
-    assert decide(offers, NEXT) is None
+    assert "the same fault came back" in str(decide(offers, NEXT))
+
+
+def test_no_state_is_missed_at_the_start_of_a_job() -> None:
+    assert decide([offer(0, None), offer(1, None)], NEXT) == ""
+
+
+def test_ranks_without_a_state_say_why() -> None:
+    torn = [offer(rank, None, why="step 61 had begun") for rank in range(2)]
+    assert (
+        decide([*torn, offer(2, None)], NEXT)
+        == "ranks 0, 1: step 61 had begun; rank 2: a new process"
+    )
 
 
 def test_shards_without_a_copy_need_all_ranks() -> None:
     shards = [offer(r, 5, record(r, 5), signature=f"{r}", held=f"{r}") for r in range(2)]
-    assert decide(shards, NEXT) is not None
-    assert decide([shards[0], dataclasses.replace(shards[1], place=None)], NEXT) is None
+    assert isinstance(decide(shards, NEXT), Decision)
+    assert decide([shards[0], dataclasses.replace(shards[1], place=None)], NEXT) == (
+        "step 5 lacks the tensors of rank 1; rank 1: a new process"
+    )
 
 
 def test_a_job_of_another_size_needs_no_state_of_the_ranks_that_are_gone() -> None:
     left = [offer(0, 5, record(0, 5, size=3), size=3), offer(2, 5, record(2, 5, size=3), size=3)]
     found = decide(left, NEXT)
-    assert found is not None
+    assert isinstance(found, Decision)
     assert found.own == [(0, record(0, 5, size=3)), (1, record(2, 5, size=3))]
-    assert decide([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) is None
+    assert decide([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) == (
+        "step 5 lacks a state that fits 2 ranks instead of 3"
+    )
 
 
 def test_states_of_different_branches_do_not_mix() -> None:
     other = dataclasses.replace(record(1, 5), branch="000000000-z")
-    assert decide([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT) is None
+    assert not isinstance(
+        decide([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT), Decision
+    )
 
 
 def test_slots_keep_the_last_two_steps_and_the_coming_one() -> None:

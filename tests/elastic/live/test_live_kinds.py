@@ -36,6 +36,23 @@ def test_a_training_of_any_kind_continues_with_the_same_bits(
 
 
 @SLOW
+def test_a_step_with_a_closure_begins_with_the_first_write(ranks: Ranks, tmp_path: Path) -> None:
+    """LBFGS evaluates its closure, writes, and evaluates it again: the second is in its step."""
+    reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="closure")
+    faults = [
+        *later(1, 6, "evaluation 7 1", "raise", iteration=0),
+        fault(0, "evaluation 10 2", "mark second, stay", iteration=1),
+        fault(1, "evaluation 10 2", "await second, raise another", iteration=1),
+    ]
+    faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds", kind="closure")
+    assert faulty.restored(1) == {0: (6, LIVE), 1: (6, LIVE)}, faulty.errors
+    assert {step for step, _ in faulty.restored(2).values()} == {8}, faulty.errors
+    why = "ranks 0, 1: the optimizer had begun step 10, which was not completed"
+    assert f"the state of the surviving ranks is not used: {why}" in faulty.errors
+    check_same(faulty, reference)
+
+
+@SLOW
 def test_a_smaller_job_continues_from_the_step_of_the_survivors(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,19 +45,23 @@ class Kept:
 
 
 class Training:
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> None:
         torch.manual_seed(0)
         self.model = Model()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        state = TrainingState(
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.state = TrainingState(
             self.model, self.optimizer, None, {}, rank=0, world_size=1, random=True
         )
         self.steps = 0
         kept: Any = Kept()
         self.kept = kept
-        self.recorder = Recorder(
-            state, kept, Place(BRANCH, 0, 0, 1), BRANCH, random=True, counters={"steps": 0}
-        )
+        self.recorder = self.record()
+
+    def record(self) -> Recorder:
+        """As after a restore."""
+        place = Place(BRANCH, self.steps, 0, 1)
+        counters = {"steps": self.steps}
+        return Recorder(self.state, self.kept, place, BRANCH, random=True, counters=counters)
 
     def backward(self) -> None:
         self.model(torch.randn(4, 8)).square().sum().backward()
@@ -77,12 +82,18 @@ class Training:
         return None if self.recorder.frozen is None else self.recorder.frozen.place.step
 
 
+@contextlib.contextmanager
+def made(*arguments: Any) -> Iterator[Training]:
+    found = Training(*arguments)
+    yield found
+    found.recorder.release()
+    found.kept.memory.close()
+
+
 @pytest.fixture
 def training() -> Iterator[Training]:
-    made = Training()
-    yield made
-    made.recorder.release()
-    made.kept.memory.close()
+    with made() as found:
+        yield found
 
 
 def swap_contents(training: Training) -> None:
@@ -116,11 +127,14 @@ def clear_moments(training: Training) -> None:
 
 
 def interrupted_step(training: Training) -> None:
-    def closure() -> float:
-        raise RuntimeError("a fault in the optimizer's step")
-
+    hook = training.optimizer.register_step_post_hook(fail)
     with pytest.raises(RuntimeError):
-        training.optimizer.step(closure)
+        training.optimizer.step()
+    hook.remove()
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("a fault")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,77 @@ def test_a_changed_state_is_not_offered(
     assert training.offered() is None
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_fault_in_a_closure_before_the_first_write_costs_no_step(
+    training: Training, by_name: bool
+) -> None:
+    training.step()
+
+    def closure() -> float:
+        training.backward()
+        raise RuntimeError("a fault in the forward or backward pass")
+
+    with pytest.raises(RuntimeError):
+        training.optimizer.step(**{"closure": closure}) if by_name else training.optimizer.step(
+            closure
+        )
+    assert training.offered() == 1
+
+
+def test_a_fault_after_the_closure_belongs_to_the_step(training: Training) -> None:
+    training.step()
+
+    def closure() -> float:
+        training.backward()
+        return 0.0
+
+    hook = training.optimizer.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError):
+        training.optimizer.step(closure)
+    hook.remove()
+    assert training.offered() is None
+    assert training.recorder.why == "the optimizer had begun step 2, which was not completed"
+
+
+class WritesFirst(torch.optim.SGD):
+    """Changes the parameters before it calls the closure, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(1.01)
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("kind", "evaluation", "offered"),
+    [(torch.optim.LBFGS, 1, 1), (torch.optim.LBFGS, 2, None), (WritesFirst, 1, None)],
+)
+def test_a_step_begins_with_the_first_write_of_its_optimizer(
+    kind: Callable[..., torch.optim.Optimizer], evaluation: int, offered: int | None
+) -> None:
+    """The fault is in the given evaluation of the closure in the second step."""
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if training.steps == 1 and calls == evaluation:
+            raise RuntimeError("a fault")
+        training.optimizer.zero_grad()
+        loss: torch.Tensor = training.model(torch.ones(4, 8)).sub(1).square().sum()
+        loss.backward()
+        return loss
+
+    with made(kind) as training:
+        training.optimizer.step(closure)
+        training.completed()
+        calls = 0
+        with pytest.raises(RuntimeError):
+            training.optimizer.step(closure)
+        assert training.offered() == offered
+
+
 @pytest.mark.parametrize("swap", [swap_contents, swap_memory])
 def test_changes_before_the_end_of_the_step_belong_to_it(
     training: Training, swap: Callable[[Training], None]
@@ -158,6 +243,26 @@ def test_the_state_restored_is_offered_before_the_first_step(training: Training)
     for parameter in training.model.parameters():
         parameter.detach().copy_(parameter.detach().clone())  # counted; DDP does so
     assert training.offered() == 0
+
+
+def test_tensors_that_are_moved_after_a_restore_are_compared(training: Training) -> None:
+    training.step()
+    training.recorder.release()
+    training.recorder = training.record()
+    load_moments(training)  # accelerate does so when it prepares an optimizer
+    swap_memory(training)  # and a model
+    assert training.offered() == 1
+
+
+@pytest.mark.parametrize("change", [scale_moments, swap_contents])
+def test_other_contents_after_a_restore_are_noticed(
+    training: Training, change: Callable[[Training], None]
+) -> None:
+    training.step()
+    training.recorder.release()
+    training.recorder = training.record()
+    change(training)
+    assert training.offered() is None
 
 
 def test_gradients_that_are_needed_later_belong_to_no_offered_state(training: Training) -> None:

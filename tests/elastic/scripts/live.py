@@ -2,8 +2,8 @@
 
 The plan is JSON; its `faults` are those of `planned_faults`. The points of step N: `forward N`;
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
-`stepped N` (before `job.step`); `done N`. Others: `begin`, `restored`, and `transfer` (between two
-parcels).
+`stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`, and
+`transfer` (between two parcels).
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def train(call: inprocess.CallWrapper) -> str:
         say("restored", step=step, source=job.restored_from, iteration=call.iteration, size=size)
         reach("restored", call.iteration)
         called = called or DistributedDataParallel(model)
-        for _ in range(loader.epoch, PLAN["epochs"]):
-            for inputs, targets in loader:
+        for epoch in job.epochs(PLAN["epochs"]):
+            for inputs, targets in job.batches(loader):
                 call.ping()
                 step = job.steps + 1
                 reach(f"forward {step}", call.iteration)
@@ -151,6 +151,11 @@ def train(call: inprocess.CallWrapper) -> str:
                 reach(f"done {step}", call.iteration)
                 if job.steps == 4:
                     job.checkpointer.wait()  # in every run, the save of this step is committed
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5  # as a scheduler does
+            drawn = [random.random(), torch.rand(1).item()]
+            say("epoch end", epoch=epoch, drawn=drawn, rate=optimizer.param_groups[0]["lr"])
+            reach(f"end {epoch}", call.iteration)
     moments = [v for s in optimizer.state.values() for v in s.values()]
     return content([*model.state_dict().values(), *moments])
 

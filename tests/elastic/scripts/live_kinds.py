@@ -6,16 +6,19 @@ front of its micro-batch M; `computed N`; `stepped N` (between the optimizer's s
 
 `accumulation`: each step has two micro-batches. `scaler`: a `GradScaler`, which skips step 5.
 `consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `compiled`: the model
-is compiled. `shrink`: a killed rank is not replaced. All have a learning rate scheduler.
+is compiled. `closure`: LBFGS, with a point `evaluation N M` in front of each call of its closure.
+`shrink`: a killed rank is not replaced. All have a learning rate scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +68,17 @@ def parallel(model: nn.Module) -> Any:
     return DistributedDataParallel(model)
 
 
+def evaluate(
+    model: Any, inputs: Any, targets: Any, calls: Iterator[int], step: int, iteration: int
+) -> torch.Tensor:
+    """The closure of a step: forward and backward."""
+    reach(f"evaluation {step} {next(calls)}", iteration)
+    model.zero_grad()
+    loss = nn.functional.mse_loss(model(inputs) + 0.01 * random.random(), targets)
+    loss.backward()
+    return loss
+
+
 def batches(loader: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches of one epoch after the other."""
     while True:
@@ -85,8 +99,12 @@ def train(call: inprocess.CallWrapper) -> str:
     random.seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
     called = parallel(model) if KIND == "consistent" else None
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if KIND == "closure":
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.05, total_steps=20, cycle_momentum=KIND != "closure"
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
     states = {"scheduler": scheduler, "scaler": scaler}
     loader = data()
@@ -117,12 +135,17 @@ def train(call: inprocess.CallWrapper) -> str:
                 part = called.part(loader)
             elif KIND == "accumulation" and not last:
                 part = called.no_sync()
+            if KIND == "closure":
+                calls = itertools.count(1)
+                given = called, inputs, targets, calls, step, call.iteration
+                loss: Any = optimizer.step(partial(evaluate, *given))
             with part:
-                loss = nn.functional.mse_loss(called(inputs) + 0.01 * random.random(), targets)
-                loss = loss if KIND == "consistent" else loss * loader.weight
+                if KIND != "closure":
+                    loss = nn.functional.mse_loss(called(inputs) + 0.01 * random.random(), targets)
+                    loss = loss if KIND == "consistent" else loss * loader.weight
                 if KIND == "scaler":
                     scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
-                else:
+                elif KIND != "closure":
                     loss.backward()
             micro += 1
             if not last:
@@ -132,7 +155,7 @@ def train(call: inprocess.CallWrapper) -> str:
             if KIND == "scaler":
                 scaler.step(optimizer)
                 scaler.update()
-            else:
+            elif KIND != "closure":
                 optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -144,7 +167,11 @@ def train(call: inprocess.CallWrapper) -> str:
                 job.checkpointer.wait()
             if job.steps == PLAN["steps"]:
                 break
-    moments = [v.tolist() for s in optimizer.state.values() for v in s.values()]
+    moments = [
+        v.tolist() if isinstance(v, torch.Tensor) else str(v)
+        for s in optimizer.state.values()
+        for _, v in sorted(s.items())
+    ]
     weights = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     return repr(
         [

@@ -37,7 +37,7 @@ def train(call: CallWrapper) -> None:
             if call.iteration < len(FAILS) and job.steps + 1 == FAILS[call.iteration]:
                 job.checkpointer.wait()  # which step the restart restores must not be a race
                 if rank == size - 1:
-                    raise ValueError("a planned exception")
+                    raise RuntimeError("a planned exception")
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()

@@ -1,7 +1,12 @@
 """One rank of a wrapped training with faults that raise no error: `python silent_faults.py PLAN`.
 
 The plan is JSON. `flip` is the rank that flips a bit of a parameter, once, after the optimizer's
-step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`. `replicas` and
+step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`, or whose data do with
+`slow_data`; `base_s` is what the forward pass of every rank takes. `batch_norm` adds that layer;
+`logs` makes the ranks average the loss after each step. `high` is the bit to flip; with `loss`,
+each step has its loss; with `buffer`, it is a constant buffer that is flipped, and DDP does not
+broadcast the buffers; with `own_data`,
+the ranks have different data; `finite` are the arguments of `FiniteCheck`. `replicas` and
 `stragglers` are the arguments of the checks; `steps` how many to train at least. With `await`,
 training goes on until every rank was told of something; with `raises`, until the first iteration
 ends with an exception. With `fail_after`, rank 0 raises an exception once, when all ranks have
@@ -29,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import outlast
 from outlast import inprocess
-from outlast.elastic import ReplicaCheck, StragglerCheck
+from outlast.elastic import FiniteCheck, ReplicaCheck, StragglerCheck
 
 PLAN: dict[str, Any] = {
     "steps": 12,
@@ -38,6 +43,14 @@ PLAN: dict[str, Any] = {
     "flip_at": 0,
     "slow": -1,
     "slow_s": 0.0,
+    "slow_data": False,
+    "base_s": 0.0,
+    "batch_norm": False,
+    "logs": False,
+    "high": 20,
+    "loss": False,
+    "buffer": False,
+    "own_data": False,
     "min_ranks": None,
     "await": False,
     "raises": False,
@@ -61,7 +74,7 @@ def flip_bit(parameter: torch.Tensor) -> None:
     """Flips a bit of the first element, as a fault of the memory does: torch does not see a write.
     Not the lowest bit, since a rounding of the next step may make that one equal again.
     """
-    local_part(parameter).view(torch.int32).view(-1).numpy()[0] ^= 1 << 20
+    local_part(parameter).view(torch.int32).view(-1).numpy()[0] ^= 1 << PLAN["high"]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +105,8 @@ def checks() -> list[Any]:
         if options.get("on_mismatch") == "call":
             options["on_mismatch"] = tell
         made.append(ReplicaCheck(**options))
+    if "finite" in PLAN:
+        made.append(FiniteCheck(**PLAN["finite"]))
     if "stragglers" in PLAN:
         made.append(StragglerCheck(**PLAN["stragglers"], on_straggler=tell))
     return made
@@ -110,12 +125,15 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8) if PLAN["batch_norm"] else nn.Identity()
         self.second = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if PLAN["slow"] == RANK:
+        time.sleep(PLAN["base_s"])
+        if PLAN["slow"] == RANK and not PLAN["slow_data"]:
             time.sleep(PLAN["slow_s"])
-        result: torch.Tensor = self.second(torch.relu(self.first(inputs)))
+        result: torch.Tensor = self.second(torch.relu(self.norm(self.first(inputs))) * self.scale)
         return result
 
 
@@ -135,22 +153,31 @@ def train(call: inprocess.CallWrapper) -> str:
         parts["min_ranks"] = PLAN["min_ranks"]
     with outlast.Job(PLAN["path"], **parts, **PLAN["job"], checks=checks()) as job:
         say("restored", step=job.restore(), iteration=call.iteration)
-        parallel = model if PLAN["shards"] else DistributedDataParallel(model)
+        parallel = (
+            model
+            if PLAN["shards"]
+            else DistributedDataParallel(model, broadcast_buffers=not PLAN["buffer"])
+        )
         generator = torch.Generator()
         goes_on = PLAN["raises"] and call.iteration == 0
         while job.steps < PLAN["steps"] or (
             job.steps < MOST_STEPS and (goes_on or (PLAN["await"] and not all_told()))
         ):
             call.ping()
-            generator.manual_seed(job.steps)
+            generator.manual_seed(job.steps + RANK * MOST_STEPS * PLAN["own_data"])
             inputs = torch.randn(8, 4, generator=generator)
-            parallel(inputs).square().sum().backward()
+            if PLAN["slow"] == RANK and PLAN["slow_data"]:
+                time.sleep(PLAN["slow_s"])
+            loss = parallel(inputs).square().sum()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if job.steps + 1 == PLAN["flip_at"] and PLAN["flip"] == RANK and once("flipped"):
-                flip_bit(model.first.weight)
+                flip_bit(model.scale if PLAN["buffer"] else model.first.weight)
                 say("flipped", step=job.steps + 1)
-            job.step(samples=8)
+            job.step(samples=8, loss=loss if PLAN["loss"] else None)
+            if PLAN["logs"]:
+                dist.all_reduce(loss.detach())
             if job.steps == PLAN["fail_after"]:
                 dist.barrier()
                 if RANK == 0 and once("failed"):

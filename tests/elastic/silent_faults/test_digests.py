@@ -177,7 +177,10 @@ def test_the_optimizer_waits_for_the_digest(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda: StragglerCheck(window=0), "^window must be at least 1"),
         (lambda: StragglerCheck(factor=1.0), "^factor must be greater than 1, not 1.0"),
         (lambda: check_of([ReplicaCheck(), ReplicaCheck()]), "^checks has two of one kind"),
-        (lambda: check_of([1]), "^checks must be ReplicaCheck and StragglerCheck, not 1"),  # type: ignore[list-item]
+        (
+            lambda: check_of([1]),
+            "^checks must be FiniteCheck, ReplicaCheck and StragglerCheck, not 1",
+        ),  # type: ignore[list-item]
     ],
 )
 def test_wrong_arguments_are_refused(made: Any, message: str) -> None:

@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from outlast.events import ReplicaMismatch
+from outlast.async_checkpoint import CheckpointInfo
+from outlast.coordination import MemoryStore
+from outlast.coordination.call_ledger import CallLedger
+from outlast.elastic import ReplicaCheck
+from outlast.elastic.silent_faults.comparison import Judge, Record, Result
+from outlast.elastic.silent_faults.job_checks import JobChecks
+from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
+from outlast.events import Emitter, ReplicaMismatch
 from outlast.events.report import load
 from procs import Job, Line
 
 Ranks = Callable[..., Job]
 HOST = socket.gethostname()
+NET_S = 60.0
 TOLD: dict[str, Any] = {
     "flip_at": 6,
     "replicas": {"every": 4, "on_mismatch": "call"},
@@ -76,6 +85,26 @@ def test_the_majority_names_the_rank_the_host_and_the_parameter(
         line for errors in run.errors for line in errors.splitlines() if "differs from" in line
     ]
     assert len(lines) == len(run.mismatches).bit_length()  # the 1st, 2nd, 4th, 8th... time
+
+
+@pytest.mark.slow
+def test_a_buffer_that_nothing_writes_to_is_compared(ranks: Ranks, tmp_path: Path) -> None:
+    """The statistics of the batch norm beside it are not: they differ legitimately."""
+    plan = {**TOLD, "flip": 1, "flip_at": 10, "buffer": True, "batch_norm": True}
+    run = Run(ranks, tmp_path, 3, **plan)
+    assert set(run.codes.values()) == {0}, run.errors
+    assert run.mismatches[0].parameters == ["scale"]
+    assert (run.mismatches[0].step, run.mismatches[0].ranks) == (12, [1])
+    assert run.mismatches[0].clean_step == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_batch_norm_raises_no_alarm(ranks: Ranks, tmp_path: Path, broadcast: bool) -> None:
+    plan: dict[str, Any] = {"steps": 2000, "every": None, "batch_norm": True, "own_data": True}
+    run = Run(ranks, tmp_path, 2, **plan, replicas={"every": 10}, buffer=not broadcast)
+    assert set(run.codes.values()) == {0}, run.errors
+    assert run.mismatches == []
 
 
 @pytest.mark.slow
@@ -164,3 +193,54 @@ def test_only_ranks_with_the_same_shard_are_compared(ranks: Ranks, tmp_path: Pat
     first = run.mismatches[0]
     assert (first.ranks, first.majority, first.replicas) == ([1, 3], False, 2)
     assert first.parameters == ["first.weight"]
+
+
+def test_the_checkpoint_before_a_comparison_without_a_result_is_kept() -> None:
+    """Of two ranks in one process, the other one is late."""
+    store, check = MemoryStore(), ReplicaCheck(every=4, on_mismatch="exclude")
+    module = torch.nn.Linear(2, 2)
+    first, second = (
+        RunningReplicaCheck(check, module, CallLedger(store, "c", rank, 2), Emitter(None), 0)
+        for rank in range(2)
+    )
+    checks = JobChecks([check])
+    checks._replicas = first
+    keep = checks.retention(1)
+
+    def removable(*steps: int) -> list[int]:
+        found = [CheckpointInfo(step, f"step-{step:08d}", 1, 2, None, 1) for step in steps]
+        return [info.step for info in keep.removable(found, steps[-1])]
+
+    with first, second:
+        assert removable(0, 3) == []
+        for step in (1, 2, 3, 4, 5):
+            first.step(step)
+        assert removable(0, 2, 3, 6) == [2], "step 4 may turn out to be clean"
+        for step in (1, 2, 3, 4, 5):
+            second.step(step)
+        second.compare_now(0.0)
+        first.compare_now(NET_S)  # the results of steps 4 and 5
+        assert first.undecided_steps == []
+        assert removable(0, 3, 5, 6) == [3], "the other rank does not know of step 5 yet"
+
+
+def record(rank: int, **buffers: str) -> Record:
+    return Record("s", f"host{rank}", 4, [1], ["same"], buffers=buffers)
+
+
+def test_which_buffers_are_compared() -> None:
+    """Not those that were different from the beginning, nor those that all ranks write to."""
+    judge = Judge(0)
+
+    def differing(*cycle: dict[str, str]) -> list[tuple[list[int], list[str]]]:
+        texts = [record(rank, **buffers).encode() for rank, buffers in enumerate(cycle)]
+        result = Result.decode(judge(texts))
+        return [(each.ranks, each.buffers) for each in result.differences]
+
+    assert differing({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "c": "1"}) == []
+    assert differing({"a": "1", "b": "1", "c": "2"}, {"a": "1", "b": "3", "c": "3"}) == []
+    assert differing({"a": "1", "c": "4"}, {"a": "1", "c": "5"}) == []
+    assert judge.clean_step == 4
+    assert differing({"a": "1"}, {"a": "2"}) == [([0, 1], ["a"])]
+    assert differing({"a": "1"}, {"a": "2"}, {"a": "1"}) == [([1], ["a"])]
+    assert differing({"a": "1"}, {}, {"a": "1"}) == []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outlast.elastic.silent_faults import waits
 from outlast.elastic.silent_faults.slow_ranks import SlowRanks
 from outlast.events import StragglerFound
 from outlast.events.report import load
@@ -18,7 +21,23 @@ Ranks = Callable[..., Job]
 HOST = socket.gethostname()
 
 
-def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        pytest.param({}, id="in the forward pass"),
+        # The other ranks wait before the forward pass, where DDP broadcasts the buffers.
+        pytest.param({"slow_data": True, "batch_norm": True}, id="with DDP's broadcast"),
+        pytest.param(
+            {"slow_data": True, "logs": True}, id="with a collective", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"slow_s": 0.02, "base_s": 0.05, "batch_norm": True},
+            id="1.4 times as slow",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path, blocked: dict[str, Any]) -> None:
     logs = tmp_path / "events"
     logs.mkdir()
     plan = {
@@ -28,6 +47,7 @@ def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
         "slow_s": 0.05,
         "await": True,
         "stragglers": {"window": 5, "windows": 2},
+        **blocked,
     }
     env = {"OUTLAST_EVENTS_DIR": str(logs)}
     with ranks("silent_faults", json.dumps(plan), nprocs=3, env=env) as job:
@@ -38,9 +58,24 @@ def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
     assert set(codes.values()) == {0}, errors
     first, *_ = [event for event in load(logs) if isinstance(event, StragglerFound)]
     assert (first.rank, first.straggler, first.straggler_host) == (0, 1, HOST)
-    assert first.seconds > 0.05 > first.typical_seconds
+    assert first.seconds > 0.05
+    assert first.seconds > 1.3 * first.typical_seconds
     assert f"rank 1 on {HOST} is a straggler after step {first.step}" in errors[0]
     assert {line["of"] for line in told} == {0, 1, 2}
+
+
+def test_the_functions_that_are_timed_are_restored() -> None:
+    def functions() -> list[Any]:
+        return [getattr(owner, name) for owner, name in waits._waiting_functions()]
+
+    before = functions()
+    first, second = waits.Waits(time.perf_counter), waits.Waits(time.perf_counter)
+    assert all(now is not then for now, then in zip(functions(), before, strict=True))
+    first.stop()
+    assert functions() != before
+    second.stop()
+    second.stop()
+    assert functions() == before
 
 
 def windows(judge: SlowRanks, *medians: list[float | None]) -> list[list[int]]:

@@ -14,9 +14,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from async_checkpoint.storage.manifests import forged
 from elastic.states.test_state import NAMES, ODD
 from elastic.text_state import Failing, Text
-from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST
+from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST, decode
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
 from outlast.elastic.states.state_files import file_name
 from outlast.errors import CheckpointError
@@ -202,6 +203,7 @@ def test_all_is_durable_before_it_is_visible(folder: Path, monkeypatch: pytest.M
     save_all_states()
     assert len(states) == 2
     assert order == [
+        "checkpoints",  # the new folder
         "a.state",
         "b.state",
         "manifest.js",
@@ -299,9 +301,8 @@ def test_a_later_format_is_neither_passed_over_nor_removed(
     monkeypatch.undo()
     monkeypatch.setenv("OUTLAST_CHECKPOINT_PATH", str(folder))
     manifest = folder / "states-00000002" / MANIFEST
-    content = manifest.read_bytes()
-    later = f'"version": {FORMAT_VERSION + 1}'.encode()
-    manifest.write_bytes(content.replace(f'"version": {FORMAT_VERSION}'.encode(), later, 1))
+    later = {"version": FORMAT_VERSION + 1}
+    manifest.write_bytes(forged(decode(manifest.read_bytes(), ""), later, b"later"))
     with pytest.raises(CheckpointError, match=f"format {FORMAT_VERSION + 1}, .*update outlast"):
         load_state(state)
     save_all_states()

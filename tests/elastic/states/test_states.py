@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import datetime
 import io
@@ -184,9 +185,22 @@ def test_what_was_there_comes_back_if_a_load_fails() -> None:
 
 
 def test_what_could_not_be_loaded_is_not_saved() -> None:
-    state = StateDictState(Source(when=datetime.timedelta(1), tensor=torch.ones(2)), "a")
-    with pytest.raises(ValueError, match=r"loaded again without running code: .*timedelta"):
+    state = StateDictState(Source(when=[lambda: 1], tensor=torch.ones(2)), "a")
+    with pytest.raises(
+        ValueError, match=r"state \(when\[0\]\) cannot be saved: a lambda could not"
+    ):
         saved(state)
+
+
+def test_what_is_no_tensor_comes_back() -> None:
+    source = Source(
+        when=datetime.timedelta(1), best=numpy.float32(0.5), last=collections.deque([1])
+    )
+    file = saved(StateDictState(source, "a"))
+    other = Source()
+    StateDictState(other, "b").load(file)
+    assert other.state == source.state
+    assert type(other.state["best"]) is numpy.float32
 
 
 def test_a_state_of_another_kind() -> None:

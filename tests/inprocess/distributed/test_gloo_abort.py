@@ -26,7 +26,7 @@ def groups(names: list[str]) -> Iterator[list[list[Any]]]:
     """Groups of two ranks, both in this process: a backend object for each rank."""
     store = dist.HashStore()
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(minutes=30)
     made: list[list[Any]] = []
     with ThreadPoolExecutor(2) as pool:

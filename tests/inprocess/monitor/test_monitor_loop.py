@@ -48,6 +48,7 @@ def plan(page: SharedPage, file: Path) -> MonitorPlan:
         heartbeat=30.0,
         soft=0.0,
         hard=0.0,
+        ping=0.0,
         grace=1.0,
         patience=60.0,
         logfile=None,

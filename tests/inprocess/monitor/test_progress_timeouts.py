@@ -11,7 +11,7 @@ import pytest
 from outlast.clock import FakeClock
 from outlast.inprocess.monitor import progress_timeouts
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage
 
 HARD_S = 90.0
 
@@ -24,10 +24,30 @@ class Timeouts(ProgressTimeouts):
         self.page, self.clock = page, clock
         reports = SimpleNamespace(
             hard_timeout=lambda idle, what: self.sent.append(f"{what} {idle:g}"),
-            soft_timeout=lambda idle, limit: None,
+            soft_timeout=self._report,
         )
-        plan = SimpleNamespace(page=page, soft=60.0, hard=hard, grace=1.0)
-        super().__init__(plan, clock, reports, 0)  # type: ignore[arg-type]
+        plan = SimpleNamespace(page=page, soft=60.0, hard=hard, ping=600.0, grace=1.0, interval=1.0)
+        self.all_idle, self.computes = True, False
+        self.waiting = False
+        idle_ranks = SimpleNamespace(wait=self._wait, go_on=self._go_on)
+        cpu = SimpleNamespace(progress=0.0, sample=self._sample)
+        self.cpu = cpu
+        super().__init__(plan, clock, reports, 0, idle_ranks, cpu)  # type: ignore[arg-type]
+
+    def _report(self, idle: float, limit: float, what: str) -> None:
+        self.page.reported_soft = self.page.iteration
+        self.sent.append(f"soft: no {what} {idle:g}")
+
+    def _wait(self) -> bool:
+        self.waiting = True
+        return self.all_idle
+
+    def _go_on(self) -> None:
+        self.waiting = False
+
+    def _sample(self, thread: int, *, own: bool, children: bool) -> None:
+        if self.computes:
+            self.cpu.progress = self.clock.now()
 
     def after(self, *seconds: float) -> list[str]:
         for each in seconds:
@@ -115,5 +135,105 @@ def test_all_timeouts_begin_again_after_a_pause_of_both_processes(
     clock.advance(500)
     timeouts.continued()
     assert timeouts.after(HARD_S - 1) == []
-    (sent,) = timeouts.after(1)
+    *_, sent = timeouts.after(1)
     assert sent.endswith(f" {HARD_S:g}")
+
+
+def in_function(page: SharedPage, clock: FakeClock, blocked: Blocked, **options: Any) -> Timeouts:
+    page.iteration = 0
+    page.enter(Activity.FUNCTION, clock.now())
+    page.blocked = blocked
+    return Timeouts(page, clock, **options)
+
+
+def passes(timeouts: Timeouts, seconds: int, *, python: bool = False) -> list[str]:
+    """The heartbeat thread runs all the time; and Python code, if `python`."""
+    for _ in range(seconds):
+        timeouts.page.heartbeat = timeouts.clock.now() + 1
+        if python:
+            timeouts.page.progress = timeouts.clock.now() + 1
+        timeouts.after(1)
+    return timeouts.sent
+
+
+def test_a_blocked_rank_hangs_whatever_others_do(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.ELSEWHERE)
+    timeouts.all_idle = False
+    assert passes(timeouts, 59) == []
+    assert passes(timeouts, 1) == ["soft: no progress 60"]
+    assert passes(timeouts, 30) == ["soft: no progress 60", "no progress 90"]
+
+
+@pytest.mark.parametrize("blocked", [Blocked.WAITS, Blocked.UNKNOWN])
+def test_a_rank_that_waits_for_others_hangs_if_all_do(
+    page: SharedPage, clock: FakeClock, blocked: Blocked
+) -> None:
+    timeouts = in_function(page, clock, blocked)
+    timeouts.all_idle = False
+    assert passes(timeouts, 500) == []
+    assert timeouts.waiting
+    timeouts.all_idle = True
+    assert passes(timeouts, 1) == ["soft: no progress 501"]
+
+
+def test_a_wait_is_no_wait_once_it_goes_on(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.WAITS)
+    timeouts.all_idle = False
+    passes(timeouts, 70)
+    assert timeouts.waiting
+    passes(timeouts, 1, python=True)
+    assert not timeouts.waiting
+    page.blocked = Blocked.WAITS
+    passes(timeouts, 70)
+    page.enter(Activity.WAITING, clock.now())  # it has returned from the function
+    passes(timeouts, 1)
+    assert not timeouts.waiting
+
+
+def test_a_wait_has_a_limit_of_its_own(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.WAITS)
+    timeouts.all_idle = False
+    assert passes(timeouts, 599) == []
+    assert passes(timeouts, 1) == ["soft: no progress 600"]
+
+
+def test_python_code_is_progress_up_to_the_limit_between_pings(
+    page: SharedPage, clock: FakeClock
+) -> None:
+    timeouts = in_function(page, clock, Blocked.NO)
+    assert passes(timeouts, 5000, python=True) == []  # it has not pinged
+    page.pings, page.pinged = 1, clock.now()
+    assert passes(timeouts, 599, python=True) == []
+    assert passes(timeouts, 1, python=True) == ["soft: no ping 600"]
+
+
+def test_a_learned_limit_is_one_between_pings(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.NO)
+    page.pings, page.pinged, page.soft_limit = 1, clock.now(), 3.0
+    assert passes(timeouts, 2, python=True) == []
+    assert passes(timeouts, 1, python=True) == ["soft: no progress 3"]
+
+
+@pytest.mark.parametrize("blocked", [Blocked.UNKNOWN, Blocked.ELSEWHERE])
+def test_computing_is_progress(page: SharedPage, clock: FakeClock, blocked: Blocked) -> None:
+    timeouts = in_function(page, clock, blocked)
+    timeouts.computes = True
+    assert passes(timeouts, 500) == []
+    timeouts.computes = False
+    assert passes(timeouts, 60) == ["soft: no progress 60"]
+
+
+def test_computing_where_torch_waits_is_no_progress(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.WAITS)  # a device is waited for in a busy loop
+    timeouts.computes = True
+    assert passes(timeouts, 60) == ["soft: no progress 60"]
+
+
+def test_a_stopped_process_hangs_though_it_was_waiting(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_function(page, clock, Blocked.WAITS)
+    timeouts.all_idle = False
+    assert passes(timeouts, 200) == []
+    timeouts.after(*[1] * 59)  # without a heartbeat
+    assert timeouts.sent == []
+    assert timeouts.after(1) == ["soft: no progress 60"]
+    assert timeouts.after(30)[1:] == ["no progress 90"]

@@ -211,7 +211,7 @@ def test_misuse_names_the_argument() -> None:
         Layer(min_ranks=-1)
     with pytest.raises(TypeError, match="flag"):
         Layer(flag="RESERVE")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one key in the first layer"):
+    with pytest.raises(RuntimeError, match="one key in the first layer"):
         Tree([Layer(key_or_fn=lambda s: s.rank)])(state_of(0, 2), ())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,15 @@ import pytest
 
 from outlast.coordination.records import FaultRecord
 from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse
+from outlast.events.restart_causes import describe_restarts
 from outlast.inprocess import Wrapper
 from outlast.inprocess.initialize import RetryController
-from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START, permanence
+from outlast.inprocess.interruption.permanent_error import (
+    ALWAYS,
+    AT_START,
+    is_mistake,
+    permanence,
+)
 from outlast.inprocess.recovery.faults.repeated_faults import (
     FaultHistory,
     RepeatedFaults,
@@ -105,6 +112,50 @@ def test_errors_in_the_program_end_the_job_only_before_it_has_trained() -> None:
     assert not after([fault(pings=3), wrong]).stop
     assert not after([dataclasses.replace(wrong, step=3)]).stop
     assert after([fault(pings=3), fault("CheckpointMismatch: x", permanent=ALWAYS)]).stop
+
+
+def test_a_mistake_in_the_program_is_counted_over_any_progress() -> None:
+    def mistake(step: int, **changes: Any) -> FaultRecord:
+        return fault("KeyError: 'lr'", mistake=True, step=step, rank=step, **changes)
+
+    ended = after([mistake(1), fault(step=2), mistake(3), None, mistake(5)])
+    assert ended.cause == mistake(5)
+    assert ended.stop == (
+        "a mistake in the program that came back, 3 x KeyError at train.py:3: rank 1 after step 1, "
+        "rank 3 after step 3, rank 5 after step 5"
+    )
+    elsewhere = [mistake(n, where=f"train.py:{n} in train") for n in range(1, 20)]
+    assert not after(elsewhere).stop
+    assert not after([fault(step=n) for n in range(1, 20)]).stop  # of the machine
+    patient = dataclasses.replace(POLICY, max_mistakes=None)
+    assert not after([mistake(n) for n in range(1, 20)], patient).stop
+
+
+def test_restarts_are_counted_by_cause() -> None:
+    faults = [fault(step=n, rank=n % 3) for n in range(1, 5)]
+    faults += [fault("process 7 ended", interruption="TERMINATED", where="", step=6)]
+    lost = fault("host h2 is lost", interruption="TERMINATED", where="", step=7)
+    assert describe_restarts(after([*faults, None, lost]).restarts) == (
+        "7 restarts: 4 x ValueError at train.py:3 (ranks 0, 1, 2), 1 x died (rank 0), "
+        "1 x new ranks joined, 1 x host lost"
+    )
+    assert describe_restarts(after([fault()] * 3).restarts).startswith("2 restarts: ")
+    many = after([fault(where=f"a.py:{n} in f", step=n) for n in range(1, 40)])
+    assert describe_restarts(many.restarts).endswith(", 24 x other causes")
+
+
+@pytest.mark.parametrize(
+    ("error", "mistaken"),
+    [
+        *((kind("x"), True) for kind in (KeyError, TypeError, AttributeError, NameError)),
+        *((kind("x"), True) for kind in (IndexError, ValueError, AssertionError, bdb.BdbQuit)),
+        *((kind("x"), True) for kind in (ZeroDivisionError, NotImplementedError)),
+        *((kind("x"), False) for kind in (RuntimeError, OSError, ConnectionError, MemoryError)),
+        *((kind("x"), False) for kind in (EOFError, TimeoutError, CheckpointError, FolderInUse)),
+    ],
+)
+def test_which_exceptions_are_mistakes_in_the_program(error: Exception, mistaken: bool) -> None:
+    assert is_mistake(error) is mistaken
 
 
 def _raised(function: Callable[[], object]) -> BaseException:

@@ -83,6 +83,16 @@ def test_calls_nested_repeated_and_with_a_group_there_already(ranks: Ranks) -> N
             assert "initialized already" in events(job, rank, "initialized")[0]["message"]
 
 
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_a_call_leaves_no_group_and_no_store_behind(ranks: Ranks, nprocs: int) -> None:
+    with ranks("misuse", "calls_in_sequence", nprocs=nprocs) as job:
+        job.start_all()
+        assert job.wait_all() == dict.fromkeys(range(nprocs), 0), errors(job)
+        for rank in range(nprocs):
+            results = [line["value"] for line in events(job, rank, "result")]
+            assert results == [[nprocs, 1], nprocs, nprocs, [nprocs, 1]]
+
+
 def test_one_process_without_a_launcher(ranks: Ranks) -> None:
     with ranks("misuse", "alone", nprocs=1) as job:
         job.start_all()

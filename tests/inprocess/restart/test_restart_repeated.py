@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -60,10 +61,39 @@ def test_three_equal_faults_without_progress_end_the_job(ranks: Ranks, how: str)
 
 @pytest.mark.parametrize("how", ["pings", "steps"])
 def test_equal_faults_with_progress_restart_without_a_pause(ranks: Ranks, how: str) -> None:
-    with ranks("repeats", "progresses", how) as job:
+    with ranks("repeats", "progresses", how, "fault") as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: 0}, errors(job)
         assert views(job) == {k: full(2) for k in range(6)}
+        told = r"completed after 5 restarts: 5 x OSError at repeats\.py:\d+ \(rank 1\)$"
+        assert len(re.findall(told, job.errors(0), re.M)) == 1, errors(job)
+        assert "completed after" not in job.errors(1)
+
+
+def test_a_mistake_in_the_program_ends_the_job_the_third_time_whatever_progress(
+    ranks: Ranks,
+) -> None:
+    with ranks("repeats", "progresses", "steps", "mistake") as job:
+        job.start_all()
+        why = "a mistake in the program that came back, 3 x KeyError at repeats.py:"
+        _assert_stopped(job, "KeyError: 'a planned fault'", why)
+        assert views(job) == {k: full(2) for k in range(3)}
+        (raised,) = events(job, 0, "raised")
+        steps = "rank 1 after step 1, rank 1 after step 2, rank 1 after step 3"
+        assert steps in raised["message"]
+        told = r"ended after 2 restarts: 2 x KeyError at repeats\.py:\d+ \(rank 1\)$"
+        assert len(re.findall(told, job.errors(0), re.M)) == 1, errors(job)
+
+
+def test_a_mistake_is_counted_over_all_ranks_and_their_replacements(ranks: Ranks) -> None:
+    with ranks("repeats", "mistakes_on_all_ranks") as job:
+        job.start_all()
+        assert job.wait(1) == -signal.SIGKILL, errors(job)
+        job.start(1)
+        assert job.wait_all() == {0: 93, 1: 93}, errors(job)
+        (raised,) = events(job, 0, "raised")
+        assert re.search(r"3 x KeyError at repeats\.py:\d+: rank 0 after", raised["message"])
+        assert "1 x died (rank 1)" in job.errors(0)
 
 
 def test_a_retry_controller_decides_alone(ranks: Ranks) -> None:

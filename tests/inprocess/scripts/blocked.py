@@ -89,7 +89,7 @@ def one_after_another(call: CallWrapper) -> list[str]:
     block = WAYS[way](call)
     if rank() == 1:
         store.wait(["asleep"])
-        raise ValueError(f"a fault while the other is in {way}")
+        raise RuntimeError(f"a fault while the other is in {way}")
     say("blocks", way=way)
     threading.Thread(target=_tell, args=(store,), daemon=True).start()
     block()

@@ -11,12 +11,15 @@ import threading
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rank import main, say, scenario, wrapped
-from rank_actions import die, finish, join_group, rank, seconds, wait_forever
+from rank_actions import collective, die, finish, join_group, rank, seconds, wait_forever
 
+from outlast.events import Completed, Event, NullSink
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed
+from outlast.inprocess.distributed.gloo_sockets import pair_sockets
 from outlast.inprocess.initialize import RetryController
 
 
@@ -124,6 +127,45 @@ def nested_and_repeated() -> None:
     except ValueError as error:
         say("initialized", message=str(error))
     dist.destroy_process_group()
+
+
+class EndsLate(NullSink):
+    """Rank 0 still needs the store of the call when the others have long left it."""
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, Completed) and rank() == 0:
+            time.sleep(0.5)
+
+
+@scenario
+def calls_in_sequence() -> None:
+    """Calls that leave their groups behind, and then a function that is not wrapped."""
+
+    @wrapped()
+    def train(call: CallWrapper) -> list[int]:
+        size = join_group()
+        dist.new_group(range(size))
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        ddp(torch.ones(1, 1)).sum().backward()
+        if call.iteration == 0 and rank() == size - 1:
+            raise ValueError("a planned fault")
+        return [collective(), call.iteration]
+
+    @wrapped(event_sink=EndsLate())
+    def evaluate(call: CallWrapper) -> int:
+        return join_group()
+
+    def measure() -> int:
+        size = join_group()
+        dist.destroy_process_group()
+        return size
+
+    environment = dict(os.environ)
+    for function in (train, evaluate, measure, train):
+        say("result", value=function())
+        assert dict(os.environ) == environment
+        assert not dist.is_initialized()
+        assert not pair_sockets()
 
 
 @scenario

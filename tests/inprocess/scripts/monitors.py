@@ -36,6 +36,7 @@ def _start(page: SharedPage, port: int, serve: bool) -> MonitorHandle:
         heartbeat=NET_S,
         soft=NET_S,
         hard=NET_S,
+        ping=600.0,
         grace=1.0,
         patience=NET_S,
         logfile=None,

@@ -8,7 +8,7 @@ import sys
 import time
 
 from rank import main, say, scenario, wrapped
-from rank_actions import FOREVER_S, collective, finish, join_group, rank
+from rank_actions import FOREVER_S, collective, die, finish, join_group, rank, wait_forever
 
 from outlast.coordination.training_step import report_step
 from outlast.inprocess import CallWrapper, Compose, RepeatedFaults
@@ -52,15 +52,32 @@ def comes_back(call: CallWrapper) -> int:
 @scenario
 @wrapped(repeated_faults=RepeatedFaults(backoff=FOREVER_S, max_backoff=FOREVER_S))
 def progresses(call: CallWrapper) -> int:
-    """Rank 1 fails five times, each time later than before: without any pause."""
+    """Rank 1 fails five times, each time later than before: without any pause. The command line
+    says whether by a fault of its machine or by a mistake in the program.
+    """
+    error = KeyError if sys.argv[3] == "mistake" else OSError
     join_group()
     for step in range(call.iteration + 1):
         report_step(step + 1) if sys.argv[2] == "steps" else call.ping()
     if call.iteration < 5:
         if rank() == 1:
-            raise ValueError("a planned fault")
+            raise error("a planned fault")
         collective()
     return finish()
+
+
+@scenario
+@wrapped()
+def mistakes_on_all_ranks(call: CallWrapper) -> int:
+    """The same line fails on both ranks in turn; rank 1 is replaced meanwhile."""
+    if join_group() == 1:
+        wait_forever()  # for the replacement
+    report_step(call.iteration + 1)
+    if rank() == call.iteration % 2:
+        if call.iteration == 1:
+            die()
+        {}["lr"]  # type: ignore[index]
+    return collective()
 
 
 @scenario

@@ -6,6 +6,7 @@ outlast run --nproc-per-node 2 deepspeed_training.py 2 checkpoints
 import datetime
 import hashlib
 import os
+import signal
 import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -26,7 +27,7 @@ def train(call: inprocess.CallWrapper) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     torch.manual_seed(0)
     module = torch.nn.Sequential(
-        torch.nn.Linear(16, 64), torch.nn.Dropout(0.0), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(64, 4)
     )
     config = {
         "train_micro_batch_size_per_gpu": 8,
@@ -54,6 +55,9 @@ def train(call: inprocess.CallWrapper) -> None:
         engine.backward(loss)
         engine.step()
         print(f"step {step + 1}: loss {loss.item()!r}", flush=True)
+        if step + 1 == int(os.environ.get("STOP_AT", "-1")) and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.step(client_state={"told": step + 1})
         if (step + 1) % 3 == 0:
             with call.long_phase():
                 checkpoints.save(client_state={"told": step + 1})

@@ -8,6 +8,8 @@ the checkpoint manager as `Trainer.train` does, with torchtitan's own containers
 
 import datetime
 import hashlib
+import os
+import signal
 from typing import Any
 
 import torch
@@ -42,7 +44,9 @@ class Position(Trainer):
 def train(call: inprocess.CallWrapper) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+    )
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer_config = default_adamw(lr=1e-2)
     optimizer_config.implementation = "for-loop"
@@ -78,6 +82,8 @@ def train(call: inprocess.CallWrapper) -> None:
         optimizers.step()
         schedulers.step()
         print(f"step {trainer.step}: loss {loss.item()!r}", flush=True)
+        if trainer.step == int(os.environ.get("STOP_AT", "-1")) and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         checkpoints.save(trainer.step, last_step=trainer.step == STEPS)
     checkpoints.close()
     weights = hashlib.sha256()

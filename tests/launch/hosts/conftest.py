@@ -96,7 +96,8 @@ class Host:
 class Run:
     """The hosts of one run. `endpoints` are those of the command line."""
 
-    def __init__(self, lease_s: float, endpoints: int) -> None:
+    def __init__(self, lease_s: float, endpoints: int, records: Path) -> None:
+        self._records = records
         port = free_port()
         self.endpoints = [(f"127.0.0.{2 + i}", port) for i in range(endpoints)]
         self.run_id = uuid.uuid4().hex[:8]
@@ -113,6 +114,7 @@ class Run:
             "lease_s": self.lease_s,
             "join_limit_s": NET_S,
             "silence_s": 0.0,  # no other group is alive
+            "record_dir": str(self._records),
         }
         self.hosts.append(Host(address, given | options))
         return self.hosts[-1]
@@ -130,12 +132,12 @@ class Run:
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[..., Run]]:
+def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """`run(lease_s=5.0, endpoints=1)`: a run, whose hosts are killed at the end."""
     runs: list[Run] = []
 
     def make(lease_s: float = 5.0, endpoints: int = 1) -> Run:
-        runs.append(Run(lease_s, endpoints))
+        runs.append(Run(lease_s, endpoints, tmp_path / "records"))
         return runs[-1]
 
     yield make

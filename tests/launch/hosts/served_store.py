@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server.store_server import StoreServer
 from outlast.launch.hosts.server.upstream import Done, Upstream
@@ -53,7 +53,7 @@ class Model:
             case "check":
                 return int(op.key in table)
             case "keys":
-                return sorted(key for key in table if key.startswith(op.key))
+                return Keys(tuple(sorted(key for key in table if key.startswith(op.key))))
             case "batch":
                 return [self.perform(part) for part in op.operations]
             case _:

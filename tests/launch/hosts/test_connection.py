@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from outlast.coordination.replicated.hosts import HostInfo
@@ -25,6 +24,7 @@ from outlast.launch.hosts.replicated.messages import (
     decode,
     encode,
 )
+from outlast.launch.hosts.replicated.past import Past
 
 HOST = HostInfo(id="h", name="h", address="10.0.0.1", port=1, settings={"a": "b"})
 
@@ -57,12 +57,15 @@ def ends() -> Iterator[Ends]:
         ends.raw.close()
 
 
+packed = msgspec.msgpack.encode
+
+
 def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
 def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
-    sent = [Find(), Replicated("g", "h", b"\n\xff\n"), NotYet("later", 1.5)]
+    sent = [Find(Past()), Replicated("g", "h", b"\n\xff\n"), NotYet("later", 1.5)]
     data = MAGIC + b"".join(frame(encode(message)) for message in sent)
     for at in range(0, len(data), 7):
         ends.receive(data[at : at + 7])
@@ -76,10 +79,12 @@ def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
         (b"HTTP/1.1 400", "no outlast agent: it says b'HTTP/1.1 400'"),
         (MAGIC + (STRANGER_BYTES + 1).to_bytes(4, "big"), "too long"),
         (MAGIC + frame(b"X"), "not a message of an agent"),
-        (MAGIC + frame(b'J["Hello",{"a":1}]'), "not a message of an agent"),
-        (MAGIC + frame(b'J["NotYet",{"reason":1,"limit_s":0.0}]'), "reason must be of type str"),
-        (MAGIC + frame(b"J" + b"[" * 60_000), "not a message of an agent"),
-        (MAGIC + frame(b"R\xff"), "not a message of an agent"),
+        (MAGIC + frame(packed(["Hello", 1])), "not a message of an agent"),
+        (MAGIC + frame(packed(["NotYet", 1, 0.0])), "Expected `str`, got `int`"),
+        (MAGIC + frame(b"\x92\xa8Admitted" + b"\x91" * 60_000), "not a message of an agent"),
+        (MAGIC + frame(b"\x91" * 60_000), "not a message of an agent"),
+        (MAGIC + frame(b"\xc1"), "not a message of an agent"),
+        (MAGIC + frame(b""), "not a message of an agent"),
     ],
 )
 def test_what_is_no_message_ends_the_connection(ends: Ends, data: bytes, reason: str) -> None:
@@ -100,23 +105,38 @@ def test_after_the_handshake_messages_may_be_long(ends: Ends) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"address": "nowhere"}, {"port": 1 << 16}, {"name": None}, {"settings": {"a": 1}}, {"x": 1}],
+    [{"address": "nowhere"}, {"port": 1 << 16}, {"name": None}, {"settings": {"a": 1}}],
 )
 def test_a_host_that_is_none(wrong: dict[str, Any]) -> None:
-    host = dataclasses.asdict(HOST) | wrong
-    hello = {"protocol": 1, "run_id": "r", "host": host}
+    host = msgspec.structs.asdict(HOST)
+    assert decode(packed(["Hello", 1, "r", host])) == Hello(1, "r", HOST)
     with pytest.raises(ValueError, match="not a message of an agent"):
-        decode(b"J" + json.dumps(["Hello", hello]).encode())
+        decode(packed(["Hello", 1, "r", host | wrong]))
 
 
 @pytest.mark.parametrize(
     "message",
     [
         Hello(1, "run", HOST),
-        Member("g", None, 0),
-        Member("g", HOST, 2),
-        Admitted("g", "h", (HOST,)),
+        Member("g", 1, None, 0),
+        Member("g", 1, HOST, 2),
+        Admitted("g", 1, "h", (HOST,)),
     ],
 )
 def test_hosts_in_messages(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def test_a_short_message_overtakes_a_long_one(ends: Ends) -> None:
+    ends.connection.limit = connection.FRAME_BYTES
+    long = Replicated("g", "h", b"x" * (64 << 20))  # far more than a socket holds
+    ends.connection.send(long)
+    ends.connection.send(Find(Past()))
+    theirs: list[Message] = []
+    ends.raw.setblocking(False)
+    other = Connection(ends.loop, ends.raw, lambda _, m: theirs.append(m), lambda *_: None)
+    other.limit = connection.FRAME_BYTES
+    while len(theirs) < 2:
+        ends.loop.run_once()
+    other.close()
+    assert theirs == [Find(Past()), long]

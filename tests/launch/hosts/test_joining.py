@@ -15,7 +15,9 @@ from outlast.launch.hosts.replicated.endpoints import Endpoint
 from outlast.launch.hosts.replicated.founding import SILENCE_S
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.messages import AskGrant, Grant, Member, Message, NotYet
+from outlast.launch.hosts.replicated.past import Past
 
+LOST_AFTER_S = 6.0
 ENDPOINTS = [Endpoint(f"10.0.0.{i}", 29400, (f"10.0.0.{i}", 29400)) for i in range(3)]
 
 
@@ -40,6 +42,8 @@ class Third:
         self.results: list[Any] = []
         self.sent: list[tuple[Any, Message]] = []
         self._loop, self._clock = loop, clock
+        self.record: Any = SimpleNamespace(past=Past(), durable=True)
+        self.record.set = lambda past: setattr(self.record, "past", past)
         peers: Any = SimpleNamespace(
             refusals={},
             failure=lambda address: "",
@@ -50,6 +54,9 @@ class Third:
             peers,
             ENDPOINTS,
             2,
+            HostInfo(id="h2", name="h2", address="10.0.0.2", port=29400),
+            LOST_AFTER_S,
+            self.record,
             lambda: self.results.append("founded"),
             lambda peer, admitted: self.results.append("admitted"),
             self.results.append,
@@ -78,24 +85,24 @@ def third() -> Iterator[Third]:
 
 def test_a_grant_is_released_when_its_holder_has_ended(third: Third) -> None:
     first, second = Peer(0), Peer(1)
-    third.receive(second, AskGrant(1, 1))
+    third.receive(second, AskGrant(1, 1, Past()))
     assert second.got == [Grant(2, 1)]
     third.ended(second)  # the network fails: the holder may have founded the group
     third.advance(10 * SILENCE_S)
-    third.receive(first, AskGrant(0, 1))
+    third.receive(first, AskGrant(0, 1, Past()))
     assert first.got == []
     second.connection.ended_by_peer = True
     third.ended(second)
-    third.receive(first, AskGrant(0, 1))
+    third.receive(first, AskGrant(0, 1, Past()))
     assert first.got == []  # it would have announced its group by now only if it lived
-    third.advance(SILENCE_S)
-    third.receive(first, AskGrant(0, 1))
+    third.advance(LOST_AFTER_S)
+    third.receive(first, AskGrant(0, 1, Past()))
     assert first.got == [Grant(2, 1)]
 
 
 def test_news_of_a_group_ends_the_founding(third: Third) -> None:
     leader = HostInfo(id="l", name="l", address="10.0.0.9", port=1)
-    third.receive(Peer(1), Member("g", leader, hosts=3))
+    third.receive(Peer(1), Member("g", 1, leader, hosts=3))
     third.advance(2 * SILENCE_S)
     assert third.results == []
     assert third.sent[-1][0] == ("10.0.0.9", 1)
@@ -110,3 +117,18 @@ def test_a_host_that_may_not_join_yet_gives_up_after_the_limit(third: Third) -> 
     third.advance(2.0)
     third.receive(leader, NotYet("an agent has this address", limit_s=5.0))
     assert third.results == ["an agent has this address"]
+
+
+def test_a_member_that_names_this_host_as_the_leader_is_not_asked(third: Third) -> None:
+    was = HostInfo(id="h2-before", name="h2", address="10.0.0.2", port=29400)
+    third.receive(Peer(1), Member("g", 1, was, hosts=3))
+    third.advance(2 * SILENCE_S)
+    assert [message for where, message in third.sent if where == ("10.0.0.2", 29400)] == []
+
+
+def test_a_leader_that_admits_nobody_is_given_up(third: Third) -> None:
+    leader = HostInfo(id="l", name="l", address="10.0.0.9", port=1)
+    third.receive(Peer(1), Member("g", 1, leader, hosts=3))
+    for _ in range(60):
+        third.advance(0.25)
+    assert third.sent[-1][0] != ("10.0.0.9", 1)

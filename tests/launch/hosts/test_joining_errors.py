@@ -85,7 +85,7 @@ def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
         },
         "--nproc-per-node differs": {"settings": [("torch", "2.13")]},
         "--host-timeout differs": {"settings": settings, "lease_s": 7.0},
-        f"--rdzv-id: {name} runs '{here.run_id}', {name} runs 'another'": {
+        f"--rdzv-id: {name} asks for the run 'another', and {name} takes part in another one": {
             "settings": settings,
             "run_id": "another",
         },

@@ -35,6 +35,29 @@ def test_each_host_has_its_ranks(tmp_path: Path) -> None:
             assert run.verdict == "job completed"
 
 
+FAILS = """
+import os
+from outlast import inprocess
+
+@inprocess.Wrapper()
+def train(call):
+    if call.iteration < 2 and os.environ["RANK"] == "1":
+        raise OSError("a planned fault")
+
+train()
+"""
+
+
+@pytest.mark.slow
+def test_every_host_tells_the_restarts_by_cause(tmp_path: Path) -> None:
+    with Hosts(tmp_path, FAILS, "--nnodes=2") as hosts:
+        runs = hosts.start_all(2)
+        assert codes(*runs) == [0, 0]
+        for run in runs:
+            told = r"job completed after .* and 2 restarts: 2 x OSError at script\.py:8 \(rank 1\)"
+            assert re.search(told, run.words[-1]), run.err
+
+
 def test_a_failure_restarts_all_workers_and_then_ends_the_job(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2", "--max-restarts=1") as hosts:
         one, two = hosts.start_all(2)

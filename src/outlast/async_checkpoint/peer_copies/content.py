@@ -12,6 +12,7 @@ from typing import Any
 
 from outlast.async_checkpoint.peer_copies.connection import Connection
 from outlast.async_checkpoint.peer_copies.messages import SentSnapshot
+from outlast.async_checkpoint.storage.entries import is_count
 from outlast.async_checkpoint.storage.manifest import checksum, pieces
 from outlast.clock import Clock, MonotonicClock
 from outlast.errors import CheckpointError
@@ -106,16 +107,23 @@ def check_equal(arrived: Checksums, expected: Mapping[str, Any], where: str) -> 
             raise CheckpointError(f"{where} lacks checksums of {name}")
 
 
-def check_description(snapshot: Mapping[str, Any], size_bytes: int, values_bytes: int) -> None:
+def check_description(snapshot: Any, size_bytes: Any, values_bytes: Any) -> None:
     """Checks what another host says about a snapshot, before memory is allocated for it.
 
     Raises:
-        ValueError: if the files do not fit into the announced size.
+        ValueError, TypeError, KeyError: if it is not a description, or the files do not fit into
+            the announced size.
     """
-    if size_bytes < 0 or values_bytes < 0:
-        raise ValueError("a negative size")
+    numbers = ("step", "number", "rank", "world_size")
+    texts = ("save_id", "folder_id", "working", "final", "values", "socket", "index")
+    if not (is_count(size_bytes) and is_count(values_bytes)):
+        raise ValueError(f"sizes of {size_bytes!r} and {values_bytes!r} bytes")
+    for name in (*numbers, *texts):
+        if not (is_count(snapshot[name]) if name in numbers else isinstance(snapshot[name], str)):
+            raise ValueError(f"a snapshot whose {name} is {snapshot[name]!r}")
     for name, at, size in snapshot["layout"]:
-        if not isinstance(name, str) or at < 0 or size < 0 or at + size > size_bytes:
+        counts = is_count(at) and is_count(size)
+        if not (isinstance(name, str) and counts and at + size <= size_bytes):
             raise ValueError(f"the file {name!r} is not within the {size_bytes} bytes")
 
 

@@ -34,6 +34,7 @@ from outlast.async_checkpoint.writer.messages import SnapshotDescription
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
 from outlast.events import CopyCompleted, CopySkipped, Emitter
+from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -199,8 +200,8 @@ class CopyRounds:
                 if snapshot.error is not None:
                     raise snapshot.error
                 port = self._keeper.port()
-            except CheckpointError as e:
-                refusal = str(e)
+            except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
+                refusal = str(e) if isinstance(e, CheckpointError) else describe(e)
         call = 2 * this.index
         if refusal:
             self._ledger.fail(call, self._failure(this.index, refusal))
@@ -213,22 +214,25 @@ class CopyRounds:
         """Sends this rank's snapshot; returns why that failed."""
         holder = self._holder
         host = self._arranged.hosts[holder]
-        address, port = json.loads(self._ledger.part(2 * this.index, holder))
-        memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
-        assert memory is not None
-        assert structure is not None
-        sent: SentSnapshot = {**snapshot.description, "index": structure.index.decode()}
-        request = SendCopy(
-            snapshot=sent,
-            size_bytes=_size_of(snapshot),
-            address=address,
-            port=port,
-            blob=snapshot.values,
-        )
         try:
+            address, port = json.loads(self._ledger.part(2 * this.index, holder))
+            memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
+            assert memory is not None
+            assert structure is not None
+            sent: SentSnapshot = {**snapshot.description, "index": structure.index.decode()}
+            request = SendCopy(
+                snapshot=sent,
+                size_bytes=_size_of(snapshot),
+                address=address,
+                port=port,
+                blob=snapshot.values,
+            )
             self._keeper.begin(request, [memory.descriptor]).result(None)
-        except CheckpointError as e:
-            return f"the copy to host {host} failed: {e}"
+        except StoreError:
+            raise
+        except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
+            cause = str(e) if isinstance(e, CheckpointError) else describe(e)
+            return f"the copy to host {host} failed: {cause}"
         return None
 
     def _failure(self, index: int, cause: str) -> CallFailure:

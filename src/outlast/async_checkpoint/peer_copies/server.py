@@ -108,7 +108,7 @@ class CopyServer:
 
     def _receive(self, connection: Connection, offer: dict[str, Any]) -> None:
         snapshot = cast(SentSnapshot, offer["snapshot"])
-        size, values_size = int(offer["size_bytes"]), int(offer["values_bytes"])
+        size, values_size = offer["size_bytes"], offer["values_bytes"]
         check_description(snapshot, size, values_size)
         self._copies.make_room(snapshot["rank"], snapshot["folder_id"])
         free = available_bytes()

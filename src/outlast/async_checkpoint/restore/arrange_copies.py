@@ -10,7 +10,7 @@ from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
 from outlast.events import CopySkipped, Emitter
 
@@ -38,7 +38,12 @@ def arrange_copies(
     own = own_place()
     places = [Place(*each) for each in restorer.ranks.exchange([own.host, own.domain])]
     found = holders(places)
-    arrangement = Arrangement.begin(keeper, ledger, [place.host for place in places], bytes_per_s)
+    hosts = [place.host for place in places]
+    arrangement = restorer.ranks.attempt(
+        lambda: Arrangement.begin(keeper, ledger, hosts, bytes_per_s)
+    )
+    if isinstance(arrangement, CallFailure):
+        raise CheckpointError(f"rank {arrangement.rank}: {arrangement.cause}")
     if session.pool.has_reserved:  # by a round that a restart has ended
         try:
             keeper.port()  # once it has answered, it reads from no buffer

@@ -7,14 +7,14 @@ The parts that this rank loads are as in torch.distributed.checkpoint (`sharding
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import nodes
-from outlast.async_checkpoint.storage.manifest import TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.entries import TensorEntry, ValueEntry
 from outlast.errors import CheckpointMismatch
 
 _SHOWN = 10  # of each kind of difference
@@ -38,21 +38,32 @@ class Fit:
     unexpected: list[str]
 
 
-def fill_empty(state_dict: dict[str, Any], index: Index) -> None:
+def fill_empty(
+    state_dict: dict[str, Any],
+    index: Index,
+    check_sizes: Callable[[Iterable[str]], None] = lambda files: None,
+) -> None:
     """Fills every empty dict of `state_dict` with what the checkpoint has under it: an optimizer
-    that has not stepped yet has no state to load into.
+    that has not stepped yet has no state to load into. `check_sizes` is called with the names of
+    the files that hold it, before memory is allocated.
     """
     empty = {path for path, value in nodes(state_dict) if isinstance(value, dict) and not value}
     if not empty:
         return
     entries: list[TensorEntry | ValueEntry] = [*index.tensors.values(), *index.values.values()]
-    for entry in entries:
-        path = tuple(tuple(key) if isinstance(key, list) else key for key in entry.path)
-        if any(path[:length] in empty for length in range(len(path))):
-            blank: torch.Tensor | None = None
-            if isinstance(entry, TensorEntry):
-                blank = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            put(state_dict, path, blank)
+    paths = [tuple(tuple(k) if isinstance(k, list) else k for k in e.path) for e in entries]
+    lacking = [
+        (path, entry)
+        for path, entry in zip(paths, entries, strict=True)
+        if any(path[:length] in empty for length in range(len(path)))
+    ]
+    tensors = [entry for _, entry in lacking if isinstance(entry, TensorEntry)]
+    check_sizes({shard.file for tensor in tensors for shard in tensor.shards})
+    for path, entry in lacking:
+        blank: torch.Tensor | None = None
+        if isinstance(entry, TensorEntry):
+            blank = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        put(state_dict, path, blank)
 
 
 def empty_dicts(value: Any) -> list[dict[Any, Any]]:

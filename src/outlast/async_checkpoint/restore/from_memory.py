@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outlast.async_checkpoint.restore.agreement import Agreement
 from outlast.async_checkpoint.restore.fit import Index, empty_dicts, fill_empty
 from outlast.async_checkpoint.restore.load import Content
 from outlast.async_checkpoint.restore.verified_read import (
@@ -28,16 +27,20 @@ from outlast.async_checkpoint.restore.verified_read import (
     read_verified,
 )
 from outlast.async_checkpoint.state_dict.sharding import Item
-from outlast.async_checkpoint.storage.manifest import (
-    CHUNK_BYTES,
+from outlast.async_checkpoint.storage.entries import (
     FileEntry,
-    Shard,
     TensorEntry,
     ValueEntry,
-    checksum,
-    pieces,
+    check_content,
+    is_covered,
+    parse_files,
+    parse_tensors,
+    parse_values,
 )
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
+from outlast.errors import CheckpointError
 
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed
@@ -55,7 +58,10 @@ class MemorySnapshot:
     def description(self) -> dict[str, Any]:
         """What the other ranks need to know about this rank's part."""
         parts = {name: self._snapshot[name] for name in ("places", "layout", "files", "values")}
-        return {**parts, "index": json.loads(self._snapshot["index"])}
+        try:
+            return {**parts, "index": json.loads(self._snapshot["index"])}
+        except (ValueError, TypeError, RecursionError) as e:
+            raise CheckpointError(f"{self._where} is not described correctly: {e!r}") from e
 
     def is_sufficient(
         self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
@@ -63,9 +69,9 @@ class MemorySnapshot:
         """Whether this rank's part is exactly what its state dict holds, as with shards: then the
         rank needs nothing from the other ranks' parts.
         """
+        parts = _parts(self._index)  # also checks it, before other ranks wait for this one
         if empty_dicts(state_dict):
             return False
-        parts = _parts(self._index)
         own = {*self._index.tensors, *self._index.values}
         items = items_of(state_dict)
         return {item.name for item in items} == own and all(
@@ -103,10 +109,7 @@ class MemorySnapshot:
         views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
         if description["values"]:
             views[description["values"]] = memoryview(bytearray(self._values))
-        files = {
-            name: FileEntry(name, entry["size_bytes"], entry["checksums"])
-            for name, entry in description["files"].items()
-        }
+        files = _files_of(description)
         return MemorySource(self._where, views, files, CHUNK_BYTES), self._index
 
     def pack(self, names: Collection[str]) -> tuple[memoryview, dict[str, Any]]:
@@ -181,13 +184,9 @@ class MemorySnapshot:
             source = MemorySource(
                 f"{self._where}, sent by rank {owner}", {_SENT: content}, files, CHUNK_BYTES
             )
-            tensors = {
-                name: TensorEntry(**{**entry, "shards": [Shard(**s) for s in entry["shards"]]})
-                for name, entry in each["tensors"].items()
-                if name in lacking
-            }
-            values = {n: ValueEntry(**v) for n, v in each["values"].items() if n in lacking}
-            found.append((source, Index(tensors, values)))
+            tensors = {n: e for n, e in each["tensors"].items() if n in lacking}
+            values = {n: v for n, v in each["values"].items() if n in lacking}
+            found.append((source, Index(parse_tensors(tensors), parse_values(values))))
         return found
 
     @functools.cached_property
@@ -260,22 +259,29 @@ def _parts(index: Index) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     }
 
 
+def _files_of(description: Mapping[str, Any]) -> dict[str, FileEntry]:
+    files = description["files"].items()
+    return parse_files({name: {"name": name, **entry} for name, entry in files}, CHUNK_BYTES)
+
+
 def _index_of(description: Mapping[str, Any]) -> Index:
-    tensors = {
-        name: TensorEntry(
-            entry["path"],
-            entry["dtype"],
-            entry["shape"],
-            [Shard(**shard) for shard in entry["shards"]],
+    """The index of one rank's part.
+
+    Raises:
+        CheckpointError: if the description, which came from another process, cannot be true.
+    """
+    try:
+        tensors = parse_tensors(description["index"]["tensors"])
+        places = zip(description["index"]["values"], description["places"], strict=True)
+        values = parse_values(
+            {
+                name: {"path": path, "file": description["values"], "at": at, "size_bytes": size}
+                for (name, path), (at, size) in places
+            }
         )
-        for name, entry in description["index"]["tensors"].items()
-    }
-    values = {
-        name: ValueEntry(path, description["values"], at, size)
-        for (name, path), (at, size) in zip(
-            description["index"]["values"], description["places"], strict=True
-        )
-    }
+        check_content(_files_of(description), tensors, values, complete=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"a snapshot in memory is not described correctly: {e!r}") from e
     return Index(tensors, values)
 
 
@@ -285,6 +291,11 @@ def _merged(indexes: Sequence[Index]) -> Index:
     for index in indexes:
         values.update(index.values)
         for name, entry in index.tensors.items():
-            known = tensors.setdefault(name, TensorEntry(entry.path, entry.dtype, entry.shape, []))
+            known = tensors.setdefault(name, dataclasses.replace(entry, shards=[]))
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(f"{name!r} differs between the snapshots of the ranks")
             known.shards.extend(entry.shards)
+    for name, entry in tensors.items():
+        if not is_covered(entry.shape, [(shard.offsets, shard.sizes) for shard in entry.shards]):
+            raise CheckpointError(f"the snapshots of all ranks do not cover {name!r} exactly once")
     return Index(tensors, values)

@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 
+from outlast.async_checkpoint.plain_values import decode
 from outlast.async_checkpoint.restore.fit import Index, put
-from outlast.async_checkpoint.restore.verified_read import Piece, Source, read_verified
+from outlast.async_checkpoint.restore.verified_read import (
+    Piece,
+    Source,
+    check_sizes,
+    read_verified,
+)
 from outlast.async_checkpoint.snapshot.structure import local_part
 from outlast.async_checkpoint.state_dict.sharding import Item
 from outlast.async_checkpoint.state_dict.tree import look_up
-from outlast.async_checkpoint.storage.manifest import Shard
+from outlast.async_checkpoint.storage.entries import Shard
 from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
@@ -53,7 +59,7 @@ def load(
     """
     values: list[tuple[Item, Any]] = []
     for source, index in content.sources:
-        values += _load_values(source, index, items, weights_only)
+        values += _load_values(source, index, state_dict, items, weights_only)
     for source, index in content.sources:
         _load_tensors(source, index, state_dict, items)
     for item, value in values:
@@ -134,9 +140,14 @@ def _views(
 
 
 def _load_values(
-    source: Source, index: Index, items: Sequence[Item], weights_only: bool
+    source: Source,
+    index: Index,
+    state_dict: Mapping[str, Any],
+    items: Sequence[Item],
+    weights_only: bool,
 ) -> list[tuple[Item, Any]]:
     wanted = [(item, index.values[item.name]) for item in items if item.name in index.values]
+    check_sizes(source, {entry.file for _, entry in wanted})
     buffers = [torch.empty(entry.size_bytes, dtype=torch.uint8) for _, entry in wanted]
     read_verified(
         source,
@@ -150,7 +161,8 @@ def _load_values(
     for (item, _), buffer in zip(wanted, buffers, strict=True):
         data = bytes(memory_at(buffer.data_ptr(), buffer.nbytes))
         try:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            plain = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            value = decode(plain, like=look_up(state_dict, item.path))
         except Exception as e:
             raise CheckpointMismatch(
                 f"the value {item.name!r} of {source.where} cannot be loaded: {first_line(e)}. If "

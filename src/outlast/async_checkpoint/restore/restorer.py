@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.observers import notify_restoring
-from outlast.async_checkpoint.restore.agreement import BROKEN, MISFIT, Agreement
 from outlast.async_checkpoint.restore.fit import (
     Fit,
     Index,
@@ -27,15 +27,16 @@ from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched,
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import Content, load
 from outlast.async_checkpoint.restore.mixture import check_mixture
-from outlast.async_checkpoint.restore.verified_read import StorageSource
+from outlast.async_checkpoint.restore.verified_read import StorageSource, check_sizes
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
-from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError, CheckpointMismatch
+from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
+from outlast.coordination.call_ledger import CallFailure
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
 from outlast.system.units import duration_text
 
@@ -76,23 +77,23 @@ class Restorer:
     Attributes:
         copies: the copies in other hosts' memory, if there are any.
         restored_from: the source of the last restore; empty if it found nothing.
+        not_live: why the caller restores no state that it has kept; empty if it has none.
     """
 
     def __init__(
         self,
         session: FolderSession,
-        ledger: CallLedger,
+        ranks: Agreement,
         group: Any,
-        timeout_s: float,
         emitter: Emitter,
     ) -> None:
         self._session = session
-        self._ranks = Agreement(ledger, timeout_s, session.url)
+        self._ranks = ranks
         self._group = group
         self._emitter = emitter
         self._items = session.memo.items
         self.copies: CopiesInReach | None = None
-        self.restored_from = ""
+        self.restored_from = self.not_live = ""
 
     @property
     def ranks(self) -> Agreement:
@@ -140,7 +141,9 @@ class Restorer:
         for name in found["left"]:
             log.info("removed %s, left by an unfinished save", name)
         path = self._session.socket_path(self._ranks.rank, self._ranks.world_size)
-        self._session.take_over(path)
+        taken = self._ranks.attempt(lambda: self._session.take_over(path))
+        if isinstance(taken, CallFailure):
+            raise CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
 
     def restore(
         self,
@@ -178,6 +181,7 @@ class Restorer:
                         seconds=seconds,
                         fetched_bytes=request.fetched.size_bytes,
                         held_by=request.fetched.held_by,
+                        not_live=self.not_live,
                     )
                 )
                 if self.copies is not None:
@@ -196,8 +200,8 @@ class Restorer:
                 each.clear()  # the next candidate may fill it differently
             if failure.name == MISFIT:
                 raise CheckpointMismatch(text)
-            if failure.name == BROKEN:
-                raise CheckpointError(text)
+            if failure.name == UNREAD:
+                raise CheckpointReadError(text)
             errors.append(text)
             log.warning("passed over the checkpoint of step %s: %s", step, text)
             self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))
@@ -205,7 +209,8 @@ class Restorer:
 
     def newest(self, after: int) -> int | None:
         """The step of the newest candidate later than `after`, the same on all ranks."""
-        found = self._candidates(self._snapshots(after), None)
+        with self._ranks.operation():
+            found = self._candidates(self._snapshots(after), None)
         return found[0].step if found and found[0].step > after else None
 
     def restored_by_caller(self, step: int, source: str, seconds: float, size_bytes: int) -> None:
@@ -312,8 +317,8 @@ class Restorer:
         storage = self._session.storage
         manifest = read_manifest(storage, candidate.name)
         index = Index(manifest.tensors, manifest.values)
-        fill_empty(state_dict, index)
         source = StorageSource(storage, candidate.name, manifest.files, manifest.chunk_bytes)
+        fill_empty(state_dict, index, partial(check_sizes, source))
         return Content(index, [(source, index)])
 
     def _memory_of(self, snapshot: HeldSnapshot) -> MemorySnapshot:

@@ -7,19 +7,22 @@ its source while it is in the cache. Several threads do this at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import xxhash
 
 from outlast.async_checkpoint.environment import local_ranks
-from outlast.async_checkpoint.storage.manifest import FileEntry, read_hashed
+from outlast.async_checkpoint.storage.entries import FileEntry
+from outlast.async_checkpoint.storage.manifest import read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
+from outlast.async_checkpoint.storage.read_errors import Reopened
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
 from outlast.system.shared_memory import memory_at, move
@@ -76,6 +79,8 @@ class MemorySource:
     chunk_bytes: int
 
     def open(self, name: str) -> _MemoryReader:
+        if name not in self.views:
+            raise CheckpointError(f"{self.where}/{name} is missing")
         return _MemoryReader(self.views[name])
 
 
@@ -84,6 +89,7 @@ class _MemoryReader:
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
+        self.size_bytes = len(view)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         part = self.view[offset : offset + len(buffer)]
@@ -100,6 +106,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     Raises:
         CheckpointError: at the first chunk that is missing or damaged; names the file and the
             bytes. The destinations may have been written to.
+        CheckpointReadError: if a file cannot be read now.
     """
     # By default, this rank's share of the host's processors.
     threads = threads or max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
@@ -110,7 +117,7 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
             last = (piece.at + piece.size_bytes - 1) // source.chunk_bytes
             for number in range(first, last + 1):
                 by_chunk.setdefault((piece.file, number), []).append(piece)
-    readers: dict[str, FileReader] = {}
+    readers: dict[str, Reopened] = {}
     jobs = iter(by_chunk.items())
     lock = threading.Lock()
     failed = threading.Event()
@@ -129,23 +136,36 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
                 failed.set()
                 raise
 
-    try:
+    with contextlib.ExitStack() as stack:
         for name in {name for name, _ in by_chunk}:
-            if name not in source.files:
-                raise CheckpointError(f"{source.where}/{name} is not in the manifest")
-            try:
-                readers[name] = source.open(name)
-            except OSError as e:
-                raise CheckpointError(f"{source.where}/{name}: {e.strerror or e}") from e
+            readers[name] = stack.enter_context(_open(source, name))
         in_threads(work, threads, "outlast-read")
-    finally:
-        for reader in readers.values():
-            reader.close()
+
+
+def check_sizes(source: Source, names: Iterable[str]) -> None:
+    """Checks that files have their sizes, before memory is allocated for what they hold. Raises as
+    `read_verified`.
+    """
+    for name in names:
+        with _open(source, name):
+            pass
+
+
+def _open(source: Source, name: str) -> Reopened:
+    where = f"{source.where}/{name}"
+    if name not in source.files:
+        raise CheckpointError(f"{where} is not in the manifest")
+    reader = Reopened(where, lambda: source.open(name))
+    size, expected = reader.newest.size_bytes, source.files[name].size_bytes
+    if size != expected:
+        with reader:
+            raise CheckpointError(f"{where} has {size} bytes instead of {expected}")
+    return reader
 
 
 def _read_chunk(
     source: Source,
-    reader: FileReader,
+    reopened: Reopened,
     name: str,
     number: int,
     pieces: Sequence[Piece],
@@ -156,16 +176,14 @@ def _read_chunk(
     size = min(source.chunk_bytes, entry.size_bytes - begin)
     where = f"{source.where}/{name}"
     expected = entry.checksums[number] if number < len(entry.checksums) else ""
+    reader = reopened.newest
     if isinstance(reader, _MemoryReader):
         _copy_chunk(reader.view[begin : begin + size], begin, pieces, expected, where)
         return
     only = pieces[0]
     direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
     chunk = memory_at(only.address + begin - only.at, size) if direct else scratch()[:size]
-    try:
-        got, found = read_hashed(reader, begin, chunk)
-    except OSError as e:
-        raise CheckpointError(f"{where} cannot be read: {e}") from e
+    got, found = reopened.read(lambda file: read_hashed(file, begin, chunk))
     if got != size:
         raise CheckpointError(
             f"{where} is truncated: {begin + got} bytes instead of {entry.size_bytes}"

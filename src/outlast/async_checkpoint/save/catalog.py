@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.tree import torch_path
-from outlast.async_checkpoint.storage.manifest import Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.entries import Shard, TensorEntry, ValueEntry
 
 
 class Catalog:

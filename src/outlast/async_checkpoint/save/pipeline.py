@@ -13,7 +13,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
@@ -36,6 +36,7 @@ from outlast.async_checkpoint.writer.messages import (
     SnapshotCommitted,
 )
 from outlast.clock import Clock
+from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import (
     CheckpointError,
@@ -85,7 +86,13 @@ class SavePipeline:
 
     # --------------------------------------------------------------- on the training thread
 
-    def save(self, step: int, state_dict: Mapping[str, Any], metric: float | None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        metric: float | None,
+        finite: Collection[str] = (),
+    ) -> SaveHandle:
         """Takes a snapshot and begins its save. See `Checkpointer.save`."""
         began = self._clock.now()
         self.seal_all()
@@ -105,8 +112,9 @@ class SavePipeline:
             raise error from None
         except StoreError as e:
             raise CheckpointError(f"the {save_name(step)} failed: {describe(e)}") from e
-        except Exception as e:
-            self._refuse(index, step, e)
+        except BaseException as e:
+            if not isinstance(e, OF_ALL_RANKS):
+                self._refuse(index, step, e)
             raise
         save = Save(
             index=index,
@@ -119,13 +127,16 @@ class SavePipeline:
             handle=SaveHandle(step, snapshot.seal),
             began=began,
             blocked_s=self._clock.now() - began,
+            finite=finite,
         )
         try:
             self._outcomes.watch(save.handle)
             self._enqueue(save)
-        except BaseException:  # an interrupt: else a later save would wait forever for the buffer
+        except BaseException as e:  # else a later save would wait forever for the buffer
             if save not in self.pending:
                 self._session.pool.give_back(snapshot.buffer)
+                if not isinstance(e, OF_ALL_RANKS):
+                    self._refuse(index, step, e)
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
         self._outcomes.raise_unseen()
@@ -140,11 +151,14 @@ class SavePipeline:
         index = self._next_index()
         try:
             agreed = self._exchange.agree(index, state_dict)
-        except (CheckpointError, ValueError) as e:
+        except BaseException as e:
+            if not isinstance(e, OF_ALL_RANKS):
+                with contextlib.suppress(StoreError):
+                    self._exchange.refuse(index, str(e) or describe(e))
+            if not isinstance(e, CheckpointError | ValueError):
+                raise
             # The first save raises the same error.
             log.debug("saves were not prepared: %s", e)
-            with contextlib.suppress(StoreError):
-                self._exchange.refuse(index, str(e))
         else:
             self._session.pool.preallocate(agreed.structure)
 
@@ -157,12 +171,12 @@ class SavePipeline:
         self._count += 1
         return self._count - 1
 
-    def _refuse(self, index: int, step: int, error: Exception) -> None:
+    def _refuse(self, index: int, step: int, error: BaseException) -> None:
         """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
         self._snapshotter.refuse(index, step, error)
         # If the store is out of reach, it is for them too; this rank's error comes first.
         with contextlib.suppress(StoreError, CheckpointTimeout):
-            self._exchange.refuse(index, str(error))
+            self._exchange.refuse(index, str(error) or describe(error))
             failure = CallFailure.of(error, index, save_name(step), self._ledger.rank)
             self._ledger.fail(index, failure)
             self._ledger.forget(index)

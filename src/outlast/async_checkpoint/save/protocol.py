@@ -20,13 +20,14 @@ import contextlib
 import json
 from typing import Any
 
+from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.observers import notify_committing
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.save import ABORTED, Save, commit_of, error_of
 from outlast.async_checkpoint.save.structure_exchange import StructureExchange
 from outlast.async_checkpoint.storage.manifest import Manifest, saved_by
-from outlast.async_checkpoint.writer.client import WriterFailed, WriterLost
-from outlast.async_checkpoint.writer.messages import RemoveFolders, WriteSnapshot
+from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.messages import RemoveFolders, SettleCommit, WriteSnapshot
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger, Verdict
@@ -37,7 +38,10 @@ from outlast.errors import (
     SaveCancelled,
     StoreError,
 )
+from outlast.system.error_text import describe
 from outlast.system.tracebacks import drop_tracebacks
+
+_DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
 
 class SaveProtocol:
@@ -139,7 +143,13 @@ class SaveProtocol:
             if snapshot.error is not None:
                 raise snapshot.error
         files = description.get("files") if snapshot.hashed else answer.files
-        part = {"files": files, "places": description["places"], "id": snapshot.save_id}
+        part: dict[str, Any] = {
+            "files": files,
+            "places": description["places"],
+            "id": snapshot.save_id,
+        }
+        if save.finite:
+            part["non_finite"] = not_finite_in(snapshot.buffer, save.finite)
         return json.dumps(part, separators=(",", ":")).encode()
 
     def _await_verdict(self, save: Save) -> Verdict:
@@ -155,27 +165,54 @@ class SaveProtocol:
         result for the other ranks: the `size_bytes` of the checkpoint, or why it is not committed
         (`error`, `dropped`), or may not be (`unknown`).
         """
+        manifest: Manifest | None = None
         try:
             parts = self._ledger.parts(save.index)
             manifest, commit = commit_of(save, parts, self._session.credentials)
             self._session.writer.request(commit)
-        except (OutlastError, OSError, Dropped) as e:
-            if not isinstance(e, CheckpointTimeout):
-                self._remove_files(save)
+        except Exception as e:  # noqa: BLE001 - the other ranks wait for the result
+            why = str(e) if isinstance(e, OutlastError) and str(e) else describe(e)
+            try:
+                if manifest is not None and self._is_committed(save, e):
+                    return manifest, {"size_bytes": manifest.size_bytes}
+            except (OutlastError, OSError, Dropped) as unknown:
+                if self.aborted and not self._is_visible(save):
+                    return None, {"dropped": _DROPPED}  # its writer has ended, and renames nothing
+                # Nothing is removed: what is visible now may be gone after a power failure, and
+                # then the checkpoint that it replaced counts again.
+                also = "" if unknown is e else f"; and then {describe(unknown)}"
+                return None, {"unknown": f"rank 0: {why}{also}"}
+            self._remove_files(save)
             if self.aborted:
-                why = "dropped for all ranks by rank 0, while it was being committed"
-                return None, {"dropped": why}
-            if isinstance(e, WriterLost) and self._is_visible(save):
-                return None, {"unknown": f"it is visible, but may not be durable: {e}"}
-            return None, {"error": f"rank 0 could not commit it: {str(e) or 'it was dropped'}"}
+                return None, {"dropped": _DROPPED}
+            return None, {"error": f"rank 0 could not commit it: {why}"}
         return manifest, {"size_bytes": manifest.size_bytes}
 
-    def _is_visible(self, save: Save) -> bool:
-        """Whether a writer that has ended had already made the checkpoint visible. It may have
-        ended before that was durable, so the save is not committed for sure.
+    def _is_committed(self, save: Save, error: Exception) -> bool:
+        """Whether the save is committed although the commit has failed with `error`: the writer
+        may have been killed between the rename and its answer, or the disk may have failed only
+        then. It is durable if so.
+
+        Raises:
+            CheckpointError: if that cannot be known. A disk that does not respond is not asked.
         """
-        snapshot = save.snapshot
-        return saved_by(self._session.storage, snapshot.description["final"]) == snapshot.save_id
+        if isinstance(error, CheckpointTimeout):
+            raise error
+        description = save.snapshot.description
+        request = SettleCommit(
+            working=description["working"],
+            final=description["final"],
+            save_id=save.snapshot.save_id,
+        )
+        return self._session.writer.request(request).committed
+
+    def _is_visible(self, save: Save) -> bool:
+        """Whether a restore may load the save, after its writer has ended."""
+        try:
+            found = saved_by(self._session.storage, save.snapshot.description["final"])
+        except (CheckpointError, OSError):
+            return True
+        return found == save.snapshot.save_id
 
     def _await_conclusion(self, save: Save) -> dict[str, Any]:
         """The result that rank 0 sends: see `_commit`. `unknown`: why it has sent none."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.save.take_snapshot import Snapshot
+from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import (
     CHUNK_BYTES,
     MANIFEST,
-    FileEntry,
     Manifest,
     checksum,
     encode,
@@ -48,6 +48,7 @@ class Save:
         catalog: on rank 0, what the checkpoint holds; set once the ranks have agreed.
         began: when `Checkpointer.save` was called.
         blocked_s: how long training waited for the snapshot.
+        finite: the names of tensors whose values must be finite.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Save:
     handle: SaveHandle
     began: float
     blocked_s: float
+    finite: Collection[str] = ()
 
     @property
     def name(self) -> str:
@@ -142,10 +144,13 @@ def commit_of(
     assert catalog is not None
     files: dict[str, FileEntry] = {}
     places = {}
+    judged: list[list[str]] = []
     for rank, part in enumerate(map(json.loads, parts)):
         if part["id"] != save_id:
             raise CheckpointError(f"rank {rank} wrote into another folder: {part['id']}")
         places[rank] = part["places"]
+        if "non_finite" in part:
+            judged.append(part["non_finite"])
         for name, entry in part["files"].items():
             files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
     values = catalog.values(places)
@@ -161,6 +166,7 @@ def commit_of(
         files=files,
         tensors=catalog.tensors,
         values=values,
+        non_finite=sorted(set().union(*judged)) if judged else None,
     )
     content = encode(manifest)
     return manifest, Commit(

@@ -28,8 +28,10 @@ from outlast.async_checkpoint.state_dict.sharding import (
 )
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.coordination import KeyTimeout
+from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError, CheckpointTimeout
+from outlast.errors import CheckpointError, CheckpointTimeout, StoreError
+from outlast.system.error_text import describe as describe_error
 
 
 class StructureMemo:
@@ -203,18 +205,29 @@ class StructureExchange:
 
     def _coordinate(self, index: int) -> Catalog:
         ledger = self._ledger
-        with self._turn(index):
-            failure = ledger.await_verdict(index, self._timeout).failure
-            if failure is not None:
-                cause = f"rank {failure.rank} on {failure.host}: {failure.cause}"
-                ledger.conclude(index, json.dumps({"error": cause}).encode())
-                return self._catalog
-            new = self._memo.plans(ledger.parts(index))
-            if new:
-                self._renew(index, new)
-            return self._catalog
+        answer: dict[str, Any] = {}
+        try:
+            with self._turn(index):
+                failure = ledger.await_verdict(index, self._timeout).failure
+                if failure is not None:
+                    cause = f"rank {failure.rank} on {failure.host}: {failure.cause}"
+                    answer = {"error": cause}
+                elif new := self._memo.plans(ledger.parts(index)):
+                    answer = self._renew(new)
+            if answer:
+                ledger.conclude(index, json.dumps(answer, separators=(",", ":")).encode())
+        except BaseException as e:
+            if not isinstance(e, OF_ALL_RANKS):  # the other ranks wait for the answer
+                with contextlib.suppress(StoreError):
+                    cause = (
+                        f"rank 0: {str(e) if isinstance(e, CheckpointError) else describe_error(e)}"
+                    )
+                    ledger.conclude(index, json.dumps({"error": cause}).encode())
+            raise
+        return self._catalog
 
-    def _renew(self, index: int, new: dict[int, list[Item]]) -> None:
+    def _renew(self, new: dict[int, list[Item]]) -> dict[str, Any]:
+        """Divides the parts again; returns the answer for the ranks that have sent them."""
         old = self._catalog.structures
         kept = {rank: s for rank, s in old.items() if rank not in new}
         plans = dict(sorted({**{rank: s.items for rank, s in kept.items()}, **new}.items()))
@@ -230,10 +243,8 @@ class StructureExchange:
             else:
                 keys, self._catalog = self._memo.share(plans)
         except CheckpointError as e:
-            self._ledger.conclude(index, json.dumps({"error": str(e)}).encode())
-            return
-        answer = {str(rank): _encode_share(items, keys[rank]) for rank, items in new.items()}
-        self._ledger.conclude(index, json.dumps(answer, separators=(",", ":")).encode())
+            return {"error": str(e)}
+        return {str(rank): _encode_share(items, keys[rank]) for rank, items in new.items()}
 
 
 def _encode_share(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int]]:

@@ -133,7 +133,7 @@ class Snapshotter:
             self._copies.submit(index, step, snapshot)
         return snapshot
 
-    def refuse(self, index: int, step: int, error: Exception) -> None:
+    def refuse(self, index: int, step: int, error: BaseException) -> None:
         """This rank has no snapshot of a save."""
         if self._copies is not None:
             self._copies.refuse(index, step, str(error))

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import Item, Key
@@ -91,6 +92,7 @@ class Structure:
             # A plain tensor has the planned shape, which is in the signature.
             leaf
             if type(leaf := leaves[number]) is torch.Tensor
+            and not leaf.is_meta
             and not leaf.is_conj()
             and not leaf.is_neg()
             else local_part(leaf, item)
@@ -101,7 +103,7 @@ class Structure:
         """The values, each serialized by torch, one after another; and the offset and size of each.
 
         Raises:
-            CheckpointError: if a value cannot be pickled; names it.
+            CheckpointError: if a value could not be loaded again (`plain_values`); names it.
         """
         parts: list[bytes] = []
         places: list[list[int]] = []
@@ -123,7 +125,9 @@ class Structure:
 def _pickle(item: Item, value: Any) -> bytes:
     file = io.BytesIO()
     try:
-        torch.save(value, file)
+        torch.save(encode(value), file)
+    except Unsavable as e:
+        raise CheckpointError(f"{item.name + e.where!r} cannot be saved: {e}") from e
     except Exception as e:
         raise CheckpointError(f"{item.name!r} ({type(value).__name__}) cannot be saved: {e}") from e
     return file.getvalue()
@@ -143,6 +147,8 @@ def local_part(leaf: Any, item: Item) -> torch.Tensor:
     else:
         part = leaf
     part = cast(torch.Tensor, part).detach()
+    if part.is_meta:
+        raise CheckpointError(f"{item.name!r} is a meta tensor, which has no data")
     if part.is_conj() or part.is_neg():
         part = part.resolve_conj().resolve_neg()
     if tuple(part.shape) != item.sizes:

@@ -21,7 +21,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, torch_path
+from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, too_deep, torch_path
+from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered
 from outlast.errors import CheckpointError
 
 Key = tuple[str, tuple[int, ...]]
@@ -69,9 +70,13 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
 
     Raises:
         ValueError: for keys that are neither text nor numbers, and for duplicate names.
+        CheckpointError: for meta tensors, and other tensors that cannot be saved.
     """
     planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state_dict), is_coordinator=True)
+    try:
+        planner.set_up_planner(dict(state_dict), is_coordinator=True)
+    except RecursionError:
+        raise too_deep(state_dict) from None
     paths = _paths(state_dict)
     items = []
     for item in planner.create_local_plan().items:
@@ -81,6 +86,9 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
         if item.type is WriteItemType.BYTE_IO or data is None or not _plain(path, state_dict):
             items.append(Item(name, path, "value"))
             continue
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{name!r} is {dtype}, which this version of outlast cannot save")
         items.append(
             Item(
                 name=name,
@@ -89,7 +97,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
                 offsets=tuple(data.chunk.offsets),
                 sizes=tuple(data.chunk.sizes),
                 shape=tuple(data.size),
-                dtype=str(data.properties.dtype).removeprefix("torch."),
+                dtype=dtype,
             )
         )
     return items
@@ -99,6 +107,9 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
     """Maps torch's paths, in which every dict key is text, to ours, which keep the types."""
     found: dict[Path, Path] = {}
     for path, value in nodes(state_dict):
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            name = ".".join(map(str, torch_path(path)))
+            raise CheckpointError(f"{name!r} is a meta tensor, which has no data")
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
@@ -157,17 +168,17 @@ def share_out(
 
 
 def _check_covered(parts: Iterable[Item]) -> None:
-    volumes: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    known: dict[str, list[Item]] = {}
     for item in parts:
         if item.kind == "tensor":
-            volumes[item.name] = volumes.get(item.name, 0) + math.prod(item.sizes)
-            shapes[item.name] = item.shape
-    for name, volume in volumes.items():
-        if volume != math.prod(shapes[name]):
+            known.setdefault(item.name, []).append(item)
+    for name, items in known.items():
+        shape = items[0].shape
+        if not is_covered(shape, [(item.offsets, item.sizes) for item in items]):
+            volume = sum(math.prod(item.sizes) for item in items)
             raise CheckpointError(
                 f"the parts of {name!r} on all ranks have {volume} elements together, but its "
-                f"shape {shapes[name]} has {math.prod(shapes[name])}"
+                f"shape {shape} has {math.prod(shape)}, each of which must be in one part"
             )
 
 

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
+from outlast.errors import CheckpointError
+
 Path = tuple[Any, ...]
+
+_DEEP = 150  # levels, for messages
 
 
 def is_leaf(value: Any) -> bool:
@@ -48,11 +52,43 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
     """The signature, which is equal for two states with the same parts, and the leaves in order.
 
     Every save calls this on the training thread: it must be cheap, so it builds no paths.
+
+    Raises:
+        CheckpointError: if the state contains itself, or is nested too deeply.
     """
     signature: list[Any] = []
     leaves: list[Any] = []
-    _walk(state, signature, leaves)
+    try:
+        _walk(state, signature, leaves)
+    except RecursionError:
+        raise too_deep(state) from None
     return signature, leaves
+
+
+def too_deep(state: Any) -> CheckpointError:
+    """The error for a state that is too deep to be walked; names the cycle if there is one."""
+    at: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", state, _inner(state))]
+    while at:
+        for key, value in at[-1][2]:
+            path = ".".join([*(each[0] for each in at[1:]), str(key)])
+            for depth, (_, outer, _) in enumerate(at):
+                if outer is value:
+                    whole = ".".join(each[0] for each in at[1 : depth + 1]) or "the state dict"
+                    return CheckpointError(
+                        f"{path!r} cannot be saved: it is {whole} again, which contains it"
+                    )
+            if not is_leaf(value):
+                if len(at) > _DEEP:
+                    return CheckpointError(f"{path!r} cannot be saved: it is nested too deeply")
+                at.append((str(key), value, _inner(value)))
+                break
+        else:
+            at.pop()
+    return CheckpointError("the state dict cannot be saved: it is nested too deeply")
+
+
+def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(list(enumerate(value)) if isinstance(value, list) else list(value.items()))
 
 
 def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:

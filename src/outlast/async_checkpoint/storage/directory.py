@@ -7,14 +7,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import (
+    HEAD_BYTES,
+    LARGEST_BYTES,
     MANIFEST,
-    FileEntry,
     Manifest,
     decode,
+    decode_head,
     pieces,
     read_hashed,
 )
@@ -26,8 +30,9 @@ from outlast.async_checkpoint.storage.protocol import (
     is_temporary,
     step_of,
 )
+from outlast.async_checkpoint.storage.read_errors import Reopened, reading
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointReadError
 
 __all__ = [
     "CheckpointInfo",
@@ -57,6 +62,7 @@ class CheckpointInfo:
         world_size: of the job that saved it.
         metric: the argument of `save(metric=...)`.
         tensors: the number of tensors.
+        finite: whether all values of the parameters are finite; `None` if that is not known.
     """
 
     step: int
@@ -65,13 +71,15 @@ class CheckpointInfo:
     world_size: int
     metric: float | None
     tensors: int
+    finite: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A directory in the storage, and what it is: `step` of the committed checkpoint, if it is one,
     its `manifest`, unless that is damaged, and what is `wrong`, as far as can be seen without
-    reading the files. `saved_at` is when it was committed: see `Storage.saved_at`.
+    reading the files. `saved_at` is when it was committed: see `Storage.saved_at`. `unread`: it
+    cannot be read now, which is what is `wrong`, and may be intact.
     """
 
     folder: str
@@ -79,13 +87,14 @@ class Found:
     manifest: Manifest | None
     wrong: str
     saved_at: float | None = None
+    unread: bool = False
 
 
 def candidates(storage: Storage) -> list[tuple[int, str]]:
     """Step and directory of all possible checkpoints, the newest step first."""
     found = []
-    wrong = stale(storage)
-    for folder in reversed(storage.folders()):
+    wrong = reading(storage.where, lambda: stale(storage))
+    for folder in reversed(reading(storage.where, storage.folders)):
         if folder in wrong:
             continue
         step = step_of(folder, storage.prefix)
@@ -103,15 +112,14 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: if it is missing, damaged, of a later format or of another step.
+        CheckpointReadError: if it cannot be read now.
+        CheckpointMismatch: if it is of a later format.
+        CheckpointError: if it is missing, damaged or of another step.
     """
     where = f"{storage.where}/{folder}/{MANIFEST}"
-    try:
-        content = storage.get(folder, MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(f"{where} is missing: the save was not committed") from None
-    except OSError as e:
-        raise CheckpointError(f"{where} cannot be read: {e}") from e
+    content = reading(where, lambda: _content(storage, folder, where))
+    if content is None:
+        raise CheckpointError(f"{where} is missing: the save was not committed")
     manifest = decode(content, where)
     step = step_of(folder, storage.prefix)
     if step is not None and manifest.step != step:
@@ -119,12 +127,39 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     return manifest
 
 
+def _content(storage: Storage, folder: str, where: str) -> bytes | None:
+    """The content of a manifest, of a size that its first line agrees with; `None` without one."""
+    try:
+        reader = storage.open(folder, MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        size = reader.size_bytes
+        if size > LARGEST_BYTES:
+            raise CheckpointError(f"{where} has {size} bytes: it is no manifest")
+        buffer = bytearray(min(size, HEAD_BYTES))
+        buffer = buffer[: reader.read_into(0, memoryview(buffer))]
+        head = decode_head(bytes(buffer), where)
+        if buffer.index(b"\n") + 1 + head.body_bytes != size:
+            raise CheckpointError(f"{where} is damaged: it has another size than it was written")
+        rest = bytearray(size - len(buffer))
+        return bytes(buffer + rest[: reader.read_into(len(buffer), memoryview(rest))])
+    finally:
+        reader.close()
+
+
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints, oldest first; those whose manifest is damaged are left out."""
+    """The committed checkpoints, oldest first; those whose manifest is damaged are left out.
+
+    Raises:
+        CheckpointReadError: if a manifest cannot be read now.
+    """
     found: dict[int, CheckpointInfo] = {}
     for _, folder in reversed(candidates(storage)):
         try:
             manifest = read_manifest(storage, folder)
+        except CheckpointReadError:
+            raise
         except CheckpointError:
             continue
         found[manifest.step] = info_of(manifest, folder)
@@ -140,6 +175,7 @@ def info_of(manifest: Manifest, folder: str) -> CheckpointInfo:
         world_size=manifest.world_size,
         metric=manifest.metric,
         tensors=len(manifest.tensors),
+        finite=None if manifest.non_finite is None else not manifest.non_finite,
     )
 
 
@@ -190,22 +226,33 @@ def survey(storage: Storage) -> list[Found]:
 
 
 def _look(storage: Storage, step: int, folder: str) -> Found:
+    inside = f"{storage.where}/{folder}/"
+    manifest, wrong = None, ""
     try:
         manifest = read_manifest(storage, folder)
-    except CheckpointError as e:
-        return Found(folder, step, None, str(e).removeprefix(f"{storage.where}/{folder}/"))
-    with ThreadPoolExecutor(8, "outlast-look") as pool:
-        looks = pool.map(lambda file: size_error(storage, folder, file), manifest.files.values())
+        with ThreadPoolExecutor(8, "outlast-look") as pool:
+            files = manifest.files.values()
+            looks = list(pool.map(lambda file: size_error(storage, folder, file), files))
         wrong = "; ".join(text for text in looks if text)
+    except CheckpointError as e:
+        unread = isinstance(e, CheckpointReadError)
+        return Found(folder, step, manifest, str(e).removeprefix(inside), unread=unread)
     return Found(folder, step, manifest, wrong)
 
 
 def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
-    """What is wrong with the size of a file; empty if nothing is. The file is not read."""
+    """What is wrong with the size of a file; empty if nothing is. The file is not read.
+
+    Raises:
+        CheckpointReadError: if its size cannot be read now.
+    """
+    where = f"{storage.where}/{folder}/{file.name}"
     try:
-        size = storage.size(folder, file.name)
-    except (OSError, CheckpointError) as e:
-        return f"{file.name}: {_said(e)}"
+        size = reading(where, lambda: storage.size(folder, file.name))
+    except CheckpointReadError:
+        raise
+    except CheckpointError as e:
+        return str(e).removeprefix(f"{storage.where}/{folder}/")
     if size != file.size_bytes:
         return f"{file.name}: {size} bytes instead of {file.size_bytes}"
     return ""
@@ -218,6 +265,7 @@ def verify(
 
     Raises:
         CheckpointError: names each file that is missing, truncated or damaged.
+        CheckpointReadError: if a file cannot be read now.
     """
     folder = _newest(storage, step)
     return info_of(verify_folder(storage, folder, progress), folder)
@@ -248,21 +296,21 @@ def _bytes_wrong(
     buffer: memoryview,
     progress: Callable[[int], None],
 ) -> str:
+    where = f"{storage.where}/{folder}/{file.name}"
+
     try:
-        reader = storage.open(folder, file.name)
-    except (OSError, CheckpointError) as e:
-        return f"{file.name}: {_said(e)}"
-    try:
-        for at, size in pieces(file.size_bytes, chunk_bytes):
-            number, piece = at // chunk_bytes, buffer[:size]
-            expected = file.checksums[number] if number < len(file.checksums) else ""
-            if read_hashed(reader, at, piece) != (size, expected):
-                return f"{file.name}: damaged between bytes {at} and {at + size}"
-            progress(size)
-    except OSError as e:
-        return f"{file.name}: {_said(e)}"
-    finally:
-        reader.close()
+        with Reopened(where, lambda: storage.open(folder, file.name)) as reader:
+            for (at, size), expected in zip(
+                pieces(file.size_bytes, chunk_bytes), file.checksums, strict=True
+            ):
+                read = partial(read_hashed, offset=at, buffer=buffer[:size])
+                if reader.read(read) != (size, expected):
+                    return f"{file.name}: damaged between bytes {at} and {at + size}"
+                progress(size)
+    except CheckpointReadError:
+        raise
+    except CheckpointError as e:
+        return str(e).removeprefix(f"{storage.where}/{folder}/")
     return ""
 
 
@@ -294,17 +342,15 @@ def _in_place(storage: Storage) -> bool:
 
 
 def is_committed(storage: Storage, folder: str) -> bool:
-    """Whether a directory has a manifest, which is written last."""
+    """Whether a directory has a manifest, which is written last.
+
+    Raises:
+        CheckpointReadError: if that cannot be read now.
+    """
     try:
-        storage.size(folder, MANIFEST)
-    except FileNotFoundError:
+        reading(f"{storage.where}/{folder}/{MANIFEST}", lambda: storage.size(folder, MANIFEST))
+    except CheckpointReadError:
+        raise
+    except CheckpointError:
         return False
-    except OSError:
-        if _in_place(storage):
-            raise
-        return True  # the reader of the manifest reports the error, or skips the checkpoint
     return True
-
-
-def _said(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)

@@ -123,16 +123,13 @@ def raise_fence(storage: Storage, position: Position) -> Credentials:
         host=socket.gethostname(),
         refused=() if before is None else before.refused,
     )
-    storage.make(fence.folder)
-    storage.put(fence.folder, _RECORD, json.dumps(dataclasses.asdict(fence)).encode())
-    storage.sync(fence.folder)
+    storage.put_record(fence.folder, _RECORD, json.dumps(dataclasses.asdict(fence)).encode())
     # Only now that committers can see the fence: see the module. If this process dies here, no step
     # was made since the fence before, and the next fence lists them.
     unfinished = _uncommitted(storage)
     if unfinished:
         refused = (*fence.refused, *unfinished)[-_REMEMBERED:]
-        storage.put(fence.folder, _REFUSED, json.dumps(refused).encode())
-        storage.sync(fence.folder)
+        storage.put_record(fence.folder, _REFUSED, json.dumps(refused).encode())
     for folder in storage.folders():
         match = _NAME.fullmatch(folder)
         if match and int(match[1]) <= fence.number - _KEPT:
@@ -205,7 +202,13 @@ def _uncommitted(storage: Storage) -> list[str]:
             else:
                 continue
         found.append(match[1])
-    return found
+    if not found:
+        return []
+    # After an exchange with an older checkpoint, the directory of a save that is committed still
+    # exists, with the older one in it.
+    finals = (f for f in storage.folders() if step_of(f, storage.prefix) is not None)
+    committed = {saved_by(storage, folder) for folder in finals}
+    return [save_id for save_id in found if save_id not in committed]
 
 
 def _read(storage: Storage, folder: str) -> Fence | None:

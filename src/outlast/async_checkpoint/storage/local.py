@@ -5,8 +5,12 @@ the bytes from the shared-memory buffer, so a save costs training almost no CPU 
 the data set from memory. Elsewhere they are written through the page cache.
 
 A checkpoint that replaces one of the same step is exchanged with it atomically (`RENAME_EXCHANGE`).
-On a file system without that, there is a moment in which the step has no checkpoint, but never a
-partial one.
+On a file system without that, it becomes visible under a name of its own (`step-00000042-new`),
+which counts more than `step-00000042`; when that is durable, the older one is hidden, and the new
+one takes its name. So at every moment, and after a crash at any of them, one of the two is visible.
+
+A rename may be reported as failed although it was made: over NFS, one that is sent again after a
+lost answer finds nothing to rename. So after an error the directory itself is looked for.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -25,14 +30,30 @@ from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.position import Position
-from outlast.async_checkpoint.storage.protocol import IDENTITY, REMOVED, STATES, STEP, step_of
+from outlast.async_checkpoint.storage.protocol import (
+    IDENTITY,
+    NEW,
+    REMOVED,
+    STATES,
+    STEP,
+    identity_in,
+    small_content,
+    step_of,
+)
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.errors import CheckpointError, FolderInUse
-from outlast.system.files import FileLocked, fsync_folder, lock_file
+from outlast.system.files import (
+    FileLocked,
+    fsync_folder,
+    lock_file,
+    make_folder,
+    replace_durably,
+)
+
+log = logging.getLogger("outlast.checkpoint")
 
 WORKING = ".tmp-"
 _LOCKS = {STEP: ".lock", STATES: ".states.lock"}
-_ASIDE = "-old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -50,10 +71,7 @@ class LocalStorage:
         self._recycled = RecycledFiles(self.root)
 
     def prepare(self) -> None:
-        missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
-        self.root.mkdir(parents=True, exist_ok=True)
-        for made in missing:
-            fsync_folder(made.parent)
+        make_folder(self.root)
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
         final = f"{self.prefix}-{step:08d}"
@@ -77,23 +95,35 @@ class LocalStorage:
             file.flush()
             os.fsync(file.fileno())
 
+    def put_record(self, folder: str, name: str, content: bytes) -> None:
+        path = self._inside(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        replace_durably(path, content)
+        fsync_folder(self.root)
+
     def sync(self, folder: str) -> None:
         fsync_folder(self._inside(folder))
 
-    def publish(self, working: str, final: str) -> None:
+    def publish(self, working: str, final: str) -> str:
         source, target = self._inside(working), self._inside(final)
+        replaced = working  # after an exchange
         try:
-            os.rename(source, target)
+            _rename(source, target)
+            replaced = ""
         except OSError as e:
             if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            self._replace(source, target)
-            fsync_folder(self.root)
-            self.remove(working)  # it holds the replaced checkpoint now
-        fsync_folder(self.root)
+            if not _exchange(source, target):
+                return self._replace(source, target)
+        self._sync_root()
+        return replaced
+
+    def settle(self) -> None:
+        self._sync_root()
+        self._finish_replacements()
 
     def get(self, folder: str, name: str) -> bytes:
-        return self._inside(folder, name).read_bytes()
+        return small_content(self.open(folder, name), f"{self.where}/{folder}/{name}")
 
     def open(self, folder: str, name: str) -> _Reader:
         return _Reader(self._inside(folder, name))
@@ -117,9 +147,9 @@ class LocalStorage:
     def hide(self, folder: str) -> str:
         hidden = f"{REMOVED}{folder}-{uuid.uuid4().hex[:8]}"
         try:
-            os.rename(self._inside(folder), self._inside(hidden))
+            _rename(self._inside(folder), self._inside(hidden))
         except FileNotFoundError:
-            return ""
+            hidden = ""
         fsync_folder(self.root)
         return hidden
 
@@ -143,11 +173,13 @@ class LocalStorage:
 
     def identity(self) -> str:
         path = self.root / IDENTITY
-        try:
-            return path.read_text()
-        except FileNotFoundError:
-            path.write_text(uuid.uuid4().hex)
-            return path.read_text()
+        with contextlib.suppress(FileNotFoundError):
+            if found := identity_in(path.read_bytes()):
+                return found
+            log.warning("%s is damaged: it gets a new id, and snapshots in memory are lost", path)
+        new = uuid.uuid4().hex
+        replace_durably(path, new.encode())
+        return new
 
     def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
         """Takes a process lock, which the kernel releases when the process ends. So a lock holder
@@ -168,23 +200,17 @@ class LocalStorage:
                 f"{self.where} is in use by another job ({holder}); two jobs that save into one "
                 "folder would overwrite each other's checkpoints"
             ) from None
-        self._recover()
-
-    def _recover(self) -> None:
-        """Puts back a checkpoint that was moved aside by a job that died while replacing the
-        checkpoint on a file system without an atomic exchange.
-        """
-        for folder in self.folders():
-            if folder.startswith(WORKING) and folder.endswith(_ASIDE):
-                final = "-".join(folder.removeprefix(WORKING).split("-")[:2])
-                if step_of(final, self.prefix) is not None and not (self.root / final).exists():
-                    os.rename(self.root / folder, self.root / final)
-                    fsync_folder(self.root)
+        # The caller removes what killed saves have left. A checkpoint that such a save has
+        # replaced, but not durably, must not be removed before that.
+        self.settle()
 
     def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            # Linux frees the descriptor, and with it the lock, also when `close` reports an error
+            # (close(2)); and the file contains nothing but the name of its holder.
+            with contextlib.suppress(OSError):
+                os.close(lock)
 
     def close(self) -> None:
         self.unlock()
@@ -195,18 +221,62 @@ class LocalStorage:
                 raise CheckpointError(f"{name!r} is not a valid file name in {self.where}")
         return self.root.joinpath(*names)
 
-    def _replace(self, source: Path, target: Path) -> None:
-        paths = (os.fsencode(source), os.fsencode(target))
-        done = _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
-        if done == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in _UNSUPPORTED:
+    def _replace(self, source: Path, target: Path) -> str:
+        """`publish` without an atomic exchange."""
+        self._finish_replacements()
+        _rename(source, target.with_name(f"{target.name}{NEW}"))
+        self._sync_root()
+        # Committed. If the rest fails, the next `publish` or the next job does it.
+        with contextlib.suppress(OSError):
+            return self._finish_replacements()
+        return ""
+
+    def _finish_replacements(self) -> str:
+        """Hides the checkpoints that were replaced without an exchange, and gives their names to
+        the new ones; returns the directory of the last one hidden.
+        """
+        hidden = ""
+        for folder in self.folders():
+            if folder.endswith(NEW) and step_of(folder, self.prefix) is not None:
+                final = folder.removesuffix(NEW)
+                hidden = self.hide(final)
+                _rename(self._inside(folder), self._inside(final))
+                fsync_folder(self.root)
+        return hidden
+
+    def _sync_root(self) -> None:
+        """Makes the names in the root durable. It is tried twice: the kernel reports an error of
+        the device to one call only, and the names are still there to be written.
+        """
+        try:
+            fsync_folder(self.root)
+        except OSError:
+            fsync_folder(self.root)
+
+
+def _rename(source: Path, target: Path, flags: int = 0) -> None:
+    """Renames a directory, or exchanges two. An `OSError` means that this has not happened."""
+    moved = os.lstat(source)
+    try:
+        if not flags:
+            os.rename(source, target)
+        elif _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags):
+            number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(source), None, str(target))
-        aside = source.with_name(f"{source.name}{_ASIDE}")
-        os.rename(target, aside)
-        os.rename(source, target)
-        os.rename(aside, source)
+    except OSError:
+        if not (os.path.lexists(target) and os.path.samestat(os.lstat(target), moved)):
+            raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two directories; `False` if the file system cannot."""
+    try:
+        _rename(one, other, _RENAME_EXCHANGE)
+    except OSError as e:
+        if e.errno not in _UNSUPPORTED:
+            raise
+        return False
+    return True
 
 
 class _Writer:
@@ -257,7 +327,10 @@ class _Writer:
     def abandon(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            # Nothing was written, and what was read is verified: an error of `close` says nothing
+            # about the checkpoint, and the descriptor is free all the same.
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def _switch_off_direct(self) -> None:
         with self._switching:
@@ -278,7 +351,9 @@ class _Reader:
         # O_NONBLOCK: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._fd = os.open(path, flags)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+        found = os.fstat(self._fd)
+        self.size_bytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):
             os.close(self._fd)
             raise CheckpointError(f"{path} is not a regular file")
 
@@ -294,4 +369,7 @@ class _Reader:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            # Nothing was written, and what was read is verified: an error of `close` says nothing
+            # about the checkpoint, and the descriptor is free all the same.
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -1,10 +1,13 @@
 """The manifest of a checkpoint: its files, tensors and values, and their checksums.
 
 It is the last file of a save, so a directory without one is not a checkpoint. Its first line has
-the length and the checksum of the rest, which is JSON: the step, the id of the save, each file with
-its size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and where in the files each
-tensor and each value is. A load therefore needs no pickle to find anything, and a rank that reads
-one shard verifies the chunks of that shard only.
+the length and the checksum of the rest, and its own checksum. The rest is JSON: the step, the id of
+the save, each file with its size and the xxh3 (128 bit) checksum of every `CHUNK_BYTES` of it, and
+where in the files each tensor and each value is. A load therefore needs no pickle to find anything,
+and a rank that reads one shard verifies the chunks of that shard only.
+
+A checksum shows damage, not a mistake of the program that wrote it: `entries.py` checks what the
+manifest says before anything is allocated or read for it.
 
 Nothing here imports torch: the command line and the writer process do not need it.
 """
@@ -18,21 +21,34 @@ from typing import Any
 
 import xxhash
 
+from outlast.async_checkpoint.storage.entries import (
+    FileEntry,
+    TensorEntry,
+    ValueEntry,
+    check_content,
+    is_count,
+    parse_files,
+    parse_tensors,
+    parse_values,
+)
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
-from outlast.errors import CheckpointError
+from outlast.async_checkpoint.storage.read_errors import reading
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
-FORMAT_VERSION = 1
-_HEAD_BYTES = 4096
+FORMAT_VERSION = 2
+_UNSEALED_VERSION = 1  # the first line had no checksum of its own
+HEAD_BYTES = 4096
+"""The first line has at most this size."""
+# A million shards take about 100 MB. A save refuses more, so a larger file is no manifest.
+LARGEST_BYTES = 1 << 30
 
 # The unit that is written, read and checksummed: large enough that a disk runs at full speed with
 # a few in flight, small enough to stay in a core's cache between copy and hash, and to locate a
 # damaged byte.
 CHUNK_BYTES = 4 << 20
-
-# Each entry is a key of a dict (text or number), or `[i]` for index i of a list.
-Path = list[Any]
+_LARGEST_CHUNK_BYTES = 64 << 20
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -60,51 +76,10 @@ def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[in
 
 
 @dataclasses.dataclass(frozen=True)
-class FileEntry:
-    """A file: its name in the directory, its size, the checksum of each `chunk_bytes` of it."""
-
-    name: str
-    size_bytes: int
-    checksums: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A part of a tensor: its offsets in the tensor, its shape, and where its bytes are."""
-
-    offsets: list[int]
-    sizes: list[int]
-    file: str
-    at: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
-    """A tensor: `dtype` without `torch.`, its global shape, and its parts. A sparse or quantized
-    tensor has one part: `opaque` bytes that `torch.save` wrote.
-    """
-
-    path: Path
-    dtype: str
-    shape: list[int]
-    shards: list[Shard]
-    opaque: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueEntry:
-    """A Python value, as `torch.save` wrote it."""
-
-    path: Path
-    file: str
-    at: int
-    size_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The content of one checkpoint: its files, and its tensors and values by their flat names.
-    `save_id` is unique to the save; each checksum covers `chunk_bytes`.
+    `save_id` is unique to the save; each checksum covers `chunk_bytes`. `non_finite` names the
+    tensors that must be finite and are not; `None` if that is not known.
     """
 
     step: int
@@ -115,6 +90,7 @@ class Manifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     values: dict[str, ValueEntry]
+    non_finite: list[str] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -122,83 +98,168 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The first line of a manifest; the rest has `body_bytes` and this `checksum`."""
+
+    version: int
+    step: int
+    save_id: str
+    body_bytes: int
+    checksum: str
+
+
+_SEAL = b', "line_xxh3_128": "'
+
+
 def encode(manifest: Manifest) -> bytes:
-    """Returns the content of the manifest file."""
+    """Returns the content of the manifest file.
+
+    Raises:
+        CheckpointError: if it is larger than any load would read.
+    """
     body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
-    head = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "step": manifest.step,
-        "bytes": len(body),
-        "xxh3_128": checksum(body),
-        "save_id": manifest.save_id,
-    }
-    return json.dumps(head).encode() + b"\n" + body
+    if len(body) + HEAD_BYTES > LARGEST_BYTES:
+        raise CheckpointError(
+            f"the manifest of step {manifest.step} would have {len(body)} bytes, more than the "
+            f"{LARGEST_BYTES} that a restore reads: save fewer tensors, or larger shards"
+        )
+    line = json.dumps(
+        {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "step": manifest.step,
+            "bytes": len(body),
+            "xxh3_128": checksum(body),
+            "save_id": manifest.save_id,
+        }
+    ).encode()
+    return line[:-1] + _SEAL + checksum(line).encode() + b'"}\n' + body
 
 
 def decode(content: bytes, where: str) -> Manifest:
     """Returns the manifest from the content of its file, which errors call `where`.
 
     Raises:
-        CheckpointError: if it is truncated, damaged, or of a later format.
+        CheckpointMismatch: if it is of a later format.
+        CheckpointError: if it is truncated or damaged, or says what cannot be true.
     """
-    version = format_version(content)
-    line, _, body = content.partition(b"\n")
-    if version is None:
+    head = decode_head(content, where)
+    _, _, body = content.partition(b"\n")
+    if len(body) != head.body_bytes or checksum(body) != head.checksum:
+        raise CheckpointError(f"{where} is damaged: its checksum does not match")
+    try:
+        manifest = _build(json.loads(body, object_pairs_hook=_unique), head.version)
+        if (manifest.step, manifest.save_id) != (head.step, head.save_id):
+            raise ValueError("its first line is that of another manifest")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{where} is not valid: {e}") from e
+    return manifest
+
+
+def decode_head(content: bytes, where: str) -> Head:
+    """Returns the first line of a manifest, of which `content` is at least the beginning. Raises as
+    `decode`.
+    """
+    found = _head(content)
+    if found is None:
         raise CheckpointError(
             f"{where} is no manifest of a checkpoint, or its beginning is damaged"
         )
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{where} has format {version}, and this version of outlast reads up to "
-            f"{FORMAT_VERSION}: update outlast"
+    if found["version"] > FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"{where} has format {found['version']}, and this version of outlast reads up to "
+            f"{FORMAT_VERSION}: update outlast, or restore an older step by its number"
         )
-    head = json.loads(line)
-    if len(body) != head.get("bytes") or checksum(body) != head.get("xxh3_128"):
-        raise CheckpointError(f"{where} is damaged: its checksum does not match")
-    try:
-        return _build(json.loads(body))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CheckpointError(
-            f"{where} has a form that this version of outlast does not know: {e!r}"
-        ) from e
+    names = ("step", "save_id", "bytes", "xxh3_128")
+    head = Head(found["version"], *map(found.get, names))  # type: ignore[arg-type]  # next
+    if not (is_count(head.step) and is_count(head.body_bytes) and isinstance(head.save_id, str)):
+        raise CheckpointError(f"{where} is not valid: its first line is {found}")
+    return head
 
 
 def format_version(content: bytes) -> int | None:
     """The version of the format, which a manifest names in its first line; `None` if that line is
     damaged, or not from this library.
     """
-    try:
-        head = json.loads(content.partition(b"\n")[0])
-        version = head["version"] if head["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return version if isinstance(version, int) else None
+    found = _head(content)
+    return None if found is None else int(found["version"])
 
 
 def saved_by(storage: Storage, folder: str) -> str:
-    """The id of the save of a checkpoint, from the first line of its manifest; empty if that cannot
-    be read.
+    """The id of the save of a checkpoint, from the first line of its manifest; empty if there is
+    none, or it is damaged.
+
+    Raises:
+        CheckpointReadError: if it cannot be read now.
     """
-    buffer = bytearray(_HEAD_BYTES)
-    try:
+
+    def read() -> bytes:
+        buffer = bytearray(HEAD_BYTES)
         reader = storage.open(folder, MANIFEST)
         try:
-            size_bytes = reader.read_into(0, memoryview(buffer))
+            return bytes(buffer[: reader.read_into(0, memoryview(buffer))])
         finally:
             reader.close()
-        return str(json.loads(bytes(buffer[:size_bytes]).partition(b"\n")[0]).get("save_id", ""))
-    except (OSError, CheckpointError, ValueError, AttributeError):
+
+    where = f"{storage.where}/{folder}/{MANIFEST}"
+    try:
+        return decode_head(reading(where, read), where).save_id
+    except CheckpointReadError:
+        raise
+    except CheckpointError:
         return ""
 
 
-def _build(values: dict[str, Any]) -> Manifest:
-    if type(values["chunk_bytes"]) is not int or not 0 < values["chunk_bytes"] <= 1 << 30:
-        raise ValueError(f"chunk_bytes is {values['chunk_bytes']!r}")
-    files = {name: FileEntry(**file) for name, file in values.pop("files").items()}
-    tensors = {}
-    for name, tensor in values.pop("tensors").items():
-        shards = [Shard(**shard) for shard in tensor.pop("shards")]
-        tensors[name] = TensorEntry(shards=shards, **tensor)
-    saved = {name: ValueEntry(**value) for name, value in values.pop("values").items()}
-    return Manifest(files=files, tensors=tensors, values=saved, **values)
+def _head(content: bytes) -> dict[str, Any] | None:
+    """The first line, if it is from this library and intact."""
+    line = content[:HEAD_BYTES].partition(b"\n")[0]
+    text, seal, rest = line.rpartition(_SEAL)
+    sealed = bool(seal)
+    if sealed:
+        line = text + b"}"
+        if rest != checksum(line).encode() + b'"}':
+            return None
+    try:
+        found = json.loads(line, object_pairs_hook=_unique)
+        if found["format"] != FORMAT or type(found["version"]) is not int:
+            return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    # Any later version has the seal: a damaged digit must not look like one.
+    if sealed != (found["version"] > _UNSEALED_VERSION) or found["version"] < _UNSEALED_VERSION:
+        return None
+    return dict(found)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _build(values: dict[str, Any], version: int) -> Manifest:
+    known = {field.name: field for field in dataclasses.fields(Manifest)}
+    required = {name for name, field in known.items() if field.default is dataclasses.MISSING}
+    if not required <= values.keys() <= known.keys():
+        raise ValueError(f"it has the keys {sorted(values)}")
+    if version == _UNSEALED_VERSION:
+        for tensor in values["tensors"].values():
+            if tensor.pop("opaque", 0) != 0:  # never written
+                raise ValueError("a tensor is opaque")
+    chunk_bytes, metric = values["chunk_bytes"], values["metric"]
+    if not is_count(chunk_bytes) or not 0 < chunk_bytes <= _LARGEST_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes is {chunk_bytes!r}")
+    if not is_count(values["step"]) or not isinstance(values["save_id"], str):
+        raise ValueError(f"step is {values['step']!r}, save_id is {values['save_id']!r}")
+    if not is_count(values["world_size"]) or values["world_size"] < 1:
+        raise ValueError(f"world_size is {values['world_size']!r}")
+    if metric is not None and type(metric) not in (int, float):
+        raise ValueError(f"metric is {metric!r}")
+    files = parse_files(values["files"], chunk_bytes)
+    if MANIFEST in files:
+        raise ValueError("it lists itself as a file")
+    tensors, saved = parse_tensors(values["tensors"]), parse_values(values["values"])
+    check_content(files, tensors, saved)
+    return Manifest(**{**values, "files": files, "tensors": tensors, "values": saved})

@@ -14,9 +14,13 @@ import re
 from typing import Protocol
 
 from outlast.async_checkpoint.storage.position import Position
+from outlast.errors import CheckpointError
 
 IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
+
+SMALL_FILE_BYTES = 16 << 20
+"""The size of the largest record beside the checkpoints."""
 
 STEP = "step"
 """The prefix of a checkpointer's checkpoints."""
@@ -26,11 +30,15 @@ STATES = "states"
 REMOVED = ".tmp-removed-"
 """How the name of a checkpoint begins that was made invisible, until its files are deleted."""
 
-_COMMITTED = re.compile(r"([a-z]+)-(\d+)(?:-[0-9a-f]+)?")
+NEW = "-new"
+"""How the name of a checkpoint ends while it replaces an older one of its step."""
+
+_COMMITTED = re.compile(rf"([a-z]+)-(\d+)(?:-[0-9a-f]+|{NEW})?")
 _TEMPORARY = re.compile(r"\.tmp-(?:(?:removed-)?([a-z]+)-\d)?.*")
 # States are on file systems only, where a name has no suffix: other names are a user's copies.
 _STATES = re.compile(r"states-(\d{8,18})")
-_TEMPORARY_STATES = re.compile(r"\.tmp-(?:removed-)?states-\d{8,18}-[0-9a-f]+(?:-old)?")
+_IDENTITY = re.compile(rb"[0-9a-f]{32}")
+_TEMPORARY_STATES = re.compile(r"\.tmp-(?:removed-)?states-\d{8,18}-[0-9a-f]+")
 
 
 class FileWriter(Protocol):
@@ -53,10 +61,11 @@ class FileWriter(Protocol):
 class FileReader(Protocol):
     """A file being read, by several threads at once. `at_once` is how many bytes to request at
     once: few for local memory or disk, so that the bytes are still in the cache when they are
-    hashed.
+    hashed. `size_bytes` is its size when it was opened.
     """
 
     at_once: int
+    size_bytes: int
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` with the bytes from `offset`; returns how many there were."""
@@ -94,19 +103,35 @@ class Storage(Protocol):
         """Creates a file of known size."""
 
     def put(self, folder: str, name: str, content: bytes) -> None:
-        """Writes a small file, durably."""
+        """Writes a small file of a save; its name is durable after `sync`."""
+
+    def put_record(self, folder: str, name: str, content: bytes) -> None:
+        """Writes a small file outside of any save, durably and in one step: a crash leaves the old
+        content or the new one. Creates the directory.
+        """
 
     def sync(self, folder: str) -> None:
         """Returns when the directory's entries are durable."""
 
-    def publish(self, working: str, final: str) -> None:
-        """Makes what was written under `working` visible as `final`, atomically and durably. If
-        both are the same directory, its manifest has made it visible, and this call only removes
-        checkpoints that were replaced.
+    def publish(self, working: str, final: str) -> str:
+        """Makes what was written under `working` visible as `final`, atomically and durably, and
+        returns the directory that now has the checkpoint that it replaced, for `recycle`; empty if
+        there is none. If both are the same directory, its manifest has made it visible, and this
+        call only removes checkpoints that were replaced before.
+
+        Raises:
+            OSError: if it is not visible, or may not be durable: see `settle`.
+        """
+
+    def settle(self) -> None:
+        """Makes durable what is visible now, and what a `publish` that was cut short has done. An
+        `OSError` if that fails.
         """
 
     def get(self, folder: str, name: str) -> bytes:
-        """Returns the content of a small file; raises `FileNotFoundError` if it does not exist."""
+        """Returns the content of a small file; raises `FileNotFoundError` if it does not exist,
+        and `CheckpointError` if it is no regular file or larger than `SMALL_FILE_BYTES`.
+        """
 
     def open(self, folder: str, name: str) -> FileReader:
         """Opens a file for reading; raises `FileNotFoundError` if it does not exist."""
@@ -141,7 +166,7 @@ class Storage(Protocol):
 
     def identity(self) -> str:
         """A random id of this storage, which changes when the storage is emptied and used again
-        under the same name. Created if missing; call with the lock held.
+        under the same name. Created if missing or damaged; call with the lock held.
         """
 
     def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
@@ -158,6 +183,22 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Releases the lock and the connections. The storage may be used again afterwards."""
+
+
+def identity_in(content: bytes) -> str:
+    """The id in the content of the file `IDENTITY`; empty if it is damaged."""
+    return content.decode() if _IDENTITY.fullmatch(content) else ""
+
+
+def small_content(reader: FileReader, where: str) -> bytes:
+    """The content of a small file, which is closed. Raises `CheckpointError` if it is too large."""
+    try:
+        if reader.size_bytes > SMALL_FILE_BYTES:
+            raise CheckpointError(f"{where} has {reader.size_bytes} bytes: it is no record")
+        buffer = bytearray(reader.size_bytes)
+        return bytes(buffer[: reader.read_into(0, memoryview(buffer))])
+    finally:
+        reader.close()
 
 
 def step_of(folder: str, prefix: str = STEP) -> int | None:

@@ -3,9 +3,8 @@
 An object store has no rename. So a save is written in place, into a directory of its own
 (`step-00000042-<save id>`), and its manifest is uploaded last: that one upload is the commit, and a
 directory without a manifest is not a checkpoint. A save of a step that exists does not touch the
-older checkpoint. The next commit removes that one, when it is certain that the newer one counts: if
-the writer is killed between its commit and its answer, the save counts as failed and is removed,
-and the older checkpoint must still be there.
+older checkpoint. The next commit removes that one: as long as it is not known whether the newer one
+is committed, because the store does not answer, the older one must still be there.
 
 Two things differ from a file system:
 
@@ -23,6 +22,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from contextlib import suppress
@@ -31,7 +31,14 @@ from typing import Any
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.position import Position
-from outlast.async_checkpoint.storage.protocol import IDENTITY, STEP, FileWriter, step_of
+from outlast.async_checkpoint.storage.protocol import (
+    IDENTITY,
+    STEP,
+    FileWriter,
+    identity_in,
+    small_content,
+    step_of,
+)
 from outlast.async_checkpoint.storage.remote_files import (
     OrderedUpload,
     PartsUpload,
@@ -41,6 +48,8 @@ from outlast.async_checkpoint.storage.remote_files import (
 )
 from outlast.async_checkpoint.storage.remote_lock import RemoteLock
 from outlast.errors import CheckpointError
+
+log = logging.getLogger("outlast.checkpoint")
 
 _CLOSING_S = 5.0
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
@@ -114,10 +123,14 @@ class RemoteStorage:
         with as_os_errors(f"{self.where}/{folder}/{name}"):
             self._fs.pipe_file(path, content)
 
+    def put_record(self, folder: str, name: str, content: bytes) -> None:
+        self.make(folder)
+        self.put(folder, name, content)
+
     def sync(self, folder: str) -> None:
         """Does nothing: an upload that has ended is durable."""
 
-    def publish(self, working: str, final: str) -> None:
+    def publish(self, working: str, final: str) -> str:
         """The upload of the manifest was the commit. Removes checkpoints that commits before this
         one replaced, but not the one that this commit replaced (see the module).
         """
@@ -126,11 +139,13 @@ class RemoteStorage:
         with suppress(OSError):
             for folder in self._replaced(but=step_of(final, self.prefix)):
                 self.remove(folder)
+        return ""
+
+    def settle(self) -> None:
+        """Does nothing: what is visible is durable."""
 
     def get(self, folder: str, name: str) -> bytes:
-        path = self._inside(folder, name)
-        with as_os_errors(f"{self.where}/{folder}/{name}"):
-            return bytes(self._fs.cat_file(path))
+        return small_content(self.open(folder, name), f"{self.where}/{folder}/{name}")
 
     def open(self, folder: str, name: str) -> RangeReader:
         where = f"{self.where}/{folder}/{name}"
@@ -181,12 +196,13 @@ class RemoteStorage:
     def identity(self) -> str:
         with as_os_errors(f"{self.where}/{IDENTITY}"):
             path = self._inside(IDENTITY)
-            try:
-                found = bytes(self._fs.cat_file(path))
-            except FileNotFoundError:
-                found = uuid.uuid4().hex.encode()
-                self._fs.pipe_file(path, found)
-        return found.decode(errors="replace")
+            with suppress(FileNotFoundError):
+                if found := identity_in(bytes(self._fs.cat_file(path))):
+                    return found
+                log.warning("%s/%s is damaged: it gets a new id", self.where, IDENTITY)
+            new = uuid.uuid4().hex
+            self._fs.pipe_file(path, new.encode())
+        return new
 
     def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
         self._lock.acquire(owner, careful, position)

@@ -210,10 +210,10 @@ class RangeReader:
         self._fs = fs
         self._path = path
         self._where = where
-        self._size = size_bytes
+        self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        end = min(offset + len(buffer), self._size)
+        end = min(offset + len(buffer), self.size_bytes)
         if offset >= end:
             return 0
         with as_os_errors(self._where):

@@ -2,14 +2,26 @@
 
 An object store has no lock that ends with its holder. A holder that is alive on this machine keeps
 other jobs out. Whether one on another machine is alive cannot be known here: a warning names it,
-and the lock is taken over.
+and the lock is taken over, by an object with the next number: `.owner-00000001`.
+
+Each object is created with a conditional put (`If-None-Match: *`), so only one process gets it. Two
+processes could still get objects of different numbers, because one has listed the objects before
+the other removed its own. So each lists them once more after it has created its own, and gives up
+if there is one that it did not list before. Of two such processes, the one whose creation comes
+later sees the object of the other, unless that has been removed by then: however late its reads
+arrive, a process never gets the lock beside another that it has not seen, and found gone.
+
+Some stores ignore the condition, and some file systems of fsspec have none. They are recognized by
+a second creation that succeeds; a warning says that two jobs may both get the lock there.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import re
 import socket
 import uuid
 from contextlib import suppress
@@ -25,6 +37,9 @@ from outlast.errors import CheckpointError, FolderInUse
 log = logging.getLogger("outlast.checkpoint")
 
 OWNER = ".owner"
+_OBJECT = re.compile(rf"{re.escape(OWNER)}(?:-\d{{8,}})?")
+_UNKNOWN = ("NotImplemented", "not implemented")
+_REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 class RemoteLock:
@@ -32,56 +47,114 @@ class RemoteLock:
 
     def __init__(self, fs: Any, root: str, where: str) -> None:
         self._fs = fs
-        self._path = f"{root}/{OWNER}"
+        self._root = root
         self._where = where
+        self._name = ""  # of this process's object, while it holds the lock
         self._token = ""
+        self._conditional = _creates_exclusively(fs)
 
     def acquire(self, owner: str, careful: bool, position: Position | None = None) -> None:
         """See `Storage.lock`."""
-        other = self._holder()
-        earlier = position is not None and position.replaces(str((other or {}).get("position")))
-        if other is not None and not earlier:
-            alive = _alive(other)
-            if alive or (alive is None and careful):
-                doubt = "" if alive else ", as far as one can know from here"
-                raise FolderInUse(
-                    f"{self._where} is in use by another job ({_name(other)}){doubt}; two jobs "
-                    "that save into one folder would remove each other's checkpoints"
-                )
-            if alive is None:
-                log.warning(
-                    "%s was last used by another job (%s) on another machine, which did not "
-                    "release it: taken over, assuming that the job is dead",
-                    self._where,
-                    _name(other),
-                )
-        self._token = uuid.uuid4().hex
-        said = {"owner": owner, "token": self._token, **_this_process()}
+        before = self._holders()
+        for holder in before.values():
+            self._check_gone(holder, careful, position)
+        token = uuid.uuid4().hex
+        said = {"owner": owner, "token": token, **_this_process()}
         if position is not None:
             said["position"] = position.signature
-        with as_os_errors(f"{self._where}/{OWNER}"):
-            self._fs.pipe_file(self._path, json.dumps(said).encode())
-        other = self._holder() or {}
-        if other.get("token") != self._token:
-            self._token = ""
-            raise CheckpointError(
-                f"{self._where} was taken by another job ({_name(other)}) just now"
+        numbers = [_number(name) for name in before]
+        name = f"{OWNER}-{max(numbers) + 1:08d}" if numbers else OWNER
+        content = json.dumps(said).encode()
+        self._create(name, content)
+        now = self._holders()
+        if now.get(name, {}).get("token") != token:
+            raise self._taken(now.get(name, {}))
+        later = [other for other in now if other != name and now[other] != before.get(other)]
+        if later:
+            self._remove(name)
+            raise self._taken(now[later[0]])
+        self._name, self._token = name, token
+        # A second creation that succeeds too: the store ignores the condition.
+        if not self._conditional or self._create(name, content):
+            log.warning(
+                "%s cannot create an object only if there is none: two jobs that open it at the "
+                "same moment may both get it",
+                self._where,
             )
+        for other in before:
+            self._remove(other)
 
     def release(self) -> None:
         """Removes the object if it still names this process."""
-        token, self._token = self._token, ""
+        name, token = self._name, self._token
+        self._name = self._token = ""
         # An object that cannot be removed names a process that will soon be dead.
         with suppress(OSError):
-            if token and (self._holder() or {}).get("token") == token:
-                with as_os_errors(f"{self._where}/{OWNER}"):
-                    self._fs.rm_file(self._path)
+            if name and (self._holder(name) or {}).get("token") == token:
+                self._remove(name)
 
-    def _holder(self) -> dict[str, Any] | None:
-        """The content of the object: `None` if there is none, empty if it is unreadable."""
-        with as_os_errors(f"{self._where}/{OWNER}"):
+    def _check_gone(self, holder: dict[str, Any], careful: bool, position: Position | None) -> None:
+        """Raises `FolderInUse` unless the lock of this holder may be taken over."""
+        if position is not None and position.replaces(str(holder.get("position"))):
+            return
+        alive = _alive(holder)
+        if alive or (alive is None and careful):
+            doubt = "" if alive else ", as far as one can know from here"
+            raise FolderInUse(
+                f"{self._where} is in use by another job ({_owner(holder)}){doubt}; two jobs "
+                "that save into one folder would remove each other's checkpoints"
+            )
+        if alive is None:
+            log.warning(
+                "%s was last used by another job (%s) on another machine, which did not "
+                "release it: taken over, assuming that the job is dead",
+                self._where,
+                _owner(holder),
+            )
+
+    def _taken(self, other: dict[str, Any]) -> CheckpointError:
+        text = f"{self._where} was taken by another job ({_owner(other)}) just now"
+        return CheckpointError(text)
+
+    def _create(self, name: str, content: bytes) -> bool:
+        """Creates an object; returns `False` if there is one. That may be its own: a request is
+        sent again after a lost answer. A store without conditional puts writes over what is there.
+        """
+        path = f"{self._root}/{name}"
+        with as_os_errors(f"{self._where}/{name}"):
+            if self._conditional:
+                try:
+                    self._fs.pipe_file(path, content, mode="create")
+                except Exception as e:
+                    if isinstance(e, FileExistsError) or _says(e, *_REFUSED):
+                        return False
+                    if not _says(e, *_UNKNOWN):
+                        raise
+                    self._conditional = False
+                else:
+                    return True
+            self._fs.pipe_file(path, content)
+        return True
+
+    def _remove(self, name: str) -> None:
+        with as_os_errors(f"{self._where}/{name}"), suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{name}")
+
+    def _holders(self) -> dict[str, dict[str, Any]]:
+        """The contents of all objects of the lock, by name; empty ones if they are unreadable."""
+        entries: list[dict[str, Any]] = []
+        with as_os_errors(self._where), suppress(FileNotFoundError):
+            self._fs.invalidate_cache(self._root)
+            entries = self._fs.ls(self._root, detail=True)
+        names = [str(entry["name"]).rsplit("/", 1)[-1] for entry in entries]
+        found = {name: self._holder(name) for name in names if _OBJECT.fullmatch(name)}
+        return {name: holder for name, holder in found.items() if holder is not None}
+
+    def _holder(self, name: str) -> dict[str, Any] | None:
+        """The content of an object: `None` if there is none, empty if it is unreadable."""
+        with as_os_errors(f"{self._where}/{name}"):
             try:
-                content = self._fs.cat_file(self._path)
+                content = self._fs.cat_file(f"{self._root}/{name}")
             except FileNotFoundError:
                 return None
         with suppress(ValueError):
@@ -91,7 +164,25 @@ class RemoteLock:
         return {}
 
 
-def _name(holder: dict[str, Any]) -> str:
+def _creates_exclusively(fs: Any) -> bool:
+    """Whether fsspec's file system can create a file only if there is none, in one step."""
+    from fsspec.spec import AbstractFileSystem
+
+    method = getattr(type(fs), "_pipe_file", type(fs).pipe_file)
+    default = method is AbstractFileSystem.pipe_file
+    return not default and "mode" in inspect.signature(method).parameters
+
+
+def _says(error: Exception, *codes: str) -> bool:
+    texts = str(error), str(error.__cause__)  # s3fs keeps the code only in the cause
+    return any(code in text for code in codes for text in texts)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(OWNER).lstrip("-") or 0)
+
+
+def _owner(holder: dict[str, Any]) -> str:
     return str(holder.get("owner") or "which left no name")
 
 

@@ -34,6 +34,7 @@ from outlast.async_checkpoint.writer.messages import (
     Request,
     RequestFailed,
     SaveDropped,
+    SettleCommit,
     ShareBuffer,
     SnapshotSealed,
     SnapshotTorn,
@@ -72,6 +73,7 @@ class WriterTimeout(WriterFailed, CheckpointTimeout):
 _REQUESTS: dict[type[Message], str] = {
     WriteSnapshot: "write the files of this rank",
     Commit: "commit a checkpoint",
+    SettleCommit: "find out whether a checkpoint is committed",
     RemoveFolders: "remove the files of a failed save",
     HideFolders: "remove old checkpoints",
     AwaitRemovals: "remove old checkpoints",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.storage.fence import Credentials, check
+from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
 from outlast.async_checkpoint.writer import messages
@@ -40,6 +41,7 @@ from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
 
 _LAST_REQUEST_S = 10.0  # a disk that hangs must not keep this process forever
+_RECYCLING = (messages.Commit, messages.SettleCommit, messages.HideFolders)
 
 
 class Writer:
@@ -65,6 +67,7 @@ class Writer:
             messages.BeginSave: self._begin_save,
             messages.WriteSnapshot: self._write_snapshot,
             messages.Commit: self._commit,
+            messages.SettleCommit: self._settle_commit,
             messages.RemoveFolders: self._remove_folders,
             messages.HideFolders: self._hide_folders,
             messages.AwaitRemovals: self._await_removals,
@@ -98,7 +101,7 @@ class Writer:
                 self._is_last = message.last
                 return True
             if isinstance(message, Request):
-                self._recycles = self._recycles or isinstance(message, messages.HideFolders)
+                self._recycles = self._recycles or isinstance(message, _RECYCLING)
                 self._queue.put((message, number))
             else:
                 self._note(message, descriptors)
@@ -207,9 +210,28 @@ class Writer:
             at += size_bytes
         self._check_fence(request)
         self.storage.sync(request.working)
-        self.storage.publish(request.working, request.final)
+        replaced = self.storage.publish(request.working, request.final)
         self._uncommitted.discard(request.working)
+        if replaced:
+            self._removals.put(replaced)
         return messages.Done()
+
+    def _settle_commit(self, request: messages.SettleCommit) -> messages.Settled:
+        self.storage.settle()
+        try:
+            self.storage.size(request.final, MANIFEST)
+        except FileNotFoundError:
+            return messages.Settled(committed=False)
+        found = saved_by(self.storage, request.final)
+        if not found:
+            where = f"{self.storage.where}/{request.final}/{MANIFEST}"
+            raise CheckpointError(f"{where} does not say which save it is of")
+        if found != request.save_id:
+            return messages.Settled(committed=False)
+        self._uncommitted.discard(request.working)
+        if request.working != request.final:
+            self._removals.put(request.working)  # if it exists, it holds the replaced checkpoint
+        return messages.Settled(committed=True)
 
     def _check_fence(self, request: messages.Commit | messages.HideFolders) -> None:
         """Refuses a change of what is visible, if the job has gone on without this host. A process

@@ -185,6 +185,13 @@ class RemovalErrors(Message):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Settled(Message):
+    """Whether the save is committed; if it is, durably."""
+
+    committed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshots(Message):
     """The snapshots that are complete, with their checksums."""
 
@@ -236,6 +243,17 @@ class Commit(Request[Done]):
     files: list[tuple[str, int]]
     writer: str = ""
     lease: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettleCommit(Request[Settled]):
+    """After a `Commit` that failed, or whose writer was lost: finds out whether the checkpoint is
+    visible, and makes that durable.
+    """
+
+    working: str
+    final: str
+    save_id: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,14 +90,14 @@ class FaultyStorage:
                 pass
         self._real.put(folder, name, content)
 
-    def publish(self, working: str, final: str) -> None:
+    def publish(self, working: str, final: str) -> str:
         """See `Storage`."""
         self._injector.ask(PUBLISH)
-        self._real.publish(working, final)
+        replaced = self._real.publish(working, final)
         kind, _ = self._injector.ask(PUBLISHED)
         root = getattr(self._real, "root", None)
         if kind is None or root is None:
-            return
+            return replaced
         files = sorted(Path(root, final).iterdir(), key=lambda path: path.stat().st_size)
         largest = files[-1]
         half = largest.stat().st_size // 2
@@ -105,6 +105,7 @@ class FaultyStorage:
             os.truncate(largest, half)
         elif half:
             flip_byte(largest, half)
+        return replaced
 
 
 class _FaultyFile:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import ipaddress
+
+import msgspec
 
 
-@dataclass(frozen=True)
-class HostInfo:
+class HostInfo(msgspec.Struct, frozen=True):
     """One agent process. A restarted agent is a new host with a new `id`.
 
     Attributes:
@@ -31,14 +30,20 @@ class HostInfo:
     nproc: int = 1
     standby: int = 0
     place: int = -1
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if self.address:
+            ipaddress.ip_address(self.address.partition("%")[0])
+        for port in (self.port, self.store_port):
+            if not 0 <= port < 1 << 16:
+                raise ValueError(f"no port: {port}")
 
     def encode(self) -> str:
         """As one line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, line: str | bytes) -> HostInfo:
         """The reverse of `encode`; ignores what it does not know."""
-        said: dict[str, Any] = json.loads(line)
-        return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+        return msgspec.json.decode(line, type=cls)

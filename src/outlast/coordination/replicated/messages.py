@@ -1,4 +1,4 @@
-"""What replicas send each other, and its encoding: one line of JSON per message.
+"""What replicas send each other, and its encoding.
 
 Messages may be lost, delayed, repeated and reordered. The transport says who sent a message. A time
 in a message (`sent`) is by the clock of the host that reads it again: the answer returns it.
@@ -6,23 +6,21 @@ in a message (`sent`) is by the clock of the host that reads it again: the answe
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from outlast.coordination.replicated.entries import Entry, pack_entry, unpack_entry
-from outlast.coordination.replicated.operations import (
-    Operation,
-    Result,
-    pack_operation,
-    pack_result,
-    unpack_operation,
-    unpack_result,
-)
+import msgspec
+
+from outlast.coordination.replicated.entries import Entry
+from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.quorum import Voters
+from outlast.coordination.replicated.table import TableState
 
 
-@dataclass(frozen=True)
-class VoteRequest:
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class VoteRequest(_Message, frozen=True):
     """Asks for a vote in `term`; or, if `trial`, whether there would be one.
 
     `handover`: the leader itself has asked for this election, and has stopped acting.
@@ -35,8 +33,7 @@ class VoteRequest:
     handover: bool = False
 
 
-@dataclass(frozen=True)
-class VoteAnswer:
+class VoteAnswer(_Message, frozen=True):
     """`heard`: for how long the voter has not heard from any leader, nor voted, before."""
 
     term: int
@@ -45,8 +42,7 @@ class VoteAnswer:
     heard: float = 0.0
 
 
-@dataclass(frozen=True)
-class Append:
+class Append(_Message, frozen=True):
     """Entries of the leader's log after `prev_index`; without entries, a heartbeat to a voter."""
 
     term: int
@@ -57,19 +53,21 @@ class Append:
     entries: tuple[Entry, ...] = ()
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The leader's whole state after `index`, for a voter that needs entries that are gone."""
+class Snapshot(_Message, frozen=True):
+    """The leader's whole state after `index`, for a voter that needs entries that are gone: the
+    table, and the voters and the author of the log as of that entry.
+    """
 
     term: int
     sent: float
     index: int
     index_term: int
-    state: Any
+    table: TableState
+    voters: Voters
+    author: str | None
 
 
-@dataclass(frozen=True)
-class AppendAnswer:
+class AppendAnswer(_Message, frozen=True):
     """`match`: up to where the voter's log agrees; if not `accepted`, where the leader may try."""
 
     term: int
@@ -78,31 +76,27 @@ class AppendAnswer:
     match: int
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(_Message, frozen=True):
     """A host asks the leader for a lease that counts from `sent`."""
 
     term: int
     sent: float
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(_Message, frozen=True):
     """The leader grants the lease that was asked for at `sent`."""
 
     term: int
     sent: float
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(_Message, frozen=True):
     """The sender leads: to a host that it does not hear."""
 
     term: int
 
 
-@dataclass(frozen=True)
-class Requests:
+class Requests(_Message, frozen=True):
     """Operations of a host, for the leader.
 
     Attributes:
@@ -116,90 +110,63 @@ class Requests:
     waits: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(_Message, frozen=True):
     """The results of operations of a host."""
 
     results: tuple[tuple[int, Result], ...]
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(_Message, frozen=True):
     """The receiver was declared lost, or has left: it must not act any more."""
 
     reason: str
     orderly: bool = False
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(_Message, frozen=True):
     """The host leaves in order, and has stopped acting."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(_Message, frozen=True):
     """The leader of `term` has stopped acting, and asks the receiver to take over."""
 
     term: int
 
 
 Message: TypeAlias = (
-    "VoteRequest | VoteAnswer | Append | Snapshot | AppendAnswer | Heartbeat | Grant | Announce"
-    " | Requests | Answers | Refusal | Leave | Handover"
+    VoteRequest
+    | VoteAnswer
+    | Append
+    | Snapshot
+    | AppendAnswer
+    | Heartbeat
+    | Grant
+    | Announce
+    | Requests
+    | Answers
+    | Refusal
+    | Leave
+    | Handover
 )
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        VoteRequest,
-        VoteAnswer,
-        Append,
-        Snapshot,
-        AppendAnswer,
-        Heartbeat,
-        Grant,
-        Announce,
-        Requests,
-        Answers,
-        Refusal,
-        Leave,
-        Handover,
-    )
-}
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """One line without a line break; `decode` reverses it."""
-    said = [getattr(message, f.name) for f in fields(message)]
-    if isinstance(message, Append):
-        said[-1] = [pack_entry(entry) for entry in message.entries]
-    elif isinstance(message, Requests):
-        said[1] = [[number, pack_operation(op)] for number, op in message.operations]
-    elif isinstance(message, Answers):
-        said[0] = [[number, pack_result(result)] for number, result in message.results]
-    text = json.dumps([type(message).__name__, *said], separators=(",", ":"), ensure_ascii=False)
-    return text.encode()
+    """The message as bytes; `decode` reverses it."""
+    return _encoder.encode(message)
 
 
-def decode(line: bytes) -> Message:
-    """The message of a line.
+def decode(data: bytes) -> Message:
+    """The message of some bytes, all of whose values have the declared types.
 
     Raises:
         ValueError: if it is none.
     """
     try:
-        name, *said = json.loads(line)
-        kind = _KINDS[name]
-        if kind is Append:
-            said[-1] = tuple(unpack_entry(entry) for entry in said[-1])
-        elif kind is Requests:
-            said[1] = tuple((number, unpack_operation(op)) for number, op in said[1])
-            said[2] = None if said[2] is None else tuple(said[2])
-        elif kind is Answers:
-            said[0] = tuple((number, unpack_result(result)) for number, result in said[0])
-        message: Message = kind(*said)
-    except (ValueError, KeyError, TypeError, IndexError) as e:
-        raise ValueError(f"not a message of a replica: {line[:80]!r}") from e
-    return message
+        return _decoder.decode(data)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not a message of a replica: {e}: {data[:80]!r}") from e

@@ -1,25 +1,40 @@
-"""What the replicated store can do, what it answers, and how both are encoded."""
+"""What the replicated store can do, and what it answers.
+
+All messages and all that stands in the log are `msgspec` structs: its binary form of a value has
+about the size of the value, and what a decoder returns has the declared types.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 READS = frozenset({"read", "check", "keys"})
 WRITES = frozenset({"put", "claim", "add", "append", "delete", "compare_set", "delete_prefix"})
 WAIT = "wait_for"
 BATCH = "batch"
 
+MESSAGE_BYTES = 4 << 20
+"""A message with operations, results or entries of the log holds no more when it is as long as
+this. One operation is shorter than 32 MiB (see `launch.hosts.server`), so no message is too long
+for its receiver.
+"""
 
-@dataclass(frozen=True)
-class Failed:
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
     """The result of an operation that was given up; it may have been performed all the same."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Operation:
+class Keys(msgspec.Struct, frozen=True, tag=True):
+    """The result of `keys`."""
+
+    names: tuple[str, ...]
+
+
+class Operation(msgspec.Struct, frozen=True, array_like=True):
     """One operation.
 
     Its result depends on `name`:
@@ -31,7 +46,7 @@ class Operation:
     * `add`: the number under the key (0 if absent) plus `amount`.
     * `compare_set`: sets the key to `value` if its value is `expected` (`b""`: or if it is absent);
       the value afterwards, or `None`.
-    * `keys`: the sorted keys that start with `key`.
+    * `keys`: the sorted keys that start with `key`, as `Keys`.
     * `batch`: performs `operations` as one, without any other in between; the list of their
       results. It holds no waits and no batches.
     """
@@ -59,47 +74,17 @@ class Operation:
         return self.name in WRITES
 
 
-Result: TypeAlias = "bytes | int | list[Any] | Failed | None"
+def size_bytes(value: object) -> int:
+    """About how long an operation or a result is in a message."""
+    if isinstance(value, bytes | str):
+        return len(value) + 8
+    if isinstance(value, Operation):
+        parts = sum(map(size_bytes, value.operations))
+        return len(value.key) + len(value.value) + len(value.expected) + parts + 16
+    if isinstance(value, Keys):
+        return sum(map(size_bytes, value.names))
+    return sum(map(size_bytes, value)) if isinstance(value, list | tuple) else 16
 
 
-def pack_operation(op: Operation) -> list[Any]:
-    """As a JSON value. Bytes become text with one character per byte."""
-    if op.name == BATCH:
-        return [BATCH, [pack_operation(part) for part in op.operations]]
-    packed = [op.name, op.key, op.value.decode("latin-1"), op.amount, op.expected.decode("latin-1")]
-    while len(packed) > 2 and not packed[-1]:
-        packed.pop()
-    return packed
-
-
-def unpack_operation(packed: list[Any]) -> Operation:
-    """The reverse of `pack_operation`."""
-    if packed[0] == BATCH:
-        return Operation(BATCH, operations=tuple(unpack_operation(part) for part in packed[1]))
-    defaults: list[Any] = ["", 0, ""]
-    name, key, value, amount, expected = packed + defaults[len(packed) - 2 :]
-    return Operation(name, key, value.encode("latin-1"), amount, expected.encode("latin-1"))
-
-
-def pack_result(result: Result) -> Any:
-    """As a JSON value."""
-    if isinstance(result, bytes):
-        return result.decode("latin-1")
-    if isinstance(result, Failed):
-        return {"failed": result.reason}
-    if isinstance(result, list):
-        if all(isinstance(part, str) for part in result) and result:
-            return {"keys": result}
-        return [pack_result(part) for part in result]
-    return result
-
-
-def unpack_result(packed: Any) -> Result:
-    """The reverse of `pack_result`."""
-    if isinstance(packed, str):
-        return packed.encode("latin-1")
-    if isinstance(packed, dict):
-        return Failed(packed["failed"]) if "failed" in packed else list(packed["keys"])
-    if isinstance(packed, list):
-        return [unpack_result(part) for part in packed]
-    return None if packed is None else int(packed)
+Single: TypeAlias = bytes | int | Keys | Failed | None
+Result: TypeAlias = Single | list[Single]

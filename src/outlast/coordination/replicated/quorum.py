@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,6 @@ class Configuration:
                 return reached
         raise AssertionError("all voters together are a quorum")
 
-    def pack(self) -> Any:
-        """As a JSON value."""
-        return [sorted(self.voters), self.tiebreaker]
-
-    @classmethod
-    def unpack(cls, packed: Any) -> Configuration:
-        """The reverse of `pack`."""
-        return cls(frozenset(packed[0]), packed[1])
-
 
 @dataclass(frozen=True)
 class Voters:
@@ -101,13 +91,3 @@ class Voters:
         """The largest number that the values of a quorum all reach."""
         reached = self.new.reached_by_quorum(value)
         return reached if self.old is None else min(reached, self.old.reached_by_quorum(value))
-
-    def pack(self) -> Any:
-        """As a JSON value."""
-        return [self.new.pack(), None if self.old is None else self.old.pack()]
-
-    @classmethod
-    def unpack(cls, packed: Any) -> Voters:
-        """The reverse of `pack`."""
-        new, old = packed
-        return cls(Configuration.unpack(new), None if old is None else Configuration.unpack(old))

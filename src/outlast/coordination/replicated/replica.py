@@ -29,7 +29,7 @@ from outlast.coordination.replicated.messages import (
 )
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.own_host import OwnHost
-from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.coordination.replicated.timing import Timing
 
 
@@ -119,6 +119,13 @@ class Replica:
         if log.voters is None or log.voters.old or log.voters_index > self._voter.commit:
             return frozenset()
         return log.voters.new.voters
+
+    @property
+    def configurations(self) -> tuple[tuple[int, Voters, bool], ...]:
+        """All that may be in force, each with its entry and whether that is agreed on: at first the
+        latest that is. None on a host that never was a voter.
+        """
+        return self._voter.log.configurations(self._voter.commit)
 
     @property
     def joined(self) -> bool:
@@ -288,6 +295,12 @@ class Replica:
         if sender in self._voter.table.gone:
             self._refuse(sender)
             return
+        if asked.trial and self._election is not None and self._election.trial:
+            # Two that ask at the same time would both get a majority, and then split the votes of
+            # one term. The later of the two in the order gives way.
+            if self._election.precedes(sender, asked, self._now):
+                return
+            self._election = None
         answer = self._voter.answer_vote(sender, asked, self._now, leads=self.leads)
         if answer is not None:
             self._outbox.append((sender, answer))

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outlast.coordination.replicated.messages import Requests
-from outlast.coordination.replicated.operations import WAIT, Failed, Operation, Result
+from outlast.coordination.replicated.operations import (
+    MESSAGE_BYTES,
+    WAIT,
+    Failed,
+    Operation,
+    Result,
+    size_bytes,
+)
 from outlast.coordination.replicated.timing import Timing
 
 
@@ -76,6 +83,7 @@ class OwnRequests:
         if self.due() > now:
             return None
         sending, waits, floor = [], [], self._next - 1
+        size = 0
         tell = self._tell_waits
         for number, pending in self._open.items():
             operation = pending.operation
@@ -83,7 +91,8 @@ class OwnRequests:
                 waits.append(number)
             elif operation.writes:
                 floor = min(floor, number - 1)
-            if pending.due <= now:
+            if pending.due <= now and size < MESSAGE_BYTES:  # the rest stays due
+                size += size_bytes(operation)
                 sending.append((number, operation))
                 if operation.name == WAIT:
                     # The leader keeps it. It is repeated rarely, in case that the answer was lost.

@@ -1,29 +1,33 @@
 """The replicated state: keys, hosts, and the answers that are kept for retries.
 
-Every voter performs the same operations in the same order, so all tables are equal. The state of a
-table is a JSON value, so that a voter that lags behind gets it in one message.
+Every voter performs the same operations in the same order, so all tables are equal. A voter that
+lags behind gets a copy of the whole state.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import (
     BATCH,
     Failed,
+    Keys,
     Operation,
     Result,
-    pack_result,
-    unpack_result,
+    Single,
 )
 
 JOINED = "hosts/joined"
 LOST = "hosts/lost"
 EVENTS = "hosts/events"
+
+MOST_BYTES = 128 << 20
+"""Of keys and values, so that the state of a table fits into one message."""
 
 
 def event_key(number: int) -> str:
@@ -31,8 +35,7 @@ def event_key(number: int) -> str:
     return f"hosts/event/{number}"
 
 
-@dataclass
-class Session:
+class Session(msgspec.Struct, array_like=True):
     """The writes of one host that were performed, so that none is performed twice.
 
     The host says with each message up to which number it has got all its answers (`floor`): these
@@ -41,23 +44,39 @@ class Session:
     """
 
     floor: int = 0
-    answers: dict[int, Result] = field(default_factory=dict)
+    answers: dict[int, Result] = {}
+
+
+class TableState(msgspec.Struct):
+    """All that the voters agree on.
+
+    Attributes:
+        gone: the hosts that were removed: the reason, and whether they left in order.
+    """
+
+    keys: dict[str, bytes] = {}
+    sessions: dict[str, Session] = {}
+    gone: dict[str, tuple[str, bool]] = {}
 
 
 class Table:
     """The keys and what must survive with them.
 
     Attributes:
-        gone: the hosts that were removed: the reason, and whether they left in order.
+        keys, sessions, gone: see `TableState`, which is not copied.
         appeared: keys that were set, with their values, for those that wait for them; the user
             clears it.
     """
 
-    def __init__(self) -> None:
-        self.keys: dict[str, bytes] = {}
-        self.sessions: dict[str, Session] = {}
-        self.gone: dict[str, tuple[str, bool]] = {}
+    def __init__(self, state: TableState | None = None) -> None:
+        self.state = state or TableState()
+        self.keys, self.sessions, self.gone = (
+            self.state.keys,
+            self.state.sessions,
+            self.state.gone,
+        )
         self.appeared: list[tuple[str, bytes]] = []
+        self._size = sum(len(key) + len(value) for key, value in self.keys.items())
 
     # ------------------------------------------------------------------ hosts
     def join(self, info: HostInfo) -> None:
@@ -105,14 +124,21 @@ class Table:
         return results
 
     def perform(self, op: Operation) -> Result:
-        """Performs one operation, which is no wait."""
+        """Performs one operation, which is no wait, or a batch."""
+        if op.name == BATCH:
+            return [self._perform_one(part) for part in op.operations]
+        return self._perform_one(op)
+
+    def _perform_one(self, op: Operation) -> Single:
         name, key, keys = op.name, op.key, self.keys
+        if self._size + len(key) + len(op.value) > MOST_BYTES and op.value:
+            return Failed(f"{name} of {key!r}: the store is full: it holds {self._size} bytes")
         if name == "read":
             return keys.get(key)
         if name == "check":
             return int(key in keys)
         if name == "keys":
-            return sorted(k for k in keys if k.startswith(key))
+            return Keys(tuple(sorted(k for k in keys if k.startswith(key))))
         if name == "put":
             self._set(key, op.value)
             return None
@@ -130,48 +156,29 @@ class Table:
                 self._set(key, op.value)
             return keys.get(key)
         if name == "delete":
-            return int(keys.pop(key, None) is not None)
+            return int(self._delete(key))
         if name == "delete_prefix":
             doomed = [k for k in keys if k.startswith(key)]
-            for k in doomed:
-                del keys[k]
-            return len(doomed)
-        if name == BATCH:
-            return [self.perform(part) for part in op.operations]
+            return sum(map(self._delete, doomed))
         raise ValueError(f"cannot perform {name!r}")
 
-    def _add(self, op: Operation) -> Result:
+    def _add(self, op: Operation) -> Single:
         try:
             total = int(self.keys.get(op.key, b"0")) + op.amount
         except ValueError:
             return Failed(f"add: the value of {op.key!r} is not a number")
+        if not -(1 << 63) <= total < 1 << 63:
+            return Failed(f"add: the sum {total} of {op.key!r} has more than 64 bits")
         self._set(op.key, str(total).encode())
         return total
 
+    def _delete(self, key: str) -> bool:
+        value = self.keys.pop(key, None)
+        self._size -= 0 if value is None else len(key) + len(value)
+        return value is not None
+
     def _set(self, key: str, value: bytes) -> None:
+        self._delete(key)
+        self._size += len(key) + len(value)
         self.keys[key] = value
         self.appeared.append((key, value))
-
-    # ------------------------------------------------------------------ the state as one value
-    def pack(self) -> Any:
-        """The whole state as a JSON value."""
-        return {
-            "keys": {key: value.decode("latin-1") for key, value in self.keys.items()},
-            "gone": {host: list(said) for host, said in self.gone.items()},
-            "sessions": {
-                host: [s.floor, [[n, pack_result(a)] for n, a in s.answers.items()]]
-                for host, s in self.sessions.items()
-            },
-        }
-
-    @classmethod
-    def unpack(cls, packed: Any) -> Table:
-        """The reverse of `pack`."""
-        table = cls()
-        table.keys = {key: value.encode("latin-1") for key, value in packed["keys"].items()}
-        table.gone = {host: (reason, orderly) for host, (reason, orderly) in packed["gone"].items()}
-        table.sessions = {
-            host: Session(floor, {n: unpack_result(a) for n, a in answers})
-            for host, (floor, answers) in packed["sessions"].items()
-        }
-        return table

@@ -11,6 +11,7 @@ client gives it, so that both see the same keys.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -64,7 +65,10 @@ class TcpClient:
         def work(connection: socket.socket) -> bytes:
             absent = _bytes(b"")
             _send(connection, Query.COMPARE_SET, _key(key), absent, _bytes(value))
-            return _receive_bytes(connection)
+            found = _receive_bytes(connection)
+            if found == value:  # wakes the waiters, as `TorchStore.claim` explains
+                _send(connection, Query.APPEND, _key(key), absent)
+            return found
 
         return self._perform(work)
 
@@ -153,16 +157,18 @@ def _bytes(value: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, key: str) -> bytes | None:
-    # Two requests, because the server has none that tells an absent key from an empty value. It
-    # also answers a GET with an empty value if the key was deleted after the CHECK.
-    value: bytes | None = None
-    while _is_present(connection, key):
-        before = value
-        _send(connection, Query.GET, _key(key))
-        value = _receive_bytes(connection)
-        if value or value == before:
-            return value
-    return None
+    if not _is_present(connection, key):
+        return None
+    _send(connection, Query.GET, _key(key))
+    if value := _receive_bytes(connection):
+        return value
+    # It is empty, or was deleted after the CHECK. A comparison with a value that no key has tells
+    # which: the answer is that value if the key is absent. Not at once, because it ends the waits
+    # of others for an absent key, which then read again.
+    nobodys = os.urandom(16)
+    _send(connection, Query.COMPARE_SET, _key(key), _bytes(nobodys), _bytes(nobodys))
+    value = _receive_bytes(connection)
+    return None if value == nobodys else value
 
 
 def _is_present(connection: socket.socket, key: str) -> bool:

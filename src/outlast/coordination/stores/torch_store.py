@@ -10,6 +10,10 @@ connection meanwhile. `compare_set` alone would be enough; but torch's server wa
 key at every `compare_set` on it, even if that leaves the key absent (seen on torch 2.13). For the
 same reason a wait checks for the key when it returns. The store server of a host does not wake
 them, so there a read is `compare_set` alone (`one_request_reads`).
+
+torch's other server, which is not based on libuv, wakes nobody at a `compare_set` (seen on torch
+2.6 to 2.15). A client does not know which one it has; so a claim that succeeds appends nothing to
+its key, at which both wake the waiters.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import datetime
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
@@ -32,6 +38,13 @@ _FOREVER = datetime.timedelta(days=3650)
 _NEVER = "outlast: not a value"
 # The message of FileStore, a plain RuntimeError; the other stores have a type for it.
 _FILE_TIMEOUT = "Wait timeout"
+
+
+def listening(descriptor: int) -> dict[str, Any]:
+    """The arguments of a `torch.distributed.TCPStore` that serves on this listening socket, and
+    closes it. Before torch 2.8, the server that is based on libuv cannot.
+    """
+    return {"master_listen_fd": descriptor, "use_libuv": TorchVersion(torch.__version__) >= "2.8"}
 
 
 class TorchStore:
@@ -51,7 +64,11 @@ class TorchStore:
         self._try(lambda: self.torch_store.set(key, value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        return self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
+        found = self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
+        tcp = isinstance(self.torch_store, dist.TCPStore)  # type: ignore[attr-defined]
+        if found == value and tcp and not self.one_request_reads:
+            self.append(key, b"")  # only to wake those who wait for the key
+        return found
 
     def read(self, key: str) -> bytes | None:
         if not self.one_request_reads and not self._try(

@@ -75,6 +75,8 @@ class ElasticLoader:
         part: the number of the current part, among the `virtual_replicas` if there are any.
         trained: the number of samples, over all replicas, that were trained on since this object
             was created.
+        holds_epoch: whether an epoch of which all batches are trained on lasts until `begin_epoch`:
+            iterating then yields nothing. `Job.epochs` sets it.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class ElasticLoader:
         self.boundary = False
         self.part = 0
         self.trained = 0
+        self.holds_epoch = False
         self._dataset = dataset
         self._options = options
         self._handed_out = 0
@@ -124,6 +127,24 @@ class ElasticLoader:
     def epoch(self) -> int:
         """The current epoch, starting at 0."""
         return self.sampler.epoch
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all batches of the epoch were trained on, and the next has not begun."""
+        return self.sampler.position >= self.sampler.epoch_length
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of this epoch, unless it has begun."""
+        self.done()
+        if epoch != self.epoch:
+            self._go_to(epoch, 0)
+
+    def resume_epoch(self, epoch: int) -> None:
+        """Stays in this epoch, of which a state was loaded: a state from its end is loaded as one
+        from the beginning of the next.
+        """
+        if (self.epoch, self.sampler.position) == (epoch + 1, 0):
+            self._go_to(epoch, self.sampler.epoch_length)
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch; an epoch that was resumed yields fewer."""
@@ -172,9 +193,17 @@ class ElasticLoader:
         """
         samples, self._handed_out = self._handed_out, 0
         if samples:
+            epoch, end = self.sampler.epoch, self.sampler.epoch_length
             self.sampler.advance(samples)
+            if self.holds_epoch and self.sampler.epoch != epoch:
+                self.sampler.epoch, self.sampler.position = epoch, end
             self.trained += samples
         return samples
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self.sampler.epoch, self.sampler.position = epoch, position
+        self._handed_out = 0
+        self._iteration += 1  # an iteration in progress has fetched from another position
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, the same on all replicas."""

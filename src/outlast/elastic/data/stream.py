@@ -40,6 +40,9 @@ class ShardedStream:
         weight: the factor of the mean loss of the current batch.
         trained: the number of items, over all replicas, that were trained on since this object was
             created.
+        holds_epoch: whether an epoch of which all items are trained on lasts until `begin_epoch`:
+            iterating then yields nothing. `Job.epochs` sets it.
+        at_end: whether this is so.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ShardedStream:
         self.epoch = 0
         self.weight = 1.0
         self.trained = 0
+        self.holds_epoch = self.at_end = False
         self._read = read
         self._collate = collate
         self._group = group
@@ -88,8 +92,19 @@ class ShardedStream:
             self._handed_out, self._handed_out_count = offsets, total
             yield self._collate(batch or last)
             self.done()
-        self.epoch += 1
-        self._offsets.zero_()
+        self.at_end = True
+        if not self.holds_epoch:
+            self.begin_epoch(self.epoch + 1)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of this epoch, unless it has begun."""
+        self.done()
+        if epoch != self.epoch:
+            self.epoch, self.at_end = epoch, False
+            self._offsets.zero_()
+
+    def resume_epoch(self, epoch: int) -> None:
+        """Stays in this epoch, of which a state was loaded."""
 
     def done(self) -> int:
         """Records that the last batch was trained on. Returns its number of items over all
@@ -140,7 +155,7 @@ class ShardedStream:
                 f"the shards differ: {len(self.shards)} here, {len(state['shards'])} saved, "
                 "or their names or order differ"
             )
-        self.epoch = int(state["epoch"])
+        self.epoch, self.at_end = int(state["epoch"]), False
         self._offsets = torch.tensor(state["offsets"], dtype=torch.int64)
         self._handed_out, self._handed_out_count = [], 0
         size = self.batch_size * self.replicas

@@ -2,11 +2,13 @@
 
     with outlast.Job("checkpoints", model=model, optimizer=optimizer, loader=loader) as job:
         job.restore()
-        for epoch in range(loader.epoch, 10):
-            for images, labels in loader:
+        for epoch in job.epochs(10):
+            for images, labels in job.batches(loader):
                 ...
                 optimizer.step()
                 job.step()
+            scheduler.step()
+            evaluate(model)
 
 Every rank creates a `Job`. It saves on schedule, and on a signal: then all ranks save after the
 same step, and exit with a code that tells a scheduler to restart the job.
@@ -18,8 +20,9 @@ import datetime
 import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,22 +31,23 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.elastic.job.counters import Counters
+from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.forgotten_restore import check_nothing_to_restore
 from outlast.elastic.job.live.restore import LiveState
-from outlast.elastic.job.preemption import StopAgreement
 from outlast.elastic.job.replicated import check_equal_on_all_ranks
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_parameters import SameParameters
 from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
+from outlast.elastic.job.saves import Saves
 from outlast.elastic.job.step_events import StepEvents
-from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
-from outlast.events import StopRequested
 from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
+
+T = TypeVar("T")
 
 PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
 
@@ -75,7 +79,7 @@ class Job:
         min_ranks: the smallest number of ranks with which a restart in place may continue. By
             default all ranks are needed: the job ends with an error if a lost rank is not replaced.
             (A new job may have any number of ranks.)
-        checks: a `ReplicaCheck`, a `StragglerCheck` or both: faults that raise no error.
+        checks: `ReplicaCheck`, `StragglerCheck`, or another `FiniteCheck` than the default one.
         live: whether to continue after a restart in place from the state that the surviving ranks
             have, if it is newer than the newest checkpoint. Until `restore` returns, a survivor
             then holds the state of before the fault next to that of the new model.
@@ -108,8 +112,7 @@ class Job:
         check_stateful(loader, states or {})
         if min_ranks is not None:
             min_ranks = as_int("min_ranks", min_ranks, at_least=1)
-        self._grace = as_timedelta("grace", grace, allow_zero=True)
-        self._exit_code, self._closed = exit_code, False
+        grace = as_timedelta("grace", grace, allow_zero=True)
         self._group, self._call = options.get("group"), running_call()
         if self._call is not None:
             self._call.require_ranks(min_ranks)
@@ -138,13 +141,27 @@ class Job:
         )
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
-        self._agreement: StopAgreement | None = None
-        self._last_saved = self._restored = -1
+        self._saves = Saves(
+            self._training,
+            self._counters,
+            self.checkpointer,
+            self._ledger,
+            self._path,
+            partial(self._checks.must_be_finite, self.module),
+        )
         self._may_save = False  # restored, or there is nothing to restore
-        # Last, so that a constructor that raises leaves no handlers. After a restart in place, the
-        # handlers of the previous iteration have stayed.
-        self._stop_request = present_request()
-        self._stop_request.install(tuple(signals), exit_code)
+        self._ending = Ending(
+            self.checkpointer,
+            self._counters,
+            self._saves,
+            self._checks,
+            self._ledger,
+            self._call,
+            grace=grace,
+            exit_code=exit_code,
+            live=self._live,
+        )
+        self._ending.install(signals)  # last: a constructor that raises leaves no handlers
 
     @property
     def steps(self) -> int:
@@ -154,6 +171,15 @@ class Job:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._counters.steps = steps
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0: set it before `epochs` to begin with another one."""
+        return self._training.epochs.number
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._training.epochs.number = epoch
 
     @property
     def seconds(self) -> float:
@@ -224,10 +250,12 @@ class Job:
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
                 the optimizer's parameters are not the same on all ranks, as with pipeline stages,
-                or the model is not, and there is no checkpoint yet.
+                or the model is not, and there is no checkpoint yet. If an object of `states` has
+                a value that a checkpoint cannot give back: names both.
             SystemExit: if the job was told to stop before a restart in place, after a state that
                 was in memory only has been saved.
         """
+        self._training.check_savable()
         self._parameters.check()
         trusted = TrustedRestore(self.checkpointer, step)
         # With a step, from a checkpoint: survivors have a state from after a silent fault.
@@ -240,7 +268,7 @@ class Job:
         self._restoring.done()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
-            self._last_saved, self._restored = -1, self.steps
+            self._saves.restored()
         trusted.finish(self.save)
         self._checks.start(
             self.module, self.checkpointer, self._ledger, self.steps, self._counters.clean_step
@@ -249,39 +277,74 @@ class Job:
             self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
-        if self._call is not None and self._call.stop is not None:
-            self._exit(self._call.stop.reason)
-        self._start_listening()
+        self._ending.stop_if_told_before()
+        self._ending.listen()
+        self._training.epochs.restored()
+        if self._restoring.from_survivors:
+            self._training.epochs.warn_if_unused()
         return self.steps
 
-    def step(self, samples: int | None = None) -> None:
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs that are left of `n`: `for epoch in job.epochs(n)`.
+
+        An epoch is over when the loop comes back for the next one. A job that continues gets the
+        epoch of the restored step again; if all its batches are done, only the code of its end
+        runs: on the state of that step, with the same random numbers. A program that leaves the
+        loop with `break` (early stopping), and then ends without an error, is complete: started
+        again, it gets no epoch, unless it asks for more than before.
+
+        Raises:
+            ValueError: if `n` is negative.
+        """
+        return self._training.epochs.loop(n)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of a loader that are left of the present epoch: those that the loop had not
+        taken at the restored step. An epoch may have several such loops, one after another; one
+        within another is an evaluation, and always whole.
+
+        Sets the epoch of a loader, sampler or data set with `set_epoch`. A loader with a state, as
+        `ElasticLoader` has, is given to `Job`, too, and continues from its own position. Any other
+        `DataLoader` continues only with the same number of ranks: it draws the same order again,
+        and skips the indices of what is done. An `IterableDataset`, or any other iterable, is read
+        again up to there.
+
+        Raises:
+            ValueError: outside of a loop over `epochs`; if a loader has a position that the job
+                does not save; if the loader is not the one of the restored step.
+        """
+        return self._training.epochs.batches(loader)
+
+    def step(self, samples: int | None = None, loss: Any = None) -> None:
         """Call it after each step of the optimizer. Saves on schedule; saves and ends the process
         if any rank was told to stop.
 
         Args:
-            samples: the number of samples of this step, over all ranks, for the counter. An
-                `ElasticLoader` or a `ShardedStream` counts them; with another loader, `samples` of
-                the job is unknown unless each step says how many.
+            samples: how many this step had, over all ranks; without them, `samples` of the job is
+                unknown, unless an `ElasticLoader` or a `ShardedStream` counts them.
+            loss: the loss of this rank, a number or a tensor, for `FiniteCheck`.
 
         Raises:
-            ValueError: at the first step, if there are checkpoints and `restore` was not called.
+            NonFinite: if the loss or a parameter is infinite or NaN: see `FiniteCheck`.
+            ValueError: at the first step, if there are checkpoints and `restore` was not called. In
+                a loop over `batches` within another one.
             SystemExit: after the last save, if the job was told to stop.
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
-        agreement = self._start_listening()
+        self._ending.listen()
+        self._training.epochs.stepped(self.steps + 1)
         self._counters.steps += 1
-        self._stop_request.furthest = max(self._stop_request.furthest, self.steps)
+        self._ending.note_step()
         self._step_events.completed(self.steps)
         self._counters.samples.add_step(samples)
         if self._live is not None:
             self._counters.clean_step = self._checks.clean_step(self.steps)
             self._live.completed(self.steps, self._counters.live_state_dict())
         report_step(self.steps)
-        self._checks.completed(self.steps)
-        if agreement.is_last(self.steps, self._grace.total_seconds()):
-            self._exit(agreement.reason)
-        elif self._schedule.is_due(self.steps):
+        self._checks.completed(self.steps, loss)
+        self._ending.stop_if_last()
+        if self._schedule.is_due(self.steps):
             self.save()
 
     def save(self, metric: float | None = None) -> SaveHandle:
@@ -291,22 +354,19 @@ class Job:
             ValueError: if there are checkpoints and `restore` was not called.
         """
         self._check_restored()
-        if self._last_saved == self.steps:
-            self.checkpointer.wait()  # `step` has just saved: this save replaces that one
-        if self._training.consistent_ddp is not None:
-            self._training.consistent_ddp.average_statistics()
-        state = {**self._training.state_dict(), "counters": self._counters.state_dict()}
-        handle = self.checkpointer.save(self.steps, state, metric=metric)
-        self._last_saved = self.steps
-        return handle
+        return self._saves.save(metric)
+
+    def leave_epochs_to_framework(self) -> None:
+        """For adapters: the framework continues at the restored step by itself, and repeats what
+        follows it. Otherwise a fault without `epochs` is a warning.
+        """
+        self._training.epochs.by_framework = True
 
     def stop(self, why: str = "stop() was called") -> None:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
         for example when the cloud provider announces that it will reclaim the machine.
         """
-        if self._closed:
-            raise ValueError("this job is closed")
-        self._stop_request.request(why)
+        self._ending.request(why)
 
     def close(self) -> None:
         """Waits for background saves, and releases threads and signal handlers.
@@ -315,9 +375,9 @@ class Job:
             CheckpointError: if a save failed.
         """
         self._step_events.write()
-        self._stop_listening()
+        self._ending.stop_listening()
         self._checks.close()
-        self._release()
+        self._ending.close()
         with long_phase(self.checkpointer.kept.timeout_s or None):
             self.checkpointer.close()
 
@@ -326,70 +386,17 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._step_events.write()  # first: a restart may interrupt the rest
-        self._stop_listening()
+        self._ending.stop_listening()
         try:
-            with long_phase(self.checkpointer.kept.timeout_s or None):
-                if kind is None and self.steps:
-                    self._checks.compare_now(self._grace.total_seconds())
-                self._checks.close()
-                if kind is None and self.steps and not self._is_saved():
-                    self.save()
-                self.checkpointer.__exit__(kind)
+            if kind is None:
+                self._training.epochs.finish()
+                self._ending.complete()
+            else:
+                self._ending.fail(kind)
         finally:
             # A fault in a wrapped call is followed by a restart: signals are still requests.
-            if kind is None or self._call is None:
-                self._release()
-
-    def _exit(self, reason: str) -> None:
-        """Saves for the last time, and ends the process."""
-        level = logging.INFO if self.rank else logging.WARNING
-        log.log(level, "stopping after step %d: %s", self.steps, reason)
-        self.checkpointer.emitter.emit(StopRequested(reason=reason))
-        if self._call is not None:
-            self._call.saving_for_stop(self._grace.total_seconds())
-        with long_phase(2 * self._grace.total_seconds() or None):
-            self._checks.compare_now(self._grace.total_seconds())
-            if not self._is_saved():
-                self.save()
-            self.checkpointer.wait(self._grace)
-        furthest, done = self._stop_request.furthest, f"step {self.steps} is saved"
-        if furthest > self.steps:
-            done += f"; the steps up to {furthest}, done before a fault, are lost"
-            log.log(level, done)
-        if self._call is not None:
-            self._call.finish_stop(done)
-        raise SystemExit(self._exit_code)
-
-    def _is_saved(self) -> bool:
-        """Whether the present state is being saved, or is committed. A state that was restored may
-        be in memory only. Call it on all ranks.
-        """
-        if self._last_saved == self.steps:
-            return True
-        if self._restored != self.steps:
-            return False
-        committed = any(info.step == self.steps for info in self.checkpointer.checkpoints())
-        return self._ledger.agree(f"committed/{self.steps}", str(committed)) == str(True)
-
-    def _start_listening(self) -> StopAgreement:
-        if self._agreement is None:
-            self._agreement = StopAgreement(self._ledger, self.steps + 1)
-            self._stop_request.attach(self._agreement)
-            if self._call is not None and self._call.stop is not None:  # without a restore()
-                self._agreement.request(self._call.stop.reason)
-        return self._agreement
-
-    def _stop_listening(self) -> None:
-        if self._agreement is not None:
-            self._stop_request.detach(self._agreement)
-            self._agreement.close()
-            self._agreement = None
-
-    def _release(self) -> None:
-        self._closed = True
-        if self._live is not None:
-            self._live.close()
-        release_request()
+            if self._call is None:
+                self._ending.close()
 
     def _check_restored(self) -> None:
         if self._may_save:

@@ -42,8 +42,8 @@ class Restoring:
         Raises:
             Exception: as `Job.restore` describes.
         """
-        decision = None if self._live is None else self._live.decide()
-        if decision is not None and step is None and self._from_survivors(decision):
+        decision = None if self._live is None else self._live.decide(step)
+        if decision is not None and self._from_survivors(decision):
             self._from = decision
             return self._counters.steps
         self._from = None

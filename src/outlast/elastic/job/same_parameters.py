@@ -9,7 +9,6 @@ one rank's part would be saved as that of all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from outlast.async_checkpoint.kept_state import KeptState
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_name
@@ -31,7 +31,7 @@ class SameParameters:
 
     def __init__(self, training: TrainingState, ledger: CallLedger, kept: KeptState) -> None:
         self._module, self._optimizer = training.module, training.optimizer
-        self._ledger, self._kept = ledger.child("parameters"), kept
+        self._ranks = Agreement(ledger.child("parameters"), kept.timeout_s, kept.url)
         self._checked = ledger.world_size == 1
 
     def check(self) -> None:
@@ -43,6 +43,11 @@ class SameParameters:
         """
         if self._checked:
             return
+        with self._ranks.operation():
+            self._compare()
+        self._checked = True
+
+    def _compare(self) -> None:
         for name, module in self._module.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 raise ValueError(
@@ -50,25 +55,12 @@ class SameParameters:
                     "does not say which part of its state each rank has: use fully_shard (FSDP2)"
                 )
         described = _described(self._module, self._optimizer)
-        digests = self._exchange(1, xxhash.xxh3_64_hexdigest(repr(described).encode()))
+        digests = self._ranks.exchange(xxhash.xxh3_64_hexdigest(repr(described).encode()))
         if len(set(digests)) > 1:
             # One rank of each kind says what it has.
-            speaks = self._ledger.rank == digests.index(digests[self._ledger.rank])
-            kinds = self._exchange(2, described if speaks else None)
+            speaks = self._ranks.rank == digests.index(digests[self._ranks.rank])
+            kinds = self._ranks.exchange(described if speaks else None)
             raise ValueError(_difference(digests, kinds))
-        self._checked = True
-
-    def _exchange(self, index: int, part: Any) -> list[Any]:
-        """The parts of all ranks, in JSON, in the order of the ranks."""
-        ledger, timeout_s = self._ledger, self._kept.timeout_s
-        ledger.finish(index, json.dumps(part).encode())
-        if ledger.rank == 0:
-            ledger.await_verdict(index, timeout_s)
-            parts = b",".join(ledger.parts(index))
-            ledger.conclude(index, b"[" + parts + b"]")
-        found: list[Any] = json.loads(ledger.await_conclusion(index, timeout_s))
-        ledger.forget(index)
-        return found
 
 
 def _described(module: nn.Module, optimizer: Any) -> Described:

@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.elastic import random_generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
 from outlast.elastic.job.backup import Backup
+from outlast.elastic.job.epochs.epochs import Epochs
 from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
-from outlast.elastic.numerics import generators
 from outlast.elastic.wrapped_modules import (
     consistent_ddp,
     load_plain,
@@ -29,7 +31,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger("outlast.elastic")
 
-_OPTIONAL = ("random.", "states.", "parts.", "loader.global_batch_size")
+_OPTIONAL = ("random.", "states.", "parts.", "epochs.", "loader.global_batch_size")
 
 
 class TrainingState:
@@ -58,6 +60,7 @@ class TrainingState:
         self._rank = rank
         self._world_size = world_size
         self._random = random
+        self.epochs = Epochs(loader, states, rank=rank, world_size=world_size, random=random)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the tensors themselves, not copies."""
@@ -70,9 +73,11 @@ class TrainingState:
         if self.states:
             state["states"] = {name: self._attached(name).save() for name in self.states}
         if self._random:
-            state["random"] = {str(self._rank): generators.capture()}
+            state["random"] = {str(self._rank): random_generators.capture()}
         if self.consistent_ddp is not None:
             state["parts"] = self.consistent_ddp.parts_state_dict()
+        if epochs := self.epochs.state_dict():
+            state["epochs"] = epochs
         return state
 
     def shared_state(self) -> dict[str, Any]:
@@ -85,6 +90,8 @@ class TrainingState:
         for name, source in self.states.items():
             if not is_third_party(source):
                 state["states"][name] = AttachedState(source).state()
+        if epochs := self.epochs.shared_state():
+            state["epochs"] = epochs
         return state
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -95,7 +102,7 @@ class TrainingState:
         `load_state_dict` hands to the optimizer: the current moments then need no backup.
         """
         self._create_sharded_moments()
-        state = self.state_dict()
+        state = {**self.state_dict(), "epochs": {}}  # filled with the saved ones
         if self.loader is not None:
             state["loader"] = self._loader().load_target(state["loader"])
         for name in self.states:
@@ -107,9 +114,11 @@ class TrainingState:
         return state, (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
 
     def load_state_dict(self, state: Mapping[str, Any], *, started: bool) -> None:
-        """Loads the target, filled from a checkpoint: one made after the first step if `started`.
+        """Loads the target and the counters, filled from a checkpoint: one made after the first
+        step if `started`.
 
         Raises:
+            CheckpointMismatch: as `Epochs.load_state_dict`.
             CheckpointError: naming the state that could not be loaded.
         """
         if self.loader is not None:
@@ -126,7 +135,22 @@ class TrainingState:
             self._match_strides()
         else:
             self.optimizer.state.clear()
+        self.epochs.load_state_dict(state.get("epochs", {}), int(state["counters"]["steps"]))
         self._load_generators_and_parts(state)
+
+    def check_savable(self) -> None:
+        """Checks that the additional objects' states come back from a checkpoint as they are.
+
+        Raises:
+            ValueError: naming the object and the value that would not.
+        """
+        for name, source in self.states.items():
+            if is_third_party(source):
+                continue
+            try:
+                encode(AttachedState(source).state())
+            except Unsavable as e:
+                raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
         """A copy of everything that loading may change, for `roll_back`."""
@@ -150,6 +174,7 @@ class TrainingState:
                 load()
             except Exception:
                 log.exception("the state %r could not be rolled back", name)
+        self.epochs.load_state_dict(state.get("epochs", {}), self.epochs.steps)
         self._load_generators_and_parts(state)
 
     def _loader(self) -> _Adapter:
@@ -165,10 +190,7 @@ class TrainingState:
 
     def _load_generators_and_parts(self, state: Mapping[str, Any]) -> None:
         if self._random:
-            states = state["random"][str(self._rank)]
-            # All setters first: each checks its value before any generator is changed.
-            for set_generator in [generators.setter(*item) for item in states.items()]:
-                set_generator()
+            random_generators.set_all(state["random"][str(self._rank)])
         if self.consistent_ddp is not None:
             self.consistent_ddp.load_parts_state_dict(state["parts"])
 

@@ -1,4 +1,8 @@
-"""Compares the digests of replicas: which ranks differ, and which of them a majority outvotes."""
+"""Compares the digests of replicas: which ranks differ, and which of them a majority outvotes.
+
+A buffer is compared while its content stays: it was equal on all replicas, and one of them has kept
+it. Where all have changed it, in a way that torch does not count, it is not compared any more.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ class Record:
         slices: the number of pieces of each slice.
         digests: of each piece; `None` if its parameters were written to while they were hashed.
         known: the last clean step that the rank knows of.
+        buffers: the digests of buffers that were not written to, by name, as of `first`.
     """
 
     signature: str
@@ -26,6 +31,7 @@ class Record:
     slices: list[int]
     digests: list[str | None]
     known: int = -1
+    buffers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -56,6 +62,7 @@ class Difference:
         majority: whether more than half of the replicas agree on each piece that differs.
         pieces: the numbers of the pieces that differ.
         step: the step after which the first of them was hashed.
+        buffers: the names of the buffers that differ.
     """
 
     replicas: list[int]
@@ -64,14 +71,12 @@ class Difference:
     majority: bool
     pieces: list[int]
     step: int
+    buffers: list[str] = dataclasses.field(default_factory=list)
 
 
 def compare(records: Sequence[Record]) -> list[Difference]:
     """The differences in one cycle; `records` are in the order of the ranks."""
-    alike: dict[str, list[int]] = defaultdict(list)
-    for rank, record in enumerate(records):
-        alike[record.signature].append(rank)
-    found = [_compare_replicas(records, ranks) for ranks in alike.values()]
+    found = [_compare_replicas(records, ranks) for ranks in _alike(records).values()]
     return [difference for difference in found if difference is not None]
 
 
@@ -85,16 +90,11 @@ def _compare_replicas(records: Sequence[Record], replicas: list[int]) -> Differe
             for rank in replicas
             if (digest := records[rank].digests[piece]) is not None
         }
-        counts = Counter(held.values())
-        if len(counts) < 2:
-            continue
-        pieces.append(piece)
-        most, count = counts.most_common(1)[0]
-        if 2 * count > len(held):
-            wrong.update(rank for rank, digest in held.items() if digest != most)
-        else:
-            majority = False
-            wrong.update(held)
+        outvoted, agreed = _outvoted(held)
+        if outvoted:
+            pieces.append(piece)
+            wrong.update(outvoted)
+            majority = majority and agreed
     if not pieces:
         return None
     # A rank that a majority calls wrong is named, unless other pieces leave open who is.
@@ -107,6 +107,71 @@ def _compare_replicas(records: Sequence[Record], replicas: list[int]) -> Differe
         pieces=pieces,
         step=records[ranks[0]].step_of(pieces[0]),
     )
+
+
+def _outvoted(held: dict[int, str]) -> tuple[set[int], bool]:
+    """The ranks that differ from the majority; all, without one; and whether there is one."""
+    counts = Counter(held.values())
+    if len(counts) < 2:
+        return set(), True
+    most, count = counts.most_common(1)[0]
+    if 2 * count > len(held):
+        return {rank for rank, digest in held.items() if digest != most}, True
+    return set(held), False
+
+
+class _Buffers:
+    """Compares the buffers of one cycle after the other."""
+
+    def __init__(self) -> None:
+        self._constant: dict[tuple[str, str], str] = {}  # the digest that all replicas had
+        self._not_compared: set[tuple[str, str]] = set()
+
+    def __call__(self, records: Sequence[Record]) -> list[Difference]:
+        found = []
+        for signature, replicas in _alike(records).items():
+            wrong: set[int] = set()
+            differing: list[str] = []
+            majority = True
+            for name in sorted({name for rank in replicas for name in records[rank].buffers}):
+                held = {
+                    rank: records[rank].buffers[name]
+                    for rank in replicas
+                    if name in records[rank].buffers
+                }
+                if not self._must_be_equal((signature, name), set(held.values())):
+                    continue
+                outvoted, agreed = _outvoted(held)
+                if outvoted:
+                    differing.append(name)
+                    wrong.update(outvoted)
+                    majority = majority and agreed
+            if differing:
+                ranks = sorted(wrong)
+                hosts = [records[rank].host for rank in ranks]
+                step = records[ranks[0]].first
+                found.append(Difference(replicas, ranks, hosts, majority, [], step, differing))
+        return found
+
+    def _must_be_equal(self, key: tuple[str, str], digests: set[str]) -> bool:
+        if key in self._not_compared:
+            return False
+        before = self._constant.get(key)
+        if before is None and len(digests) == 1:
+            self._constant[key] = next(iter(digests))
+            return True
+        if before is None or before not in digests:
+            self._not_compared.add(key)
+            return False
+        return True
+
+
+def _alike(records: Sequence[Record]) -> dict[str, list[int]]:
+    """The ranks that hold the same parameters, by signature."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        alike[record.signature].append(rank)
+    return alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +211,11 @@ class Judge:
 
     def __init__(self, clean_step: int) -> None:
         self.clean_step = self.known_by_all = clean_step
+        self._buffers = _Buffers()
 
     def __call__(self, texts: Sequence[str]) -> str:
         records = [Record.decode(text) for text in texts]
-        differences = compare(records)
+        differences = compare(records) + self._buffers(records)
         first = min(record.first for record in records)
         self.known_by_all = max(self.known_by_all, min(record.known for record in records))
         # A piece that was skipped everywhere says nothing about this cycle.

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 
 from outlast.async_checkpoint import CheckpointInfo, Retention
-from outlast.async_checkpoint.trust import limit_trust, remove_distrusted, trusted
+from outlast.async_checkpoint.trust import (
+    limit_trust,
+    newest_finite,
+    remove_distrusted,
+    trusted,
+)
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.silent_faults.comparison import Result
+from outlast.elastic.silent_faults.finite_check import (
+    FiniteCheck,
+    RunningFiniteCheck,
+    parameters_to_check,
+)
 from outlast.elastic.silent_faults.replica_check import ReplicaCheck, RunningReplicaCheck
 from outlast.elastic.silent_faults.straggler_check import RunningStragglerCheck, StragglerCheck
+from outlast.elastic.wrapped_modules import plain_name
+from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint import Checkpointer, SaveHandle
 
 log = logging.getLogger("outlast.elastic")
 
-Check: TypeAlias = ReplicaCheck | StragglerCheck
+_SAVES_S = 60.0
+
+Check: TypeAlias = FiniteCheck | ReplicaCheck | StragglerCheck
 _Running: TypeAlias = RunningReplicaCheck | RunningStragglerCheck
 
 
 def check_of(checks: Check | Iterable[Check]) -> tuple[Check, ...]:
-    """Checks the argument `checks` of `Job`.
+    """Checks the argument `checks` of `Job`, and adds a `FiniteCheck` if there is none.
 
     Raises:
         TypeError: if one is not a check.
@@ -34,9 +50,13 @@ def check_of(checks: Check | Iterable[Check]) -> tuple[Check, ...]:
     found: tuple[Any, ...] = (checks,) if isinstance(checks, Check) else tuple(checks)
     for each in found:
         if not isinstance(each, Check):
-            raise TypeError(f"checks must be ReplicaCheck and StragglerCheck, not {each!r}")
+            raise TypeError(
+                f"checks must be FiniteCheck, ReplicaCheck and StragglerCheck, not {each!r}"
+            )
     if len({type(each) for each in found}) < len(found):
         raise ValueError("checks has two of one kind")
+    if not any(isinstance(each, FiniteCheck) for each in found):
+        return (FiniteCheck(), *found)
     return found
 
 
@@ -47,16 +67,23 @@ class JobChecks:
         self._checks = checks
         self._running: list[_Running] = []
         self._replicas: RunningReplicaCheck | None = None
+        self._finite: RunningFiniteCheck | None = None
+        self._must_be_finite: dict[str, nn.Parameter] | None = None
         self._starts = 0
 
     def retention(self, keep: Retention | int) -> Retention:
         """What a job keeps, and the newest checkpoint that is known to be from before any
-        difference, if ranks that differ are excluded.
+        difference, if ranks that differ are excluded; and that before each comparison that has no
+        result yet.
         """
         kept = Retention.of(keep)
         if not any(isinstance(check, ReplicaCheck) and check.excludes for check in self._checks):
             return kept
         return _KeepsVerified(kept, self._clean_steps)
+
+    def must_be_finite(self, module: nn.Module) -> Collection[str]:
+        """The names of the parameters that must be finite in a checkpoint of a job."""
+        return [f"model.{plain_name(name)}" for name in self._finite_parameters(module)]
 
     def clean_step(self, step: int) -> int:
         """The last step after which the replicas were equal, as far as this rank knows: `step`, the
@@ -81,6 +108,12 @@ class JobChecks:
         self._starts += 1
         for check in self._checks:
             emitter = checkpointer.emitter
+            if isinstance(check, FiniteCheck):
+                own = ledger.child(f"finite/{step}/{self._starts}")
+                parameters = self._finite_parameters(module)
+                newest = partial(_newest_finite, checkpointer)
+                self._finite = RunningFiniteCheck(check, parameters, own, emitter, step, newest)
+                continue
             if isinstance(check, StragglerCheck):
                 own = ledger.child(f"stragglers/{step}/{self._starts}")
                 self._running.append(RunningStragglerCheck(check, module, own, emitter, step))
@@ -93,27 +126,46 @@ class JobChecks:
             self._replicas = RunningReplicaCheck(check, module, own, emitter, step, distrust, clean)
             self._running.append(self._replicas)
 
-    def completed(self, step: int) -> None:
+    def completed(self, step: int, loss: torch.Tensor | float | None = None) -> None:
         """Notes that a step is completed; raises what the checks raise."""
+        if self._finite is not None:
+            self._finite.step(step, loss)
         for check in self._running:
             check.step(step)
 
     def compare_now(self, timeout_s: float) -> None:
-        """Compares the replicas, and waits for the result at most `timeout_s` seconds; raises what
-        the check raises. Call it on all ranks after the same step.
+        """Looks at all parameters, compares the replicas, and waits for the result at most
+        `timeout_s` seconds; raises what the checks raise. Call it on all ranks after the same step.
         """
+        if self._finite is not None:
+            self._finite.check_all()
         if self._running and self._replicas is not None:
             self._replicas.compare_now(timeout_s)
 
     def close(self) -> None:
         """Ends the checks."""
+        finite, self._finite = self._finite, None
+        if finite is not None:
+            finite.close()
         running, self._running = self._running, []
         for check in running:
             check.close()
 
+    def _finite_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Those of the first call: a frozen parameter that is not finite then need not be."""
+        if self._must_be_finite is None:
+            (check,) = (each for each in self._checks if isinstance(each, FiniteCheck))
+            ignored = check.on_non_finite == "ignore"
+            self._must_be_finite = {} if ignored else parameters_to_check(module)
+        return self._must_be_finite
+
     def _clean_steps(self) -> tuple[int, ...]:
         found = self._replicas
-        return () if found is None else (found.clean_step, found.clean_step_known_by_all)
+        if found is None:
+            return ()
+        # First: a comparison that ends in between has made its step the clean one.
+        undecided = found.undecided_steps
+        return (*undecided, found.clean_step, found.clean_step_known_by_all)
 
 
 class TrustedRestore:
@@ -142,11 +194,22 @@ class TrustedRestore:
         if self._checkpointer.rank == 0:
             removed = remove_distrusted(self._checkpointer, self._found.limit)
             log.warning(
-                "restored step %d, from before the replicas differed; deleted the checkpoints of "
-                "later steps: %s",
+                "restored step %d, from before %s; deleted the checkpoints of later steps: %s",
                 self._found.step,
+                self._found.fault,
                 ", ".join(map(str, removed)) or "none",
             )
+
+
+def _newest_finite(checkpointer: Checkpointer) -> int | None:
+    """The newest checkpoint to continue from, after the saves in progress: what follows the finding
+    would drop them.
+    """
+    try:
+        checkpointer.wait(_SAVES_S)
+    except (CheckpointError, TimeoutError) as e:
+        log.debug("a save before the parameters became infinite or NaN: %s", e)
+    return newest_finite(checkpointer)
 
 
 def _distrust(checkpointer: Checkpointer) -> Callable[[Result], None]:

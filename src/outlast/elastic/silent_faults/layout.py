@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 _MOST_PIECES = 512
 _LEAST_BYTES = 1 << 20  # of a slice: a small model is hashed during one step
+# The same of a slice that the training thread looks at.
+_SLICE_BYTES = 1 << 17
+_SLICE_TENSORS = 4  # each costs a few microseconds, whatever its size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,29 @@ class Layout:
     def labels(self) -> list[str]:
         """The labels of all pieces, in the order of their digests."""
         return [piece.label for pieces in self.slices for piece in pieces]
+
+
+def element_slices(
+    parameters: list[nn.Parameter], every: int
+) -> list[list[tuple[nn.Parameter, int, int]]]:
+    """At most `every` slices, each a list of a parameter, its first and its last element."""
+    local = [local_tensor(p) for p in parameters]
+    limit = max(_SLICE_BYTES, -(-sum(t.nbytes for t in local) // every))
+    most = max(_SLICE_TENSORS, -(-len(local) // every))
+    found: list[list[tuple[nn.Parameter, int, int]]] = [[]]
+    room = limit
+    for parameter, tensor in zip(parameters, local, strict=True):
+        begin, count = 0, tensor.numel()
+        while begin < count:
+            if found[-1] and (room < tensor.itemsize or len(found[-1]) == most):
+                found.append([])
+                room = limit
+            end = min(count, begin + max(room // tensor.itemsize, 1))
+            found[-1].append((parameter, begin, end))
+            room -= (end - begin) * tensor.itemsize
+            begin = end
+    size = -(-len(found) // every)  # the two limits may give more slices than either
+    return [list(chain(*found[at : at + size])) for at in range(0, len(found), size)]
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

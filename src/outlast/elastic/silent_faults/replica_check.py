@@ -13,8 +13,14 @@ written to in between, by user code, is left out of this cycle on that rank. A w
 not count (through `.data` or NumPy) between two steps is not detected, and may be reported as a
 difference.
 
-Not hashed: buffers, which differ between replicas legitimately (batch-norm statistics), and the
-state of the optimizer, which is twice as large and shows in the parameters after its next step.
+Buffers are hashed with the first slice, if they have not been written to since the check began: a
+mask or a table, which must be equal wherever it was. Batch-norm statistics differ between replicas
+legitimately, even where DDP broadcasts them: each rank updates them after the broadcast. What DDP
+broadcasts needs no check, since a difference does not outlast the next forward pass; the broadcast
+counts as a write.
+
+Not hashed: the state of the optimizer, which is twice as large and shows in the parameters after
+its next step.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import dataclasses
 import logging
 import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +38,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.elastic.silent_faults.buffers import Buffers
 from outlast.elastic.silent_faults.comparison import Difference, Judge, Record, Result
 from outlast.elastic.silent_faults.digests import Digest, SideStream, cpu_digest
 from outlast.elastic.silent_faults.exchange import Exchange
@@ -124,6 +131,7 @@ class RunningReplicaCheck:
         self._check = check
         self._emitter = emitter
         self._layout = Layout.of(module, check.every)
+        self._buffers = Buffers(module)
         self.known_clean_step = step if clean_step is None else clean_step
         self._judge = Judge(self.known_clean_step)
         self._before_result = before_result
@@ -133,7 +141,9 @@ class RunningReplicaCheck:
         self._in_cycle = False
         self._slice = 0  # the next one to hash in the cycle
         self._first = step
+        self._unjudged: deque[int] = deque()  # the first steps of what this rank has published
         self._digests: list[list[Digest] | None] = []
+        self._buffer_digests: dict[str, Digest] = {}
         self._handover: _Handover | None = None
         self._told_of_writes = False
         self._times: Counter[tuple[int, ...]] = Counter()
@@ -150,6 +160,13 @@ class RunningReplicaCheck:
     def clean_step_known_by_all(self) -> int:
         """The same, as far as every rank knows it; on rank 0."""
         return self._judge.known_by_all
+
+    @property
+    def undecided_steps(self) -> list[int]:
+        """The first step of each comparison without a result: it may become the clean step; on
+        rank 0.
+        """
+        return [*self._unjudged, *([self._first] if self._in_cycle else [])]
 
     def step(self, step: int | None = None) -> None:
         """Call it after each step of the optimizer, with the number of steps so far.
@@ -218,13 +235,20 @@ class RunningReplicaCheck:
         stream = self._streams.get(device)
         if stream is not None:
             self._digests.append(list(stream.start(pieces, tensors)))
+            if number == 0:
+                self._buffer_digests = self._buffers.start(stream)
             handover.ended.set()
             return
         results: list[str] = []
+        hash_buffers: Callable[[], None] | None = None
+        if number == 0:
+            self._buffer_digests, hash_buffers = self._buffers.later()
 
         def hash_slice() -> None:
             try:
                 results.extend(cpu_digest(piece, tensors) for piece in pieces)
+                if hash_buffers is not None:
+                    hash_buffers()
             finally:
                 handover.ended.set()
 
@@ -259,12 +283,16 @@ class RunningReplicaCheck:
         # A rank that holds no parameters has no slices, and publishes an empty record: all ranks
         # take part in every round.
         if self._in_cycle and self._slice == len(self._layout.slices):
-            self._in_cycle = False
             self._publish()
+            self._in_cycle = False
 
     def _publish(self) -> None:
         digests, self._digests = self._digests, []
+        constant = self._buffers.unwritten()
+        of_buffers = {n: d for n, d in self._buffer_digests.items() if n in constant}
         layout, first, known = self._layout, self._first, self.known_clean_step
+        if self._exchange.rank == 0 and not self._exchange.lost:
+            self._unjudged.append(first)
 
         def record() -> str:
             found: list[str | None] = []
@@ -272,7 +300,8 @@ class RunningReplicaCheck:
                 found += [None] * len(pieces) if made is None else [digest() for digest in made]
             sizes = [len(pieces) for pieces in layout.slices]
             host = socket.gethostname()
-            return Record(layout.signature, host, first, sizes, found, known).encode()
+            buffers = {name: digest() for name, digest in of_buffers.items()}
+            return Record(layout.signature, host, first, sizes, found, known, buffers).encode()
 
         self._exchange.publish(record)
 
@@ -283,6 +312,7 @@ class RunningReplicaCheck:
         that follows would interrupt rank 0 before it had said why.
         """
         result = self._judge(texts)
+        self._unjudged.popleft()
         decoded = Result.decode(result)
         for difference in decoded.differences:
             if self._exchange.rank in difference.replicas:
@@ -327,7 +357,8 @@ class RunningReplicaCheck:
             ranks=difference.ranks,
             hosts=difference.hosts,
             majority=difference.majority,
-            parameters=[labels[piece] for piece in difference.pieces if piece < len(labels)],
+            parameters=[labels[piece] for piece in difference.pieces if piece < len(labels)]
+            + difference.buffers,
         )
 
 

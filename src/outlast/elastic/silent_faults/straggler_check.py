@@ -4,7 +4,8 @@ With data parallelism, all ranks wait for the slowest one in the gradient all-re
 same step time, and it does not tell who is slow. What differs is a rank's *own* time: from the end
 of a step to the moment when its own gradients are complete, before it waits for those of others.
 That moment is a torch hook of the parameter whose gradient comes last in the backward pass. Loading
-data, the forward and the backward pass are part of it.
+data, the forward and the backward pass are part of it, whether the processor works or sleeps; what
+is waited for other ranks in between, as in DDP's broadcast of the buffers, is not (`waits.py`).
 
 On a GPU, the two moments are events on the training stream, which are read when the window ends:
 nothing is synchronized.
@@ -21,6 +22,7 @@ import json
 import logging
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from torch import nn
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.slow_ranks import SlowRank, SlowRanks
+from outlast.elastic.silent_faults.waits import Moments, Waits
 from outlast.events import Emitter, Sink, StragglerFound
 from outlast.system.arguments import as_int
 from outlast.system.units import duration_text
@@ -106,9 +109,12 @@ class RunningStragglerCheck:
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
         cuda = any(p.is_cuda for p in parameters)
         self._now: Callable[[], Any] = _cuda_moment if cuda else time.perf_counter
-        self._last_of_backward = _LastGradient(() if self._alone else parameters, self._now)
+        self._waits = None if self._alone else Waits(self._now)
+        self._last_of_backward = _LastGradient(
+            () if self._alone else parameters, self._now, self._waits
+        )
         self._began: Any = None
-        self._steps: list[tuple[Any, Any]] = []
+        self._steps: list[_OwnTime] = []
         self._told_of_no_times = False
 
     def step(self, step: int | None = None) -> None:
@@ -116,19 +122,23 @@ class RunningStragglerCheck:
         self._step = self._step + 1 if step is None else step
         if self._alone:
             return
-        ended = self._last_of_backward.take()
-        if self._began is not None and ended is not None:
-            self._steps.append((self._began, ended))
+        last = self._last_of_backward.take()
+        if self._began is not None and last is not None:
+            self._steps.append(_OwnTime(self._began, *last))
         if self._step % self._check.window == 0:
             self._publish()
         for text in self._exchange.results():
             for slow in SlowRanks.decode(text):
                 self._report(slow)
+        if self._waits is not None:
+            self._waits.clear()
         self._began = self._now()
 
     def close(self) -> None:
         """Ends the check."""
         self._last_of_backward.remove()
+        if self._waits is not None:
+            self._waits.stop()
         self._exchange.close()
 
     def __enter__(self) -> RunningStragglerCheck:
@@ -150,7 +160,7 @@ class RunningStragglerCheck:
         host = socket.gethostname()
 
         def record() -> str:
-            seconds = [_seconds(began, ended) for began, ended in steps]
+            seconds = [own.seconds() for own in steps]
             median = statistics.median(seconds) if seconds else None
             return json.dumps({"step": at, "host": host, "median": median})
 
@@ -172,6 +182,19 @@ class RunningStragglerCheck:
             self._check.on_straggler(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class _OwnTime:
+    """A rank's own part of a step, with its waits for other ranks."""
+
+    began: Any
+    ended: Any
+    waits: list[Moments]
+
+    def seconds(self) -> float:
+        waited = sum(_seconds(begun, over) for begun, over in self.waits)
+        return _seconds(self.began, self.ended) - waited
+
+
 class _LastGradient:
     """The moment at which the last gradient of a backward pass is complete.
 
@@ -181,15 +204,20 @@ class _LastGradient:
 
     _LEARNING_STEPS = 3
 
-    def __init__(self, parameters: Sequence[torch.Tensor], now: Callable[[], Any]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], now: Callable[[], Any], waits: Waits | None
+    ) -> None:
         self._now = now
-        self._moment: Any = None
+        self._waits = waits
+        self._moment: tuple[Any, list[Moments]] | None = None
         self._last: torch.Tensor | None = None
         self._left = self._LEARNING_STEPS
         self._hooks = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
 
-    def take(self) -> Any:
-        """The moment in the step that has ended; `None` if there was none, or while learning."""
+    def take(self) -> tuple[Any, list[Moments]] | None:
+        """The moment in the step that has ended, and the waits before it; `None` if there was none,
+        or while learning.
+        """
         moment, self._moment = self._moment, None
         if self._left and self._last is not None:
             self._left -= 1
@@ -208,10 +236,12 @@ class _LastGradient:
 
     def _learn(self, parameter: torch.Tensor) -> None:
         self._last = parameter
+        if self._waits is not None:  # on a GPU, autograd has a thread of its own
+            self._waits.threads.add(threading.get_ident())
 
     def _note(self, parameter: torch.Tensor) -> None:
         # With gradient accumulation, the last of several backward passes counts.
-        self._moment = self._now()
+        self._moment = self._now(), [] if self._waits is None else self._waits.so_far()
 
 
 def _cuda_moment() -> Any:

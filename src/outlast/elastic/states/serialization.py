@@ -1,13 +1,11 @@
 """The file contents of ready-made states: torch's serialization, without anything that runs code.
 
-They are loaded with `weights_only=True`. A save immediately tries to load everything but the
-tensors, so a state that could not be loaded is refused when it is saved, not after a job failure.
+They are loaded with `weights_only=True`. A state that could not be loaded is refused when it is
+saved, not after a job failure.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -15,27 +13,25 @@ from typing import Any, BinaryIO
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
+
 _FORMAT = 1
 _SHOWN = 5
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
-    """Writes a value made of tensors, numbers, text and containers, for a `kind` of state.
+    """Writes a value of what `async_checkpoint.plain_values` lists, for a `kind` of state.
 
     Raises:
         ValueError: if it could not be loaded, or holds sharded tensors.
     """
-    hollow = io.BytesIO()
-    torch.save(_without_tensors(value), hollow)
-    hollow.seek(0)
+    _refuse_sharded(value)
     try:
-        torch.load(hollow, weights_only=True)
-    except pickle.UnpicklingError as e:
-        text = str(e).partition("WeightsUnpickler error: ")[2] or str(e)
-        raise ValueError(
-            f"this state could not be loaded again without running code: {text.splitlines()[0]}"
-        ) from e
-    torch.save({"format": _FORMAT, "kind": kind, "value": value}, fileobj)
+        plain = encode(value)
+    except Unsavable as e:
+        place = f" ({e.where.lstrip('.')})" if e.where else ""
+        raise ValueError(f"this state{place} cannot be saved: {e}") from e
+    torch.save({"format": _FORMAT, "kind": kind, "value": plain}, fileobj)
 
 
 def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
@@ -54,7 +50,7 @@ def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
         )
     if content["kind"] != kind:
         raise ValueError(f"{content['kind']!r} was saved, this is {kind!r}")
-    return content["value"]
+    return decode(content["value"])
 
 
 def check_module(own: Mapping[str, Any], saved: Any) -> None:
@@ -96,13 +92,9 @@ def _is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _without_tensors(value: Any) -> Any:
+def _refuse_sharded(value: Any) -> None:
     if _is_sharded(value):
         raise ValueError("its tensors are sharded: ShardedState saves such a module")
-    if isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_tensors(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return [_without_tensors(inner) for inner in value]
-    return value
+    if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _refuse_sharded(inner)

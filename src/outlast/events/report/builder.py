@@ -21,7 +21,7 @@ from outlast.events import (
     WorkerExited,
     WorkerStarted,
 )
-from outlast.events.report.figures.causes import count_causes, count_hosts
+from outlast.events.report.figures.causes import count_causes, count_hosts, restarts_in_words
 from outlast.events.report.figures.goodput import measure
 from outlast.events.report.figures.phases import measure_phases
 from outlast.events.report.figures.recoveries import distributions, recoveries_of, recovery_of
@@ -128,6 +128,7 @@ def build(events: Iterable[Event]) -> Report:
         and not any(isinstance(event, LauncherEnded) for event in events),
         hosts_lost=tuple(each.loss for each in losses),
         recovery=distributions(restarts),
+        restart_causes=restarts_in_words(restarts),
         causes=count_causes(restarts),
         host_counts=count_hosts(restarts),
         injected=injected,

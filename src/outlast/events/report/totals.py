@@ -124,9 +124,20 @@ def describe_no_restart(report: Report) -> str:
     )
 
 
+def describe_end(report: Report) -> str:
+    """How the job ended, after which restarts; empty if there were none."""
+    if not report.restart_causes:
+        return ""
+    ended = report.stop is not None or any(not restart.resumed for restart in report.restarts)
+    how = "Ended" if ended else "Completed"
+    how = "So far" if report.no_end or not (ended or report.completed) else f"{how} after"
+    return f"{how} {report.restart_causes}."
+
+
 def ending(report: Report) -> list[str]:
     """Sentences about the end of the run, and what else was recorded."""
-    sentences = [one_line(describe_host_loss(loss)) for loss in report.hosts_lost]
+    sentences = [sentence for sentence in [describe_end(report)] if sentence]
+    sentences += [one_line(describe_host_loss(loss)) for loss in report.hosts_lost]
     sentences += describe_silent_faults(report)
     if report.no_restart:
         sentences.append(describe_no_restart(report))

@@ -50,7 +50,7 @@ class CheckpointRestored(Event, kind="checkpoint_restored"):
     """All ranks loaded a checkpoint. `source`: memory, copies, storage.
 
     With copies, some ranks' snapshots were fetched from the memory of another host: `fetched_bytes`
-    by this rank, from host `held_by`.
+    by this rank, from host `held_by`. `not_live`: after a fault, why no rank's state was used.
     """
 
     step: int = -1
@@ -58,6 +58,7 @@ class CheckpointRestored(Event, kind="checkpoint_restored"):
     seconds: float = 0.0
     fetched_bytes: int = 0
     held_by: str = ""
+    not_live: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

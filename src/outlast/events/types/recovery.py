@@ -35,7 +35,8 @@ class Fault(Event, kind="fault"):
     if the fault looks like the consequence of another one (a peer's closed connection), and
     `overtaken` if a restart interrupted the function before the exception had left it. For a hung
     rank, `testimony` is true if the rank itself reports it, `pings` and `collectives` give its
-    progress (see `hang_report.py`), and `idle` is how long it had made none, in seconds.
+    progress (see `hang_report.py`), and `idle` is how long it had made none, in seconds. `where` is
+    the user's line that raised the exception, as `train.py:42 in step`.
     """
 
     interruption: str = ""
@@ -47,6 +48,7 @@ class Fault(Event, kind="fault"):
     pings: int = 0
     collectives: int = -1
     idle: float = 0.0
+    where: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

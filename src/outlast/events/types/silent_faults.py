@@ -1,4 +1,4 @@
-"""The events of faults that raise no error: replicas that differ, slow ranks."""
+"""The events of faults that raise no error: replicas that differ, slow ranks, NaN."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = ["ReplicaMismatch", "StragglerFound"]
+__all__ = ["NonFiniteFound", "ReplicaMismatch", "StragglerFound"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,3 +42,19 @@ class StragglerFound(Event, kind="straggler_found"):
     seconds: float = 0.0
     typical_seconds: float = 0.0
     windows: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonFiniteFound(Event, kind="non_finite_found"):
+    """A loss or parameters were not finite after `step`; each rank that finds it writes it.
+
+    It was first seen on rank `first` on host `first_host`: in its `origin` ("loss", "gradients" or
+    "parameters"). `parameters` names those that are not finite; they were after step `since`.
+    """
+
+    step: int = -1
+    since: int = -1
+    first: int = -1
+    first_host: str = ""
+    origin: str = ""
+    parameters: list[str] = dataclasses.field(default_factory=list)

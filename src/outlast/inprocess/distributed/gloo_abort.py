@@ -19,12 +19,20 @@ This is the case once gloo's event loop has closed every connection, which it do
 the waiting buffers (the connections are then gone from its epoll instance), and two later checks
 find the thread in the same wait, without a context switch in between. Where connections remain,
 waiting longer replaces the first condition.
+
+All this depends on how torch was built. So the symbols and the layout of the objects are checked
+once, before the first use. Where a build does not fit, the threads in that wait are not woken, and
+one warning says that it may last for the timeout of its group: torch 2.6, for example, was built
+with another `std::string`, and has no `signalExceptionExternal` of this name. On aarch64, this
+method is not called: it returns a large object, whose address belongs in register x8, which ctypes
+cannot set. There the wait for a peer to connect is left to the timeouts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import struct
 import time
@@ -32,13 +40,23 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outlast.inprocess.distributed.gloo_sockets import pair_sockets, type_name
 from outlast.system.sockets import shut_down
+
+log = logging.getLogger("outlast.inprocess")
 
 SETTLED_PATIENCE_S = 0.003
 PATIENCE_S = 0.04
 _TASKS = Path("/proc/self/task")
 _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
+_ABORTS_SEND = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"
+_ABORTS_RECV = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"
+_SIGNALS = (
+    "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERKNSt7__cxx1112basic_string"
+    "IcSt11char_traitsIcESaIcEEE"
+)
 _BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
 _PAIR = b"N4gloo9transport3tcp4PairE"
 _REACH = 1024
@@ -51,8 +69,11 @@ _MILLISECONDS = "EPiNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"
 _WAITS_IN = {
     f"_ZN4gloo9transport3tcp13UnboundBuffer8waitSend{_MILLISECONDS}": _BUFFER,
     f"_ZN4gloo9transport3tcp13UnboundBuffer8waitRecv{_MILLISECONDS}": _BUFFER,
-    "_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb": _PAIR,
 }
+_CALLS: dict[bytes, tuple[str, ...]] = {_BUFFER: (_ABORTS_SEND, _ABORTS_RECV)}
+if os.uname().machine == "x86_64":
+    _WAITS_IN["_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb"] = _PAIR
+    _CALLS[_PAIR] = (_SIGNALS,)
 
 # A std::string that is short enough to be stored inline: pointer, length, 16 characters.
 _TEXT = b"aborted"
@@ -71,6 +92,7 @@ class GlooAbort:
 
     def shut_down(self) -> bool:
         """Shuts down all connections between gloo's pairs; returns whether there were any."""
+        _code()  # the check
         pairs = [pair for pair in pair_sockets().items() if pair[1] not in self._keep]
         for descriptor, inode in pairs:
             shut_down(descriptor, inode)
@@ -156,13 +178,28 @@ def _words(memory: int, address: int, size: int) -> tuple[int, ...]:
 
 @functools.cache
 def _code() -> tuple[tuple[int, bytes], ...]:
-    """The addresses of the functions in which a thread may wait, and the types they wait on."""
-    found = []
+    """The addresses of the functions in which a thread may wait, and the types they wait on, as far
+    as this build of torch fits. Checks that once, and logs what does not fit.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return ()
+    found, missing = [], []
     for symbol, name in _WAITS_IN.items():
-        function = _function(symbol)
-        address = ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
-        if address:
-            found.append((address, name))
+        needed = (symbol, *_CALLS[name])
+        lacks = [each for each in needed if _function(each) is None]
+        if not _has_type(name):
+            lacks.append(f"the type {name.decode()}")
+        missing += lacks
+        if not lacks:
+            found.append((ctypes.cast(_function(symbol), ctypes.c_void_p).value or 0, name))
+    if missing:
+        log.warning(
+            "the gloo of torch %s is not one that outlast knows (missing: %s): a rank that still "
+            "waits in gloo when its connections have ended may wait for the timeout of its process "
+            "group; give init_process_group() a timeout= below the hard timeout",
+            torch.__version__,
+            ", ".join(dict.fromkeys(missing)),
+        )
     return tuple(found)
 
 
@@ -180,20 +217,10 @@ def _library() -> tuple[int, int]:
 
 def _wake(name: bytes, address: int) -> bool:
     if name == _BUFFER:
-        calls = [
-            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"),
-            _function("_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"),
-        ]
-        for call in calls:
-            if call is not None:
-                call(ctypes.c_void_p(address))
-        return None not in calls
-    signal = _function(
-        "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERKNSt7__cxx1112basic_string"
-        "IcSt11char_traitsIcESaIcEEE"
-    )
-    if signal is None:
-        return False
+        for call in (_function(_ABORTS_SEND), _function(_ABORTS_RECV)):
+            call(ctypes.c_void_p(address))
+        return True
+    signal = _function(_SIGNALS)
     text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
     words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
     words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
@@ -202,15 +229,38 @@ def _wake(name: bytes, address: int) -> bool:
     return True
 
 
-@functools.cache
-def _function(symbol: str) -> Any:
-    """A function of the gloo in torch's library, which is already loaded."""
-    import torch
+def _has_type(name: bytes) -> bool:
+    """Whether the name of a type is found, through the layout that `type_name` expects, from an
+    object of this type: one that consists of its vtable pointer only.
+    """
+    library = _torch_library()
+    try:
+        vtable = ctypes.c_char.in_dll(library, f"_ZTV{name.decode()}")  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    instance = ctypes.c_void_p(ctypes.addressof(vtable) + 16)  # after offset and type_info
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return type_name(memory, ctypes.addressof(instance)) == name
+    finally:
+        os.close(memory)
 
+
+@functools.cache
+def _torch_library() -> ctypes.CDLL | None:
+    """The library of torch that contains gloo. It is already loaded."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        function = getattr(ctypes.CDLL(str(library)), symbol)
-    except (OSError, AttributeError):
+        return ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+@functools.cache
+def _function(symbol: str) -> Any:
+    """A function of gloo; `None` if the library does not have it."""
+    function = getattr(_torch_library(), symbol, None)
+    if function is None:
         return None
     function.restype = None
     return function

@@ -19,7 +19,9 @@ class KeyExchange:
     There may be several exchanges in one iteration (by node, then by rack). Each rank numbers its
     exchanges in the store, so one rank's nth exchange matches another's nth, regardless of the
     objects that make them. This works because all ranks run the same policies; a rank marked by an
-    earlier exchange takes part in no later one, and no rank waits for it.
+    earlier exchange takes part in no later one, and no rank waits for it. Between two exchanges, a
+    policy may drop marked ranks and change the ranks of the others. The world size is lower then,
+    so it separates the exchanges of one rank number from those of its former holder.
 
     A rank deletes the keys that it wrote in earlier iterations, which all ranks have left.
     """
@@ -58,7 +60,7 @@ class KeyExchange:
 
     def _publish(self, state: State, key: str, healthy: Collection[int]) -> dict[int, str]:
         """Writes the key; returns the names of all ranks' keys, by rank."""
-        prefix = f"outlast/group/{state.iteration}"
+        prefix = f"outlast/group/{state.iteration}/{state.world_size}"
         counter = f"{prefix}/exchanges/{state.rank}"
         number = state.store.add(counter, 1)
         keys = {rank: f"{prefix}/{number}/{rank}" for rank in sorted(healthy)}

@@ -83,12 +83,12 @@ class Releaser:
         if self._sockets & set(gloo_sockets.pair_sockets().values()):
             gc.collect()
 
-    def end(self, *, completed: bool) -> None:
-        """Ends the call. A call that has failed on this rank leaves no group behind, so that the
-        function can be called again.
+    def end(self) -> None:
+        """Ends the call, which leaves no group behind: there was none before it, and a group cannot
+        be used for long after it, because its store ends with the call. So the function, or
+        another one that makes its own group, can be called next.
         """
-        if not completed:
-            self.release()
+        self.release()
         self.join()
 
 

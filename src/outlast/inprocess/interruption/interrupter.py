@@ -37,9 +37,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.fault_echo import ending_in
-from outlast.system.user_frames import in_own_code, is_own, user_place_of
+from outlast.inprocess.progress.shared_page import Blocked
+from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
 INTERRUPT_SIGNAL = signal.SIGURG
 
@@ -54,6 +57,9 @@ _set_async_exc.restype = ctypes.c_int
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
 
 
+_COMPILING = ("torch._dynamo", "torch._inductor", "triton")
+
+
 class Interrupter:
     """Interrupts the thread that created this object, while it is in `run()`.
 
@@ -62,7 +68,7 @@ class Interrupter:
     """
 
     def __init__(self) -> None:
-        self.ident = threading.get_ident()
+        self.ident, self.native_id = threading.get_ident(), threading.get_native_id()
         self._pid = os.getpid()
         self.landed = 0
         self._shields = 0
@@ -182,9 +188,30 @@ class Interrupter:
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks."""
-        frame = sys._current_frames().get(self.ident)
-        name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-        return any(f"{name}.".startswith(f"{package}.") for package in _WAITING)
+        return _is_in(sys._current_frames().get(self.ident), _WAITING)
+
+    def blocked_in(self) -> Blocked:
+        """Where the thread is, which runs no Python code at the moment."""
+        innermost = frame = sys._current_frames().get(self.ident)
+        while frame is not None and in_standard_library(frame):
+            frame = frame.f_back
+        if _is_in(frame, _WAITING):
+            return Blocked.WAITS
+        if frame is None or is_own(frame):  # this package waits for others, or copies state
+            return Blocked.UNKNOWN
+        if frame is not innermost or self._sleeps():
+            return Blocked.ELSEWHERE
+        # Any operation may wait for the device, which may wait for other ranks. That wait uses the
+        # CPU, so CPU time says nothing.
+        on_device = torch.cuda.is_initialized() and not _is_in(frame, _COMPILING)
+        return Blocked.WAITS if on_device else Blocked.UNKNOWN
+
+    def _sleeps(self) -> bool:
+        """Whether the thread is in `time.sleep`, as far as the kernel tells."""
+        try:
+            return "nanosleep" in Path(f"/proc/self/task/{self.native_id}/wchan").read_text()
+        except OSError:
+            return False
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         at_boundary = frame is not None and frame.f_code is _BOUNDARY
@@ -200,6 +227,11 @@ class Interrupter:
             time.sleep(0)
         for _ in range(2):  # a pending exception is raised at the jump of a loop
             pass
+
+
+def _is_in(frame: FrameType | None, packages: tuple[str, ...]) -> bool:
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def _importing(frame: FrameType | None) -> bool:

@@ -1,7 +1,8 @@
-"""Whether a restart would end with the same exception again."""
+"""Whether a restart would end with the same exception again, and whose mistake that is."""
 
 from __future__ import annotations
 
+import bdb
 import dis
 
 from outlast.errors import FolderInUse, OutlastError
@@ -14,6 +15,25 @@ by a lost host of this job.
 """
 
 _AT_START = (TypeError, NameError, SyntaxError, ImportError, FolderInUse)
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    bdb.BdbQuit,  # `breakpoint()` on a rank without a terminal
+    BufferError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a mistake in a program raises. A fault of the machine is an `OSError` or, in torch, a plain
+`RuntimeError`.
+"""
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -24,6 +44,13 @@ def permanence(error: BaseException) -> str:
     if _is_misuse(error):
         return ALWAYS
     return AT_START if isinstance(error, _AT_START) else ""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether a mistake in the user's program raises such an exception. `OutlastError` says by
+    itself whether it is permanent.
+    """
+    return isinstance(error, _MISTAKES) and not isinstance(error, OutlastError)
 
 
 def _is_misuse(error: BaseException) -> bool:

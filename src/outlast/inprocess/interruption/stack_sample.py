@@ -25,7 +25,8 @@ class StackSample:
 
     where: str  # the innermost frames
     waits_for_others: bool  # it was in torch code where a rank waits for others
-    idle: float  # seconds since the last progress
+    idle: float  # seconds since the last progress,
+    unpinged: float  # and since the last ping, step, or entry into the function
     declared: bool  # it was in a declared long phase
     pings: int
     collectives: int
@@ -39,6 +40,7 @@ def sample_stack(interrupter: Interrupter, page: SharedPage, now: float) -> Stac
         where=interrupter.where(),
         waits_for_others=interrupter.waits_for_others(),
         idle=now - page.progress,
+        unpinged=now - page.pinged,
         declared=page.long_limit != 0,
         pings=page.pings,
         collectives=_collectives(),

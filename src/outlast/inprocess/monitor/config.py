@@ -21,6 +21,7 @@ class MonitorPlan:
         rank, world_size, token: the values with which the main process registers.
         interval: time between two heartbeats.
         heartbeat: a member without a heartbeat for this long counts as lost.
+        soft, hard, ping: the timeouts.
         grace: time between SIGTERM and SIGKILL.
         patience: maximum time to reach the store.
         logfile: gets the output of the monitor process; `None` discards it.
@@ -43,6 +44,7 @@ class MonitorPlan:
     heartbeat: float
     soft: float
     hard: float
+    ping: float
     grace: float
     patience: float
     logfile: str | None

@@ -16,7 +16,7 @@ from outlast.inprocess.monitor.store_access import StoreAccess
 def fault_event(fault: FaultRecord) -> Fault:
     """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    for name in ("pid", "where", "permanent", "step"):  # an event's pid is its writer's
+    for name in ("pid", "permanent", "step", "mistake"):  # an event's pid is its writer's
         del values[name]
     return Fault(**values)
 
@@ -29,9 +29,10 @@ class FaultReports:
         self._emitter, self._store, self._membership = emitter, store, store.membership
         self._hard_timeout_cause, self._idle_from = "", 0.0
 
-    def soft_timeout(self, idle: float, limit: float) -> None:
-        """The function made no progress for `idle` seconds: ends the iteration."""
-        cause = f"no progress for {idle:.3f} s (soft timeout {limit:.3f} s)"
+    def soft_timeout(self, idle: float, limit: float, what: str) -> None:
+        """There was no `what` ("progress", "ping") for `idle` seconds: ends the iteration."""
+        timeout = "ping timeout" if what == "ping" else "soft timeout"
+        cause = f"no {what} for {idle:.3f} s ({timeout} {limit:.3f} s)"
         fault = dataclasses.replace(self._fault(Interruption.SOFT_TIMEOUT, cause), idle=idle)
         # Written before the store, where the other ranks can see the end of the iteration.
         self._page.reported_soft = fault.iteration

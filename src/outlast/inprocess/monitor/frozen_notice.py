@@ -33,12 +33,13 @@ class FrozenNotice:
         if not timed or heartbeat == self._said or idle < AFTER_S:
             return
         self._said = heartbeat
-        _, hard = timeouts_in_force(self._plan, page)
-        why = "is stopped (SIGSTOP)" if _is_stopped(self._main) else "is in code that holds the GIL"
+        hard = timeouts_in_force(self._plan, page).hard
+        stopped = _is_stopped(self._main)
+        why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(
             self._main,
             f"rank {self._page.rank} on {self._host}: no progress for {idle:.0f} s: process "
-            f"{self._main} {why}; after {hard:.0f} s it is ended",
+            f"{self._main} {why} after {hard:.0f} s it is ended",
         )
 
 

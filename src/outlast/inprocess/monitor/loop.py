@@ -18,9 +18,11 @@ from typing import Any
 from outlast.clock import MonotonicClock
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.fault_reports import FaultReports
 from outlast.inprocess.monitor.frozen_notice import FrozenNotice
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
+from outlast.inprocess.monitor.idle_ranks import IdleRanks
 from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
 from outlast.inprocess.monitor.store_access import StoreAccess
@@ -52,7 +54,14 @@ class MonitorLoop:
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
-        self._timeouts = ProgressTimeouts(plan, self._clock, self._reports, self._pidfd)
+        self._timeouts = ProgressTimeouts(
+            plan,
+            self._clock,
+            self._reports,
+            self._pidfd,
+            IdleRanks(self._page, self._store, self._clock, 3 * plan.interval),
+            CpuTime(main, self._clock),
+        )
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
         self._service = StoreService(plan, self._clock, self._store, self._ring)
 

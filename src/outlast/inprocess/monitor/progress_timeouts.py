@@ -1,20 +1,29 @@
 """The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL.
 
-In user code the limits are for its progress. The waits of the library (`Activity.WAITING`) have
-timeouts of their own; there the hard one is for the heartbeat thread. A process that is stopped, or
-in which some thread keeps the GIL, cannot apply its own timeouts either, and the other ranks would
-wait for it at a barrier until they fail.
+In the function, a rank makes progress while it executes Python code, or uses the CPU in C code that
+waits for nobody (`Blocked`, `cpu_time.py`). Without progress for the soft timeout, it hangs, unless
+it waits for other ranks of which one makes progress (`idle_ranks.py`). Of two limits that hold
+whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
+a wait.
+
+In other user code the limits are for its progress. The waits of the library (`Activity.WAITING`)
+have timeouts of their own; there the hard one is for the heartbeat thread. A process that is
+stopped, or in which some thread keeps the GIL, cannot apply its own timeouts either, and the other
+ranks would wait for it at a barrier until they fail.
 """
 
 from __future__ import annotations
 
 import math
 import signal
+from typing import NamedTuple
 
 from outlast.clock import Clock
 from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.idle_ranks import IdleRanks
+from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage
 from outlast.system.processes import send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
@@ -27,29 +36,50 @@ _SILENT_AT_LEAST_S = 5.0
 _TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
 
 
-def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> tuple[float, float]:
-    """Seconds without progress until the soft and the hard timeout, in the current activity."""
+class Limits(NamedTuple):
+    """Seconds in the current activity.
+
+    Attributes:
+        soft, hard: without progress, until the soft and the hard timeout.
+        ping: between two pings, whatever the rank does, until the soft timeout.
+    """
+
+    soft: float
+    hard: float
+    ping: float
+
+
+def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> Limits:
+    """The limits of the current activity."""
     if page.activity != Activity.FUNCTION:
-        return plan.hard, plan.hard
+        return Limits(plan.hard, plan.hard, math.inf)
     if page.long_limit:
         soft = page.long_limit if page.long_limit > 0 else plan.soft
-        return soft, max(plan.hard, soft + plan.hard - plan.soft)
+        ping = soft if page.long_limit > 0 else max(soft, plan.ping)
+        return Limits(soft, max(plan.hard, soft + plan.hard - plan.soft), ping)
     if not page.soft_limit:
-        return plan.soft, plan.hard
+        return Limits(plan.soft, plan.hard, plan.ping)
     # The hard timeout follows a learned soft timeout, because a rank that holds the GIL can only
     # be terminated. Terminating a process costs more than an interrupt, so it gets more time.
     soft = page.soft_limit
-    return soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S))
+    return Limits(soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S)), soft)
 
 
 class ProgressTimeouts:
-    """Applies the timeouts to the main process; `pidfd` is `None` if the process has ended."""
+    """Applies the timeouts to the main process `main`; `pidfd` is `None` if it has ended."""
 
     def __init__(
-        self, plan: MonitorPlan, clock: Clock, reports: FaultReports, pidfd: int | None
+        self,
+        plan: MonitorPlan,
+        clock: Clock,
+        reports: FaultReports,
+        pidfd: int | None,
+        idle_ranks: IdleRanks,
+        cpu: CpuTime,
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
         self._reports, self._pidfd = reports, pidfd
+        self._idle_ranks, self._cpu = idle_ranks, cpu
         self._kill_at: float | None = None
         self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
         self._continued = 0.0
@@ -67,9 +97,14 @@ class ProgressTimeouts:
             return self._kill_at
         if page.activity not in _TIMED:
             return self._silent_at()
-        soft, hard = timeouts_in_force(self._plan, page)
-        limit = hard if page.reported_soft == page.iteration else soft
-        return max(page.progress, self._continued) + limit
+        soft, hard, ping = timeouts_in_force(self._plan, page)
+        if page.reported_soft == page.iteration:
+            soft, ping = hard, ping + hard - soft
+        due = max(page.progress, self._continued) + soft
+        if page.activity == Activity.FUNCTION and page.pings:
+            due = min(due, max(page.pinged, self._continued) + ping)
+        now = self._clock.now()
+        return due if due > now else now + self._plan.interval  # it is not a hang so far
 
     def check(self) -> None:
         """Reports a soft timeout, and terminates the main process at the hard one."""
@@ -79,21 +114,65 @@ class ProgressTimeouts:
                 self._kill_at = math.inf
                 self._signal(signal.SIGKILL)
             return
+        if page.activity != Activity.FUNCTION:
+            self._idle_ranks.go_on()
         if page.activity not in _TIMED:
             late = now - self._silent_at()
             if late >= 0:
                 self._terminate(self._silent + late, now, "no Python code has run")
             return
-        idle = now - max(page.progress, self._continued)
-        soft, hard = timeouts_in_force(self._plan, page)
+        soft, hard, ping = timeouts_in_force(self._plan, page)
+        if page.activity == Activity.LEAVING:
+            idle = now - max(page.progress, self._continued)
+            if idle >= hard:
+                self._terminate(idle, now, "no progress")
+            return
+        idle = now - max(page.progress, self._continued, self._computed(now, soft))
+        if idle < soft:
+            self._idle_ranks.go_on()
+        unpinged = idle
+        if page.pings and page.activity == Activity.FUNCTION:
+            unpinged = now - max(page.pinged, self._continued)
+        if unpinged >= ping:
+            # A learned limit is a soft timeout by its name.
+            what = "progress" if ping == soft or not page.pings else "ping"
+            self._hung(unpinged, ping, ping + hard - soft, what)
+        elif idle >= soft and (frozen := self._frozen()) >= soft:
+            self._hung(min(idle, frozen), soft, hard)
+        elif idle >= soft and not self._may_wait():
+            self._hung(idle, soft, hard)
+        elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
+            self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
+
+    def _hung(self, idle: float, soft: float, hard: float, what: str = "progress") -> None:
+        page = self._page
         if idle >= hard:
-            self._terminate(idle, now, "no progress")
-        elif (
-            page.activity == Activity.FUNCTION
-            and idle >= soft
-            and page.reported_soft != page.iteration
-        ):
-            self._reports.soft_timeout(idle, soft)
+            self._terminate(idle, self._clock.now(), f"no {what}")
+        elif page.activity == Activity.FUNCTION and page.reported_soft != page.iteration:
+            self._reports.soft_timeout(idle, soft, what)
+
+    def _may_wait(self) -> bool:
+        """Whether this rank may wait for others; also if the heartbeat thread is about to look."""
+        return self._page.activity == Activity.FUNCTION and self._page.blocked != Blocked.ELSEWHERE
+
+    def _frozen(self) -> float:
+        """For how long the process has run no Python code in any thread, in seconds."""
+        page = self._page
+        heartbeat = page.heartbeat
+        if not heartbeat:
+            return math.inf
+        return self._clock.now() - max(heartbeat, page.progress, self._continued)
+
+    def _computed(self, now: float, soft: float) -> float:
+        """When CPU time was last used in a way that is progress."""
+        page = self._page
+        if now - max(page.progress, self._continued) < soft / 4:
+            return 0.0
+        frozen = self._frozen() >= soft / 2
+        counts = frozen or page.blocked in (Blocked.UNKNOWN, Blocked.ELSEWHERE)
+        if counts:
+            self._cpu.sample(page.function_thread, own=True, children=not frozen)
+        return self._cpu.progress
 
     def _silent_at(self) -> float:
         """When the heartbeat thread of a process in a wait of the library has not run for too long.
@@ -109,14 +188,16 @@ class ProgressTimeouts:
         return max(heartbeat, page.progress, self._continued) + self._silent
 
     def _terminate(self, idle: float, now: float, what: str) -> None:
-        """Sends SIGTERM; SIGKILL follows after the grace time. The loop continues, and reports the
-        death once the process has died: a process that exits in an orderly way, through its SIGTERM
-        handler, dismisses its monitor and gets no SIGKILL.
+        """Sends SIGTERM, and SIGCONT, without which a stopped process would not get it; SIGKILL
+        follows after the grace time. The loop continues, and reports the death once the process has
+        died: a process that exits in an orderly way, through its SIGTERM handler, dismisses its
+        monitor and gets no SIGKILL.
         """
         self._page.killed_hard = 1
         self._reports.hard_timeout(idle, what)
         self._kill_at = now + self._plan.grace
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._pidfd is not None

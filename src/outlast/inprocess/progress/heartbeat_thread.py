@@ -1,9 +1,10 @@
 """The heartbeat thread: takes progress timestamps, and detects the end of the monitor process.
 
-Until the function pings, progress means that the interpreter executes bytecode. In the main thread,
+Progress means that the interpreter executes bytecode. In the main thread,
 a pending call (`Py_AddPendingCall`), which runs between two bytecodes, writes the timestamp. A
 thread that hangs in C, with or without the GIL, runs no pending calls. For any other thread, the
-stack is examined: the same frame at the same instruction means no progress.
+stack is examined: the same frame at the same instruction means no progress. Where a thread without
+progress is blocked, is noted too (`Blocked`).
 
 The end of the monitor process is an event: the kernel closes its end of a socket.
 """
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from outlast.clock import Clock
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
@@ -35,6 +36,7 @@ class HeartbeatThread:
         interval: between two timestamps, in seconds.
         monitor: the socket to the monitor process.
         on_monitor_end: called once, in the heartbeat thread, when the monitor process has ended.
+        blocked_in: where the watched thread is, if it runs no Python code.
         every_interval: called once per interval, in the heartbeat thread.
     """
 
@@ -45,10 +47,12 @@ class HeartbeatThread:
         interval: float,
         monitor: socket.socket,
         on_monitor_end: Callable[[], None],
+        blocked_in: Callable[[], Blocked] = lambda: Blocked.UNKNOWN,
         every_interval: Callable[[], None] = lambda: None,
     ) -> None:
         self._page, self._clock, self._interval, self._monitor = page, clock, interval, monitor
         self._on_monitor_end, self._every_interval = on_monitor_end, every_interval
+        self._blocked_in = blocked_in
         self._watched = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
@@ -90,22 +94,30 @@ class HeartbeatThread:
             self._every_interval()
 
     def _take_timestamp(self) -> None:
-        if self._page.activity not in _TIMED or self._page.pings:
+        if self._page.activity not in _TIMED:
             return
         if self._is_main:
-            if not self._outstanding:
+            if self._outstanding:
+                self._page.blocked = self._blocked_in()
+            else:
                 self._outstanding = True
                 if _add_pending_call(self._pending, None) != 0:
                     self._outstanding = False  # the queue is full: the next interval tries again
             return
         frame = sys._current_frames().get(self._watched)
         position = (id(frame), -1 if frame is None else frame.f_lasti)
-        if position != self._position:
-            self._position = position
-            self._page.progress = self._clock.now()
+        if position == self._position:
+            self._page.blocked = self._blocked_in()
+            return
+        self._position = position
+        self._note_progress()
 
     def _in_main_thread(self, argument: int | None) -> int:
         self._outstanding = False
-        if self._page.activity in _TIMED and not self._page.pings:
-            self._page.progress = self._clock.now()
+        if self._page.activity in _TIMED:
+            self._note_progress()
         return 0
+
+    def _note_progress(self) -> None:
+        self._page.progress = self._clock.now()
+        self._page.blocked = Blocked.NO

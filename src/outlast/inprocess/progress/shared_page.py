@@ -33,6 +33,19 @@ class Activity(enum.IntEnum):
     """Has left the wrapper: the end of the process is not a fault."""
 
 
+class Blocked(enum.IntEnum):
+    """Where the function's thread is while it runs no Python code."""
+
+    NO = 0
+    """It runs Python code, or the heartbeat thread has not looked yet."""
+    WAITS = 1
+    """Where torch waits for other ranks, or for a device that does."""
+    UNKNOWN = 2
+    """In other C code: it may wait for others, or compute."""
+    ELSEWHERE = 3
+    """In the standard library, or asleep: nothing of torch will wake it."""
+
+
 class _Int:
     def __init__(self, index: int) -> None:
         self.index = index
@@ -70,13 +83,17 @@ class SharedPage:
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
     # The last training step of this iteration; 0 if none was reported.
     step = _Int(progress_page.STEP)
-    # The time of the last progress (monotonic), and the soft timeout in seconds; 0 means the soft
-    # timeout of the settings.
+    function_thread = _Int(11)  # the ID of the thread that runs the function
+    blocked = _Int(12)
+    world_size = _Int(13)
+    # The time of the last progress (monotonic): a ping, or Python code was executed. And the soft
+    # timeout in seconds; 0 means the soft timeout of the settings.
     progress = _Float(progress_page.PROGRESS)
     soft_limit = _Float(1)
     # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
     long_limit = _Float(2)
     heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic); 0: there is none
+    pinged = _Float(4)  # the last ping or step, or else the entry into the function (monotonic)
 
     def __init__(self) -> None:
         # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
@@ -93,7 +110,10 @@ class SharedPage:
 
     def enter(self, activity: Activity, now: float) -> None:
         """Begins an activity: its time without progress counts from `now`."""
-        self.progress = now  # first: the monitor process must not judge it by an older time
+        self.blocked, self.pinged = Blocked.NO, now
+        self.progress = (
+            now  # before the activity: the monitor process must not judge it by an older time
+        )
         self.activity = activity
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class Limits:
 
     barrier: float  # for the barriers between iterations
     completion: float  # from the return of this rank to the return of all
+    computing: float = 600.0  # the same while one of the others is at work
     backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
     await_size: int = 0  # a restart is held until there are this many members,
     await_seconds: float = 0.0  # for this long at most

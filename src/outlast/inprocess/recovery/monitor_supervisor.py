@@ -23,6 +23,9 @@ class MonitorSupervisor:
     """The supervisor for one wrapped call. Starts the monitor process at once.
 
     `plan` makes a monitor process's plan; its argument says whether the process serves the store.
+
+    Attributes:
+        serves: whether the current monitor process serves the store of the job.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class MonitorSupervisor:
         host: RankHost,
         machine: Machine,
     ) -> None:
-        self._settings, self._plan, self._serves = settings, plan, serves
+        self._settings, self._plan, self.serves = settings, plan, serves
         self._host, self._membership, self._page = host, machine.membership, host.page
         self._heartbeat: HeartbeatThread | None = None
         self._lost = False
@@ -89,8 +92,10 @@ class MonitorSupervisor:
             settings.progress_watchdog_interval.total_seconds(),
             self._handle.socket,
             report_loss,
+            host.atomic_section.interrupter.blocked_in,
             every_interval,
         )
+        self._page.function_thread = host.atomic_section.interrupter.native_id
         self._page.thread_1 = self._heartbeat.native_id
         self._page.thread_2 = self._host.monitor_thread.native_id
         self._handle.watch_threads()
@@ -105,7 +110,7 @@ class MonitorSupervisor:
         self.stop_heartbeat()
         self._handle.socket.close()
         self._handle.reap()
-        self._serves = False
+        self.serves = False
         self._handle = start_monitor(self._plan(False))
         self._lost = False
         self._host.emitter.emit(MonitorRestarted())
@@ -123,6 +128,6 @@ class MonitorSupervisor:
         """
         self._page.activity = Activity.DONE
         patience = self._settings.barrier_timeout.total_seconds()
-        if (self._serves and not completed) or self._page.store_port:
+        if (self.serves and not completed) or self._page.store_port:
             patience = 0.0
         self._handle.dismiss(patience)

@@ -107,11 +107,13 @@ class RankHost(RankFaults):
         self.limits = Limits(
             barrier=settings.barrier_timeout.total_seconds(),
             completion=settings.completion_timeout.total_seconds(),
+            computing=max(settings.completion_timeout, settings.ping_timeout).total_seconds(),
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
             await_size=await_size,
             await_seconds=await_seconds,
             repeated=settings.stops_repeated_faults,
         )
+        self.ping_timeout = settings.ping_timeout.total_seconds()
         self.size = SizeRequirement(settings, launch)
         self.stop: StopRecord | None = None
         self.cause: FaultRecord | None = None
@@ -165,7 +167,7 @@ class RankHost(RankFaults):
             self.emitter.emit(Admitted(rank=state.rank))
         state.store = LazyStore(self.iteration_store.connect)
         self.state = state
-        self.page.rank = state.rank
+        self.page.rank, self.page.world_size = state.rank, state.world_size
         self.emitter.place(rank=state.rank)
         self.emitter.emit(
             Assigned(

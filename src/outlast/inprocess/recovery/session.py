@@ -22,9 +22,11 @@ import torch.distributed as dist
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import process_name
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
 from outlast.errors import StoreError
 from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
+from outlast.events.restart_causes import describe_restarts
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.compose import iter_parts
@@ -128,7 +130,7 @@ class _Session:
             stack.callback(lambda: self.monitor.dismiss(completed=self.completed))
             stack.callback(host.iteration_store.close)
             # After the monitor thread, which runs the abort, has ended.
-            stack.callback(lambda: host.releaser.end(completed=self.completed))
+            stack.callback(lambda: host.releaser.end())
             self.endpoint = self.monitor.endpoint
             control = self._connect()
             stack.callback(control.close)
@@ -188,6 +190,7 @@ class _Session:
             self.emitter.emit(Lost(reason=repr(e)))
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
+                self._tell_restarts("ended", direct)
             if not isinstance(e, GeneratorExit):
                 host.run_at_end(self.settings.terminate)
             raise
@@ -198,6 +201,7 @@ class _Session:
         log.debug("rank %d: the call is complete on all ranks", host.state.rank)
         if not host.joining:
             self.emitter.emit(Completed())
+            self._tell_restarts("completed", direct)
         # The process that serves the store may end as soon as all have said goodbye. From here on,
         # no error may prevent returning the value.
         with contextlib.suppress(StoreError, RuntimeError):
@@ -205,9 +209,27 @@ class _Session:
                 self.notice.completed()
         with contextlib.suppress(StoreError), QuietTorchLog():
             drive(machine.membership.say_goodbye(machine.member, machine.iteration), direct)
+            if self.ready and not self.monitor.serves:
+                self._await_end_of_store(control)
         if not host.joining:
             host.run_at_end(self.settings.completion)
         return value
+
+    def _tell_restarts(self, how: str, perform: Callable[[Op], Any]) -> None:
+        if self.host.state.rank != 0 or self.launch.agent:  # the launcher tells it itself
+            return
+        with contextlib.suppress(StoreError, RuntimeError):  # lost with its server
+            counts = drive(self.machine.membership.restart_counts(), perform)
+            if counts:
+                log.warning("%s after %s", how, describe_restarts(counts))
+
+    def _await_end_of_store(self, control: Connection) -> None:
+        """Waits until the process that serves this call's store has ended, which it does at the
+        last goodbye; where it runs, its dismissal waits for that. What follows the call may use a
+        store of its own on the same port, and must not connect to this one.
+        """
+        with contextlib.suppress(StoreError, KeyTimeout):
+            control.wait_for(f"{self.prefix}never", self.settings.barrier_timeout.total_seconds())
 
     def _check_that_the_store_is_new(self) -> None:
         """Checks that no earlier run left its records. A file outlives its run: without this check,
@@ -270,6 +292,7 @@ class _Session:
             heartbeat=s.heartbeat_timeout.total_seconds(),
             soft=s.soft.total_seconds(),
             hard=s.hard_timeout.total_seconds(),
+            ping=s.ping_timeout.total_seconds(),
             grace=s.termination_grace_time.total_seconds(),
             patience=s.barrier_timeout.total_seconds(),
             logfile=s.monitor_process_logfile,
@@ -321,7 +344,7 @@ class _Session:
             self.notice.aborted(reports=self.host.reported_cause)
 
     def _reached(self, step: int) -> None:
-        self.page.step = max(self.page.step, step)
+        self.page.step, self.page.pinged = max(self.page.step, step), self.clock.now()
 
     def _run_abort(self, again: bool) -> None:
         """Called in the monitor thread."""

@@ -45,6 +45,7 @@ class Settings:
     progress_watchdog_interval: datetime.timedelta
     soft_timeout: datetime.timedelta | Adaptive
     hard_timeout: datetime.timedelta
+    ping_timeout: datetime.timedelta
     heartbeat_timeout: datetime.timedelta
     barrier_timeout: datetime.timedelta
     completion_timeout: datetime.timedelta

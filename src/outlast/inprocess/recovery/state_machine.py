@@ -196,15 +196,21 @@ class Machine:
 
     async def _complete(self) -> RecoveryState:
         k, active = self.iteration, self.assigned.active
-        await self.membership.finish(k, self.assigned.world_size)
-        try:
-            how = await self.host.wait_over(
-                self.link, k, self.host.limits.completion if active else None
-            )
-        except KeyTimeout:
-            cause = f"the other ranks did not return within {self.host.limits.completion} s"
-            await self.membership.report_fault(self.host.fault(k, Interruption.EXCEPTION, cause))
-            return RecoveryState.SETTLE
+        members, limits = self.assigned.world_size, self.host.limits
+        await self.membership.finish(k, members)
+        how, waited = b"", 0.0
+        while not how:
+            try:
+                how = await self.host.wait_over(self.link, k, limits.completion if active else None)
+            except KeyTimeout:
+                waited += limits.completion
+                idle = await self.membership.count_idle(k, 0, members)
+                if not idle and waited < limits.computing:
+                    continue  # one of them is at work: an evaluation on rank 0, for example
+                cause = f"the other ranks did not return within {waited} s"
+                fault = self.host.fault(k, Interruption.EXCEPTION, cause)
+                await self.membership.report_fault(fault)
+                return RecoveryState.SETTLE
         if how == COMPLETED:
             return RecoveryState.DONE
         self.value = None
@@ -225,8 +231,7 @@ class Machine:
     async def _decide(self) -> RecoveryState:
         k = self.iteration
         faults = await agreed_faults(self.membership, k)
-        if await self.membership.stop_request() is None:  # a job that stops ends with its exit code
-            await self._stop_or_pause(faults)
+        await self._stop_or_pause(faults)
         ender = await self.membership.end_of_job()
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
@@ -278,10 +283,10 @@ class Machine:
         there, the first member that ends the job in this way is one that ended it.
         """
         policy = self.host.limits.repeated
-        if policy is None:
-            return
         history = await agreed_history(self.membership, self.iteration, faults, policy)
-        self.host.fault_came_back = history.came_back
+        if await self.membership.stop_request() is not None:
+            return  # a job that stops ends with its exit code
+        self.host.fault_came_back = policy is not None and history.came_back
         # Members wait for each other at the barrier that follows the pause.
         self.pause = min(history.pause, self.host.limits.barrier / 2)
         cause = history.cause

@@ -1,8 +1,10 @@
 """The checkpoints of one folder that Lightning saves into, in a `Checkpointer` of this rank alone.
 
 Each `.ckpt` file is a *pointer*: the number of a checkpoint in the folder `.outlast` next to it. A
-pointer is written after the commit of its checkpoint. Checkpoints to which no pointer leads are
-deleted later, so a crash at any time leaves no pointer without a checkpoint.
+pointer is written after the commit of its checkpoint, and durable before anything older is removed.
+Checkpoints to which no pointer leads are deleted later, once the removal of their pointers is
+durable. So a power loss at any time leaves no pointer without a checkpoint, and the newest pointer
+that was durable.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import io
 import json
 import logging
 import os
+import pickle
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,8 @@ import torch.distributed as dist
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError
+from outlast.system.error_text import first_line
+from outlast.system.files import fsync_folder
 
 log = logging.getLogger("outlast.integrations")
 
@@ -36,8 +41,7 @@ class CheckpointFolder:
     """Saves, loads and removes the checkpoints of `folder`."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder  # created by the checkpointer, durably
         # Lightning saves on one rank only.
         group = (
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -77,7 +81,8 @@ class CheckpointFolder:
         """Loads the checkpoint to which `path` points.
 
         Raises:
-            CheckpointError: if it is damaged, or is not there.
+            CheckpointError: if it is damaged, or is not there, or has objects that `weights_only`
+                does not allow.
         """
         number = _pointed(path)
         state: dict[str, Any] = {"lightning": {}}
@@ -85,7 +90,13 @@ class CheckpointFolder:
             raise CheckpointError(f"there is no checkpoint {number} for {path} in {self._folder}")
         found = state["lightning"]
         rest = io.BytesIO(found["rest"].numpy().tobytes())
-        structure = torch.load(rest, map_location="cpu", weights_only=weights_only)
+        try:
+            structure = torch.load(rest, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as e:
+            raise CheckpointError(
+                f"{path} cannot be loaded: {first_line(e)}. If you trust the checkpoint, "
+                "weights_only=False loads any Python object"
+            ) from e
         checkpoint: dict[str, Any] = _put_tensors(structure, found.get("tensors", {}))
         return checkpoint
 
@@ -153,9 +164,12 @@ class CheckpointFolder:
         oldest = min(list(self._unwritten), default=self._next)
         kept = {_pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
         kept |= self._unnamed
-        for info in self._checkpointer.checkpoints():
-            if info.step < oldest and info.step not in kept:
-                self._checkpointer.delete(info.step)
+        steps = [info.step for info in self._checkpointer.checkpoints()]
+        unneeded = [step for step in steps if step < oldest and step not in kept]
+        if unneeded:
+            fsync_folder(self._folder)  # else a removed pointer may be back after a power loss
+        for step in unneeded:
+            self._checkpointer.delete(step)
 
 
 def is_pointer(path: Path) -> bool:
@@ -190,6 +204,7 @@ def _point(path: Path, number: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         partly.replace(path)
+        fsync_folder(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             partly.unlink(missing_ok=True)

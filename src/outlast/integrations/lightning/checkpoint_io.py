@@ -54,15 +54,20 @@ class BackgroundCheckpointIO(CheckpointIO):
         """Loads a checkpoint, each byte of which is verified; or a file that Lightning has written.
         Call it on all ranks: rank 0 reads, and sends the checkpoint to the others.
 
+        Args:
+            weights_only: `False` loads any Python object, which may run code: only for checkpoints
+                that you trust.
+
         Raises:
-            CheckpointError: if the checkpoint is damaged, on all ranks.
+            CheckpointError: if the checkpoint is damaged, or has other objects than `weights_only`
+                allows, on all ranks.
         """
         several = dist.is_initialized() and dist.get_world_size() > 1
         result: list[Any] = [None]
         if not several or dist.get_rank() == 0:
             try:
                 if is_pointer(Path(path)):
-                    result = [self._folder(path).load(Path(path), weights_only is True)]
+                    result = [self._folder(path).load(Path(path), weights_only is not False)]
             except Exception as e:  # noqa: BLE001 - raised below, on all ranks
                 result = [e]
         if several:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import outlast
 from outlast.inprocess import CallWrapper
 from outlast.integrations.lightning.signal_handlers import SignalHandlers
-from outlast.integrations.lightning.states import states_of
+from outlast.integrations.lightning.states import LoopStates, states_of
 
 log = logging.getLogger("outlast.integrations")
 
@@ -55,7 +55,6 @@ class JobCallback(Callback):
         self._states, self._options = dict(states or {}), options
         self._handlers = SignalHandlers()
         self._global_step = 0
-        self._due = False  # a step was made that `job.step` has not counted yet
 
     # ------------------------------------------------------------------------- begin and end
 
@@ -68,21 +67,23 @@ class JobCallback(Callback):
             )
         if not trainer.optimizers:
             raise ValueError("JobCallback needs an optimizer: configure_optimizers returned none")
+        loops = LoopStates(trainer, lambda: self._count_step(trainer))
         self.job = outlast.Job(
             self._path,
             model=pl_module,
             optimizer=trainer.optimizers[0],
             loader=self._loader,
-            states={**states_of(trainer, self), **self._states},
+            states={**states_of(trainer, self, loops), **self._states},
             **self._options,
         )
+        self.job.leave_epochs_to_framework()
         self.job.restore()
-        self._global_step, self._due = trainer.global_step, False
+        loops.resume()
+        self._global_step = trainer.global_step
         self._handlers.remember()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the last step, and waits for background saves."""
-        self._count_step()
+        """Waits for background saves."""
         self._close(None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,47 +122,18 @@ class JobCallback(Callback):
 
     # --------------------------------------------------------------------------------- steps
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Counts a step of the optimizer. A step before a validation is counted after it, and that
-        of an epoch's last batch when the epoch has ended: a fit that is resumed would leave out
-        the validation and the hooks between a checkpoint and the next batch.
-        """
-        self._ping()
-        # Not after each batch: gradients that are being accumulated are in no checkpoint.
-        if trainer.global_step != self._global_step:
-            self._global_step, self._due = trainer.global_step, True
-        loop = trainer.fit_loop
-        if not trainer.is_last_batch and not loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        ):
-            self._count_step()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the step before a validation within an epoch."""
-        if not trainer.sanity_checking and not trainer.is_last_batch:
-            self._count_step()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the last step of the epoch before."""
-        self._count_step()
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets `ReduceLROnPlateau` step at the end of an epoch that was resumed: Lightning would
-        leave this out, because a checkpoint need not have the metrics. Here the epoch's validation
-        comes after the checkpoint.
+        leave this out, because its checkpoints need not have the metrics.
         """
         trainer.fit_loop.restarting = False
 
-    def _count_step(self) -> None:
-        if self._due and self.job is not None:
-            self._due = False
+    def _count_step(self, trainer: Trainer) -> None:
+        """Counts a step of the optimizer, at the end of a batch. Not each batch: gradients that are
+        being accumulated are in no checkpoint.
+        """
+        if self.job is not None and trainer.global_step != self._global_step:
+            self._global_step = trainer.global_step
             self.job.step()
 
     # --------------------------------------------------------------------------------- pings
@@ -169,6 +141,10 @@ class JobCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Pings."""
+        self._ping()
+
+    def on_train_batch_end(self, *_: Any) -> None:
         """Pings."""
         self._ping()
 

@@ -2,34 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
+
+from outlast.elastic import random_generators
 
 
 class LoopStates:
-    """The progress of the trainer's fit loop.
+    """The progress of the trainer's fit loop, and what it has logged in the present epoch.
 
-    Lightning resumes a loop from a state that its own `ModelCheckpoint` saves. `JobCallback` also
-    saves at the start of an epoch, before the progress within the epoch is set back.
+    Each step is closed at the end of its batch, before Lightning validates, steps the schedulers
+    that wait for a validation, and ends the epoch. A fit that is resumed continues there, as if it
+    had trained the batch itself. Lightning resumes from checkpoints that its `ModelCheckpoint`
+    makes, during or after the validation, and would leave out the rest of the batch, and of the
+    epoch if the batch was its last.
+
+    Args:
+        trainer: whose fit begins.
+        close: counts the step of a batch, if there was one.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._loop = trainer.fit_loop
+    def __init__(self, trainer: Trainer, close: Callable[[], None]) -> None:
+        self._trainer, self._loop = trainer, trainer.fit_loop
+        self._batches = trainer.fit_loop.epoch_loop
+        self._close, self._closing = close, False
+        self._advance, self._on_advance_end = self._batches.advance, self._batches.on_advance_end
+        self._batches.on_advance_end = self._end_batch
+        self._generators: random_generators.Generators = {}
+        self._resumed: dict[str, Any] = {}
+        self._max_steps = -1
 
     def state_dict(self) -> dict[str, Any]:
         """The progress, as Lightning saves it."""
-        state: dict[str, Any] = self._loop.state_dict()
-        return state
+        if self._resumed:  # nothing has happened since
+            return self._resumed
+        connector = self._trainer._logger_connector
+        return {
+            **self._loop.state_dict(),
+            "closed": self._closing,
+            "should_stop": self._trainer.should_stop,
+            "logged": _logged(self._batches._results) if self._closing else {},
+            "metrics": dict(connector._callback_metrics),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the loop continue there. Before the first epoch it has nothing to continue."""
-        epochs = state["epoch_progress"]["total"]
-        if epochs["ready"] == 0:
+        if state["epoch_progress"]["total"]["ready"] == 0:
             return
         self._loop.load_state_dict(state)
-        if epochs["started"] < epochs["ready"]:  # saved in `on_train_epoch_start`
-            self._loop.epoch_loop.restarting = False  # the epoch has yet to begin
+        if state.get("closed"):
+            self._resumed = state
+
+    def resume(self) -> None:
+        """Call it when all states are restored. After the last step, the fit still has to end the
+        batch and the epoch: the reasons to stop are told when that has begun.
+        """
+        if self._resumed:
+            self._generators = random_generators.capture()
+            self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
+            self._batches.advance = self._resume_batch
+
+    def _resume_batch(self, *_: Any) -> None:
+        """Instead of training the batch that was trained before the fault."""
+        self._batches.advance = self._advance
+        self._batches.max_steps = self._max_steps
+        self._batches.val_loop.restarting = False
+        trainer, state, self._resumed = self._trainer, self._resumed, {}
+        trainer.should_stop = state["should_stop"]
+        connector = trainer._logger_connector
+        connector._callback_metrics.update(state["metrics"])
+        connector._first_loop_iter = True  # the next batch is not the first: it resets no sums
+        for key, (arguments, sums) in state["logged"].items():
+            results = self._batches._results
+            results.log(**arguments, sync_dist_fn=trainer.strategy.reduce, batch_size=1)
+            vars(results[key]).update(sums)
+        # As at the end of that batch: the start of a fit may have drawn random numbers.
+        random_generators.set_all(self._generators)
+
+    def _end_batch(self, *arguments: Any) -> None:
+        """The hooks of the batch's end are done. A validation belongs to no step."""
+        self._closing = True
+        try:
+            self._close()
+        finally:
+            self._closing = False
+        self._on_advance_end(*arguments)
+
+
+def _logged(results: Any) -> dict[str, Any]:
+    """The sums of `self.log(..., on_epoch=True)` in this epoch, with the arguments of `log`. Those
+    of a `torchmetrics.Metric`, and over another group of ranks, are left out.
+    """
+    found: dict[str, Any] = {}
+    for key, metric in results.items():
+        meta = metric.meta
+        if not metric.is_tensor or not meta.on_epoch or meta.sync.group is not None:
+            continue
+        names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph")
+        arguments = {name: getattr(meta, name) for name in (*names, "add_dataloader_idx")}
+        arguments |= {
+            "value": torch.zeros_like(metric.value),
+            "reduce_fx": meta.reduce_fx.__name__,
+            "metric_attribute": meta.metric_attribute,
+            "sync_dist": meta.sync.should,
+            "rank_zero_only": meta.sync.rank_zero_only,
+        }
+        sums = {
+            name: value
+            for name in ("value", "cumulated_batch_size", "_forward_cache")
+            if (value := getattr(metric, name, None)) is not None
+        }
+        found[key] = [arguments, sums]
+    return found
 
 
 class CallbackStates:
@@ -52,10 +139,10 @@ class CallbackStates:
         return [each for each in self._trainer.callbacks if each is not self._without]
 
 
-def states_of(trainer: Trainer, callback: Callback) -> dict[str, Any]:
+def states_of(trainer: Trainer, callback: Callback, loops: LoopStates) -> dict[str, Any]:
     """The objects that a `Job` of this fit saves, by name."""
     states: dict[str, Any] = {
-        "loops": LoopStates(trainer),
+        "loops": loops,
         "callbacks": CallbackStates(trainer, callback),
         "precision": trainer.precision_plugin,  # the gradient scaler of 16-bit precision
     }

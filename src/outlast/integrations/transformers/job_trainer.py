@@ -6,21 +6,24 @@ import contextlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import outlast
+from outlast.elastic import random_generators
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
 from outlast.integrations.transformers.arguments import check_supported, count_steps, retention
 from outlast.integrations.transformers.ping_callback import PingCallback
-from outlast.integrations.transformers.progress import RandomGenerators, TrainerProgress
+from outlast.integrations.transformers.progress import Losses, TrainerProgress
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Mixed
@@ -62,12 +65,11 @@ class JobTrainerMixin(_Mixed):
         self._job_options, self._call = dict(job or {}), call
         path = Path(self.args.output_dir, "outlast") if job_path is None else job_path
         self._job_path = os.fspath(path)
-        self._progress = TrainerProgress(self)
-        self._generators: RandomGenerators | None = None
+        self._progress, self._losses = TrainerProgress(self), Losses(self)
+        self._generators: random_generators.Generators = {}
         self._last_step = 0  # of the last call of `_maybe_log_save_evaluate`
-        self._epoch_end_follows = self._save_is_due = False
+        self._epoch_end_follows = self._save_is_due = self._stopped = False
         self._metric: tuple[int, float] | None = None
-        self.add_callback(_RestoreLosses(self._progress))
         if call is not None:
             self.add_callback(PingCallback(call))
 
@@ -91,7 +93,7 @@ class JobTrainerMixin(_Mixed):
         self.create_scheduler(num_training_steps=count_steps(self))
         self._created_lr_scheduler = False  # else Trainer makes another one
         _make_equal_on_all_ranks(self.model)
-        states = {"scheduler": self.lr_scheduler}
+        states = {"scheduler": self.lr_scheduler, "progress": self._progress}
         if getattr(self.accelerator, "scaler", None) is not None:
             states["scaler"] = self.accelerator.scaler
         with (
@@ -99,7 +101,7 @@ class JobTrainerMixin(_Mixed):
                 self._job_path,
                 model=self.model,
                 optimizer=self.optimizer,
-                loader=self._progress,
+                loader=self._losses,
                 **{
                     "every": None,
                     "keep": retention(self.args),
@@ -109,9 +111,11 @@ class JobTrainerMixin(_Mixed):
             ) as job,
             self._using(job),
         ):
+            job.leave_epochs_to_framework()
             if job.restore() == 0:
                 return super().train(None, *args, **kwargs)
-            self._generators = RandomGenerators()
+            self._generators = random_generators.capture()
+            self._finish_step_at_begin()
             with tempfile.TemporaryDirectory() as folder:
                 # Trainer reads its position in the data from there, and nothing else.
                 self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
@@ -134,8 +138,8 @@ class JobTrainerMixin(_Mixed):
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if self.job is None:
             super()._load_rng_state(checkpoint)
-        elif checkpoint is not None and self._generators is not None:
-            self._generators.set_again()  # after Trainer has skipped the data of earlier steps
+        elif checkpoint is not None:  # after Trainer has skipped the data of earlier steps
+            random_generators.set_all(self._generators)
 
     def _load_best_model(self: Any) -> None:
         if self.job is None:
@@ -150,19 +154,65 @@ class JobTrainerMixin(_Mixed):
 
     # ------------------------------------------------------------------------ steps and saves
 
-    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Trainer calls this after each step, and again at the end of an epoch. The last step of an
-        # epoch is counted, and saved, the second time: with the evaluation of the epoch.
-        step, control = self.state.global_step, self.control
-        is_last = float(self.state.epoch or 0.0).is_integer()
-        is_last = is_last or control.should_epoch_stop or control.should_training_stop
-        self._epoch_end_follows = is_last and step != self._last_step
+    def _maybe_log_save_evaluate(
+        self: Any, loss: torch.Tensor, norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # Trainer calls this after each step, and again at the end of an epoch. The step is counted
+        # before: what follows belongs to no step, and is done again after a fault. A checkpoint of
+        # the last step of an epoch is made the second time: with the evaluation of the epoch.
+        step = self.state.global_step
+        if self.job is not None and step > self.job.steps:
+            self._progress.end_of_step = {
+                "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+                "ignore_keys": args[3],
+                "learning_rate": kwargs.get("learning_rate"),
+            }
+            self.job.step()
+            self._progress.end_of_step = None
+        self._epoch_end_follows = self._epoch_ends() and step != self._last_step
         self._last_step = step
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.job is not None and not self._epoch_end_follows:
-            if self._save_is_due:
-                self._save()
-            self._count_step()
+        super()._maybe_log_save_evaluate(loss, norm, *args, **kwargs)
+        if self.job is not None and self._save_is_due and not self._epoch_end_follows:
+            self._save()
+
+    def _epoch_ends(self: Any) -> bool:
+        control, epoch = self.control, float(self.state.epoch or 0.0)
+        stop: bool = control.should_epoch_stop or control.should_training_stop
+        return stop or epoch.is_integer()
+
+    def _finish_step_at_begin(self: Any) -> None:
+        handler, begin = self.callback_handler, self.callback_handler.on_train_begin
+
+        def on_train_begin(*args: Any, **kwargs: Any) -> Any:
+            del handler.on_train_begin
+            self.control = begin(*args, **kwargs)
+            self._finish_step()
+            return self.control
+
+        handler.on_train_begin = on_train_begin
+
+    def _finish_step(self: Any) -> None:
+        """Does what Trainer does after the step that was restored, before it begins the next."""
+        self._losses.restore()
+        self._progress.restore_callbacks()
+        end, self._progress.end_of_step = self._progress.end_of_step, None
+        if end is not None:
+            random_generators.set_all(self._generators)  # setting up may have drawn numbers
+            self._end_step(end)
+            self._generators = random_generators.capture()
+        self._stopped = self.control.should_training_stop
+
+    def _end_step(self: Any, end: dict[str, Any]) -> None:
+        rest = self.model, None, self.state.epoch, end["ignore_keys"], time.time()
+        rate = {"learning_rate": end["learning_rate"]}
+        self._maybe_log_save_evaluate(self._tr_loss, end["norm"], *rest, **rate)
+        if self._epoch_ends():
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._maybe_log_save_evaluate(self._tr_loss, end["norm"], *rest, **rate)
+
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._stopped:  # by the end of the step that was restored
+            super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         if self.job is None:
@@ -177,13 +227,8 @@ class JobTrainerMixin(_Mixed):
         self.store_flos()
         if self.state.best_global_step:
             self.state.best_model_checkpoint = self._job_path
-        self._count_step()
         step, metric = self._metric or (-1, None)
         self.job.save(metric if step == self.state.global_step else None)
-
-    def _count_step(self: Any) -> None:
-        if self.state.global_step > self.job.steps:
-            self.job.step()
 
     def _determine_best_metric(self: Any, metrics: dict[str, float], trial: Any) -> bool:
         is_best: bool = super()._determine_best_metric(metrics=metrics, trial=trial)
@@ -222,14 +267,6 @@ class JobTrainerMixin(_Mixed):
 
 class JobTrainer(JobTrainerMixin, Trainer):
     """Hugging Face's Trainer with `JobTrainerMixin`, which describes the additional arguments."""
-
-
-class _RestoreLosses(TrainerCallback):
-    def __init__(self, progress: TrainerProgress) -> None:
-        self._progress = progress
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._progress.restore_losses()
 
 
 def _make_equal_on_all_ranks(model: nn.Module) -> None:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
-import sys
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from outlast.errors import CheckpointMismatch
+
 
 class TrainerProgress:
-    """The Trainer's state, and the losses of this rank that it has not logged yet.
+    """The Trainer's state and those of its callbacks: the same on all ranks.
 
-    A `Job` saves it as a data loader, that is, rank by rank: the losses differ between ranks. Like
-    the position in the data, which Trainer computes from the number of steps, it does not fit
-    another number of ranks.
+    Attributes:
+        end_of_step: what Trainer passes to `_maybe_log_save_evaluate` after a step, while that has
+            yet to be called; `None` in a checkpoint that was made afterwards.
     """
-
-    resizable = False
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._losses: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] = {}
+        self.end_of_step: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as Trainer writes it to `trainer_state.json`, and the losses."""
+        """The state as Trainer writes it to `trainer_state.json`."""
         trainer = self._trainer
         # Not `asdict`, which copies a long history in Python: it is turned into text at once.
         fields = dataclasses.fields(trainer.state)
@@ -38,49 +36,78 @@ class TrainerProgress:
             if isinstance(each, ExportableState):
                 exported.setdefault(type(each).__name__, []).append(each.state())
         state["stateful_callbacks"] = exported
-        saved: dict[str, Any] = {"json": json.dumps(state)}
-        if self._losses is not None:  # restored, and not handed to the Trainer yet
-            return {**saved, **self._losses}
+        return {"json": json.dumps(state), "end_of_step": json.dumps(self.end_of_step)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads the state; that of the callbacks is kept until `restore_callbacks`."""
+        self._trainer.state = TrainerState(**json.loads(saved["json"]))
+        self._loaded = json.loads(saved["json"])["stateful_callbacks"]
+        self.end_of_step = json.loads(saved["end_of_step"])
+
+    def restore_callbacks(self) -> None:
+        """Gives the callbacks and the control of the Trainer their states, at its begin."""
+        loaded, self._loaded = self._loaded, {}
+        trainer = self._trainer
+        for each in [*trainer.callback_handler.callbacks, trainer.control]:
+            if states := loaded.get(type(each).__name__):
+                saved = states.pop(0)
+                control = saved["args"] if each is trainer.control else {}
+                vars(each).update({**saved["attributes"], **control})
+
+
+class Losses:
+    """The losses of this rank that the Trainer has not logged yet.
+
+    A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
+    Trainer computes from the number of steps, does not fit another number of ranks.
+    """
+
+    resizable = True  # so that `load_state_dict` sees the other number, and can say what to do
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums; none before the training has begun."""
+        if self._loaded is not None:  # restored, and not handed to the Trainer yet
+            return self._loaded
+        trainer = self._trainer
+        saved: dict[str, Any] = {"world_size": trainer.args.world_size}
         if hasattr(trainer, "_tr_loss"):
             saved["sum"] = trainer._tr_loss.item()
             saved["total"] = trainer._total_loss_scalar
             saved["logged"] = trainer._globalstep_last_logged
+            saved["flos"] = trainer.current_flos
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Loads the state; the losses are kept until `restore_losses`."""
-        self._trainer.state = TrainerState(**json.loads(saved["json"]))
-        losses = {name: value for name, value in saved.items() if name != "json"}
-        self._losses = losses or None
+        """Keeps the losses until `restore`.
 
-    def restore_losses(self) -> None:
+        Raises:
+            CheckpointMismatch: if steps were made with another number of ranks.
+        """
+        before, now = saved["world_size"], self._trainer.args.world_size
+        if "sum" in saved and before != now:
+            raise CheckpointMismatch(
+                f"this training was saved by {before} processes, and there are {now} now. Trainer "
+                "divides the data, and counts the steps of an epoch, by their number: samples "
+                f"would be repeated and others skipped. Continue with {before} processes; or write "
+                "the model with `trainer.save_model()` there, and begin a new training with it, in "
+                "another output_dir. A training loop of your own with outlast.elastic.ElasticLoader"
+                " continues with any number"
+            )
+        self._loaded = saved if "sum" in saved else None
+
+    def restore(self) -> None:
         """Gives the losses to the Trainer, once it has set its own to zero: the first loss that it
         logs, and the mean of the whole training, are then as without the restart.
         """
-        losses, self._losses = self._losses, None
+        losses, self._loaded = self._loaded, None
         if losses is not None:
             trainer = self._trainer
             trainer._tr_loss += losses["sum"]
             trainer._total_loss_scalar = losses["total"]
             trainer._globalstep_last_logged = losses["logged"]
+            trainer.current_flos = losses["flos"]
             trainer._initial_global_step = 0
-
-
-class RandomGenerators:
-    """The states of Python's, NumPy's and torch's random generators, to be set again."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def set_again(self) -> None:
-        """Sets the generators to the states of the constructor."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)

@@ -173,6 +173,7 @@ class Agent:
             unsaved=outcome.job.unsaved,
             seconds=resources.loop.clock.now() - self._began,
             text=outcome.cause,
+            restarts=death_log.restart_counts(deaths, outcome.job),
         )
         self._exit_code = ending.exit_code
         resources.emitter.emit(LauncherEnded(exit_code=self._exit_code))

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
+from outlast.events.restart_causes import RestartCount, describe_restarts, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.workers.worker import Worker
-from outlast.system.error_text import exit_text
+from outlast.system.error_text import exit_summary, exit_text
 from outlast.system.units import duration_text
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -103,6 +104,17 @@ class DeathLog:
         return lost
 
 
+def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCount, ...]:
+    """The restarts of a job by cause: in place, and of all processes."""
+    counts = []
+    for death in deaths:
+        if death.decision is Decision.RESTARTED:
+            message = death.event().message
+            what = what_failed("WORKER_FAILED", message, "", exit_summary(death.exit_code))
+            counts.append(RestartCount.of(what, death.rank))
+    return (*counts, *job.restarts)
+
+
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
     """The failure times of workers whose ends were seen together, at `now`.
 
@@ -163,6 +175,7 @@ class Ending:
         saved: whether all workers ended as `outlast.Job` does after the last save of a stop.
         unsaved: whether a fault prevented that save.
         seconds: since the start of the job.
+        restarts: by cause.
     """
 
     cause: Death | None
@@ -171,6 +184,7 @@ class Ending:
     seconds: float
     unsaved: bool = False
     text: str = ""
+    restarts: tuple[RestartCount, ...] = ()
 
     @property
     def stopped(self) -> bool:
@@ -208,7 +222,8 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
         f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
         for death in others
     )
-    after = f"after {duration_text(ending.seconds)}"
+    restarts = describe_restarts(ending.restarts)
+    after = f"after {duration_text(ending.seconds)}{restarts and f' and {restarts}'}"
     code = f"exit code {ending.exit_code}"
     if ending.stopped:
         signal_ = "as told" if ending.received is None else f"by {ending.received.name}"

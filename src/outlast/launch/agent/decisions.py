@@ -7,6 +7,7 @@ import enum
 import json
 
 from outlast.errors import NO_RESTART
+from outlast.events.restart_causes import RestartCount
 
 DEFAULT_REPLACEMENTS = 3
 """The default for a job that uses `Wrapper`; any other job has no restarts, as with torchrun."""
@@ -42,6 +43,7 @@ class JobRecord:
         unsaved: whether it was told to stop, and has not completed the save that this requires.
         reporter: the name of the process that has printed why the job was aborted; empty if none
             has.
+        restarts: of all calls, by cause, as the ranks have counted them. Not part of the value.
     """
 
     state: JobState = JobState.PLAIN
@@ -50,6 +52,7 @@ class JobRecord:
     stopping: bool = False
     unsaved: bool = False
     reporter: str = ""
+    restarts: tuple[RestartCount, ...] = ()
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:

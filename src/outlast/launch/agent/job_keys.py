@@ -9,6 +9,7 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import COMPLETED_BY, FaultRecord
 from outlast.coordination.stores.store import Store
+from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
 
 JOB_KEY = "outlast/job"
@@ -34,6 +35,21 @@ class JobKeys:
         if stop is None:
             return record
         return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
+
+    def ended_job(self) -> JobRecord:
+        """`job`, with the restarts of all calls."""
+        record = self.job()
+        if not record.prefix:
+            return record
+        calls, _, number = record.prefix.rstrip("/").rpartition("/")
+        prefixes = [record.prefix]
+        if number.isdecimal():  # the calls before it too
+            prefixes = [f"{calls}/{call}/" for call in range(int(number) + 1)]
+        counts: list[RestartCount] = []
+        for prefix in prefixes:
+            work = MembershipProtocol(Link(prefix), 0).restart_counts()
+            counts += drive(work, perform_on(self._store))
+        return dataclasses.replace(record, restarts=tuple(counts))
 
     def give_up(self, ranks: frozenset[int]) -> None:
         """Tell the members of the running call which ranks will not be replaced, so that they do

@@ -15,7 +15,7 @@ import socket
 
 import torch.distributed as dist
 
-from outlast.coordination.stores.torch_store import TorchStore
+from outlast.coordination.stores.torch_store import TorchStore, listening
 from outlast.errors import LaunchError
 
 _BACKLOG = 4096
@@ -56,7 +56,7 @@ class JobStore:
             is_master=True,
             timeout=_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=os.dup(self._listener.fileno()),  # the server closes it
+            **listening(os.dup(self._listener.fileno())),
         )
         return TorchStore(server, f"{self.host}:{self.port}")
 

@@ -61,7 +61,7 @@ class OneHost:
         """No other host needs to know."""
 
     def finished(self, exit_codes: frozenset[int]) -> None:
-        self._actions.finish(Outcome(job=self.keys.job()))
+        self._actions.finish(Outcome(job=self.keys.ended_job()))
 
     def close(self) -> None:
         self._store.close()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.launch.commands import checkpoint_output as output
-from outlast.launch.commands.error_exit import exit_on
+from outlast.launch.commands.error_exit import UNREAD, exit_on
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.named_files import Storage
@@ -47,7 +47,8 @@ def ls(
 ) -> None:
     """List the checkpoints, damaged and unfinished ones included.
 
-    Only the sizes of the files are checked; `verify` reads their contents.
+    Only the sizes of the files are checked; `verify` reads their contents. The exit code is 74 if
+    one of them cannot be read now.
     """
     with exit_on(*_ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import named_files
@@ -59,12 +60,13 @@ def ls(
         if as_json:
             rows = [output.as_json(one, prefix) for prefix in found for one in found[prefix]]
             typer.echo(json.dumps(rows, indent=2))
-            return
         for prefix, folders in found.items():
-            if folders:
+            if folders and not as_json:
                 output.print_table(folders, prefix, time.time())
-        if not any(found.values()):
+        if not any(found.values()) and not as_json:
             typer.echo(f"no checkpoints in {kinds[0].where}")
+        if any(one.unread for folders in found.values() for one in folders):
+            raise typer.Exit(UNREAD)
 
 
 def verify(
@@ -75,7 +77,8 @@ def verify(
 ) -> None:
     """Read checkpoints completely and compare every byte with its checksum.
 
-    The exit code is 1 if a checkpoint is damaged or none exists.
+    The exit code is 1 if a checkpoint is damaged or none exists, and else 74 if one cannot be read
+    now.
     """
     with exit_on(*_ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import named_files
@@ -91,18 +94,19 @@ def verify(
         wanted = list(dict.fromkeys(steps)) if steps else list(known)
         # A checkpoint without a manifest has no list of files; `verify` reports it.
         sizes = {s: one.manifest.size_bytes for s, one in known.items() if one.manifest is not None}
-        damaged = False
+        damaged = unread = False
         with output.progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
                     info = named_files.verify(storage, step, advance)
                 except CheckpointError as e:
-                    damaged = True
+                    unread |= isinstance(e, CheckpointReadError)
+                    damaged |= not isinstance(e, CheckpointReadError)
                     typer.echo(f"outlast: error: {storage.prefix} {step}: {e}", err=True)
                 else:
                     output.print_verified(f"{storage.prefix} {step}", info.size_bytes)
-    if damaged:
-        raise typer.Exit(1)
+    if damaged or unread:
+        raise typer.Exit(1 if damaged else UNREAD)
 
 
 def rm(
@@ -146,10 +150,12 @@ def rm(
             # Checked with the lock held: before that, a job may have changed the folder.
             surveyed = named_files.survey(storage)
             valid = {one.step for one in surveyed if one.step is not None and not one.wrong}
-            if valid & set(chosen) and not valid - set(chosen) and not force:
+            # One that cannot be read now may be the last valid one.
+            kept = {one.step for one in surveyed if one.step is not None and one.unread} | valid
+            if kept & set(chosen) and not valid - set(chosen) and not force:
                 raise CheckpointError(
-                    f"{_steps(sorted(valid))}: no valid checkpoint would be left, so nothing was "
-                    "deleted; use --force to delete it"
+                    f"{_steps(sorted(kept & set(chosen)))}: no valid checkpoint would be left, so "
+                    "nothing was deleted; use --force to delete it"
                 )
             if not yes and not _confirmed(f"Delete {_steps(chosen)} from {storage.where}?"):
                 raise CheckpointError("nothing was deleted")

@@ -27,14 +27,13 @@ def as_json(found: Found, prefix: str) -> dict[str, object]:
             known["states"] = len(manifest.files)
         else:
             known |= {"metric": manifest.metric, "tensors": len(manifest.tensors)}
-    state = "damaged" if found.wrong else "whole"
     return {
         **({"step": None, "number": found.step} if of_states else {"step": found.step}),
         "folder": found.folder,
         "saved_at": _iso(found.saved_at),
         **known,
         # "not committed", "removed", "recycled files", "replaced": without the explanation
-        "state": found.wrong.partition(",")[0] if found.step is None else state,
+        "state": found.wrong.partition(",")[0] if found.step is None else _state(found),
         "wrong": "" if found.step is None else found.wrong,
     }
 
@@ -69,8 +68,8 @@ def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
                 metric = one.manifest.metric
                 about += ["-" if metric is None else f"{metric:g}", str(len(one.manifest.tensors))]
         if one.wrong:
-            remarks.append(f"damaged: {prefix} {one.step}: {one.wrong}")
-        state = Text("damaged", style="red") if one.wrong else Text("whole", style="green")
+            remarks.append(f"{_state(one)}: {prefix} {one.step}: {one.wrong}")
+        state = Text(_state(one), style="red" if one.wrong else "green")
         age = "-" if one.saved_at is None else age_text(now - one.saved_at)
         table.add_row(str(one.step), age, *about, state)
     # Into a pipe, print full lines rather than lines cut to the width of a missing terminal.
@@ -79,6 +78,12 @@ def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
         console.print(table)
     for remark in remarks:
         console.print(Text(remark), soft_wrap=True)
+
+
+def _state(found: Found) -> str:
+    if found.unread:
+        return "unreadable"
+    return "damaged" if found.wrong else "whole"
 
 
 def print_verified(name: str, size_bytes: int) -> None:

@@ -1,4 +1,6 @@
-"""How every command ends on an error that is not a wrong usage: one line, and exit code 1."""
+"""How every command ends on an error that is not a wrong usage: one line, and exit code 1, or 74 if
+a checkpoint could not be read: then it is not known what is in it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ from contextlib import contextmanager
 
 import typer
 
+from outlast.errors import CheckpointReadError
+
+UNREAD = 74
+"""The exit code for a read error: EX_IOERR of sysexits.h."""
+
 
 @contextmanager
 def exit_on(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns an exception of these kinds into one line on standard error and exit code 1."""
+    """Turns an exception of these kinds into one line on standard error, and an exit code."""
     try:
         yield
     except kinds as e:
         typer.echo(f"outlast: error: {e}", err=True)
-        raise typer.Exit(1) from e
+        raise typer.Exit(UNREAD if isinstance(e, CheckpointReadError) else 1) from e

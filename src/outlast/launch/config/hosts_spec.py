@@ -16,8 +16,8 @@ _PORTS = {"c10d": 29400, "etcd": 2379, "static": 29500}
 """The backends, and the port of an endpoint without one, as with torchrun."""
 _TIMES = {"join_timeout": 600.0, "last_call_timeout": 30.0}
 _CONF = {
-    "c10d": frozenset({*_TIMES, "timeout", "endpoints"}),
-    "static": frozenset({*_TIMES, "timeout"}),
+    "c10d": frozenset({*_TIMES, "timeout", "endpoints", "record_dir"}),
+    "static": frozenset({*_TIMES, "timeout", "record_dir"}),
     "etcd": frozenset(
         {*_TIMES, "timeout", "protocol", "cacert", "cert", "key", "user", "password_file"}
     ),

@@ -6,7 +6,7 @@ Two implementations: over the agents' own consensus (`--rdzv-backend c10d`) and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ class GroupSpec:
         conf: further settings of the backend (`--rdzv-conf`).
         page: the lease page that the group renews, which the agent keeps for all groups that it
             joins one after another; `None` makes one for this group.
+        say: prints a line for the user.
     """
 
     run_id: str
@@ -42,6 +43,7 @@ class GroupSpec:
     place: int = -1
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
     page: LeasePage | None = None
+    say: Callable[[str], None] = lambda line: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

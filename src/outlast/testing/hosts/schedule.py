@@ -5,6 +5,58 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from outlast.coordination.replicated.timing import Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class VariedTiming(Timing):
+    """The durations as shares of the lease. No order of events may depend on the product's own: a
+    simulation that never varies them shows only that they are lucky. The defaults are sparse, with
+    fewer messages when nothing happens, so that runs take less time.
+    """
+
+    lease: float = 5.0
+    quorum_share: float = 0.3
+    spread_share: float = 0.15
+    heartbeat_share: float = 0.2
+    append_share: float = 1 / 12
+    retry_share: float = 0.1
+
+    @property
+    def quorum_lease(self) -> float:
+        return self.quorum_share * self.lease
+
+    @property
+    def election_spread(self) -> float:
+        return self.spread_share * self.lease
+
+    @property
+    def heartbeat(self) -> float:
+        return self.heartbeat_share * self.lease
+
+    @property
+    def append_interval(self) -> float:
+        return self.append_share * self.lease
+
+    @property
+    def retry(self) -> float:
+        return self.retry_share * self.lease
+
+    @classmethod
+    def of(cls, r: random.Random, latency_s: float) -> VariedTiming:
+        """Half of all runs have the defaults; the others, shares from a wide range. Elections come
+        to an end only if voters begin them further apart than a message takes.
+        """
+        if r.random() < 0.5:
+            return cls()
+        return cls(
+            quorum_share=r.uniform(0.2, 0.45),
+            spread_share=r.choice([0.1, 0.15, 0.3] if latency_s > 0.02 else [0.02, 0.1, 0.3]),
+            heartbeat_share=r.choice([0.1, 0.2, 0.3]),
+            append_share=r.choice([0.04, 0.1, 0.15]),
+            retry_share=r.choice([0.05, 0.1, 0.4]),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class HostSchedule:
@@ -19,6 +71,7 @@ class HostSchedule:
             messages overtake them.
         kept: the entries of the log that are kept; few, so that snapshots are needed.
         faults_s: faults begin within this time.
+        timing: the durations of the protocol.
     """
 
     hosts: int = 3
@@ -34,6 +87,7 @@ class HostSchedule:
     latency_s: float = 0.01
     kept: int = 100
     faults_s: float = 12.0
+    timing: Timing = VariedTiming()
 
     @classmethod
     def of(cls, seed: int) -> HostSchedule:
@@ -42,19 +96,23 @@ class HostSchedule:
         if r.random() < 0.15:
             # Little else than cut links: only so a host whose log lacks nothing fails to hear.
             latency_s = r.choice([0.001, 0.02])
-            return cls(r.choice([3, 4, 5]), 0, 0, 4, 0, 0, 1, latency_s=latency_s, faults_s=10.0)
-        return cls(
-            hosts=r.choice([2, 3, 3, 3, 4, 4, 5, 6]),
-            crashes=r.choice([0, 1, 1, 2, 3]),
-            pauses=r.choice([0, 1, 2, 4]),
-            cuts=r.choice([0, 1, 1, 2, 3]),
-            leaves=r.choice([0, 0, 0, 1, 2]),
-            joins=r.choice([0, 1, 1, 2, 3]),
-            operations=r.choice([1, 4, 8, 12]),
-            loss=r.choice([0, 0, 0.05, 0.2]),
-            repeats=r.choice([0, 0, 0.1]),
-            delays=r.choice([0, 0, 0.05, 0.2]),
-            latency_s=r.choice([0.001, 0.02, 0.1]),
-            kept=r.choice([2, 4, 100]),
-            faults_s=r.choice([2.0, 5.0, 10.0]),
-        )
+            hosts = r.choice([3, 4, 5])
+            plan = cls(hosts, 0, 0, 4, 0, 0, 1, latency_s=latency_s, faults_s=10.0)
+        else:
+            plan = cls(
+                hosts=r.choice([2, 3, 3, 3, 4, 4, 5, 6]),
+                crashes=r.choice([0, 1, 1, 2, 3]),
+                pauses=r.choice([0, 1, 2, 4]),
+                cuts=r.choice([0, 1, 1, 2, 3]),
+                leaves=r.choice([0, 0, 0, 1, 2]),
+                joins=r.choice([0, 1, 1, 2, 3]),
+                operations=r.choice([1, 4, 8, 12]),
+                loss=r.choice([0, 0, 0.05, 0.2]),
+                repeats=r.choice([0, 0, 0.1]),
+                delays=r.choice([0, 0, 0.05, 0.2]),
+                latency_s=r.choice([0.001, 0.02, 0.1]),
+                kept=r.choice([2, 4, 100]),
+                faults_s=r.choice([2.0, 5.0, 10.0]),
+            )
+        timing = VariedTiming.of(random.Random(f"timing {seed}"), plan.latency_s)
+        return dataclasses.replace(plan, timing=timing)

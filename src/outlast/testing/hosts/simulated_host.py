@@ -5,7 +5,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from outlast.coordination.replicated.messages import Snapshot
+from outlast.coordination.replicated.messages import (
+    Announce,
+    AppendAnswer,
+    Handover,
+    Leave,
+    Refusal,
+    Snapshot,
+    VoteAnswer,
+)
 from outlast.coordination.replicated.operations import Failed, Operation
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.replica import Replica
@@ -75,9 +83,19 @@ class SimulatedHost:
         if self.paused:
             self._waiting.append((sender, message))
             return
-        self.sim.snapshots += isinstance(message, Snapshot)
+        self._count(message)
         self.replica.receive(sender, message, self.clock(self.sim.now))
         self.end_round()
+
+    def _count(self, message: Any) -> None:
+        seen = self.sim.sometimes
+        if isinstance(message, VoteAnswer):
+            what = "trial" if message.trial else "vote"
+            seen[f"{what} {'granted' if message.granted else 'denied'}"] += 1
+        elif isinstance(message, AppendAnswer):
+            seen["entries refused"] += not message.accepted
+        elif isinstance(message, Snapshot | Refusal | Handover | Leave | Announce):
+            seen[type(message).__name__] += 1
 
     def go_on(self) -> None:
         """Ends a pause. The host finds its messages and its timers in any order."""

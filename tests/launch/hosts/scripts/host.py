@@ -84,6 +84,7 @@ def say(**line: Any) -> None:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
+    given["conf"] = {"record_dir": given.pop("record_dir")} if "record_dir" in given else {}
     page = LeasePage.create(Path(given.pop("folder"))) if "folder" in given else None
     founding.SILENCE_S = given.pop("silence_s")
     given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])

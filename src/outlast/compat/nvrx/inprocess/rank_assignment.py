@@ -111,23 +111,36 @@ class ShiftRanks(_Moves):
 
 
 class FillGaps(_Moves):
-    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`."""
+    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`.
+
+    That is the arrangement that 0.4 documents, and it is used in a wrapped call. Called by itself,
+    the policy returns what 0.4 returns: the rank r at or above the new size moves to the gap
+    number r - size. If some of these high ranks are lost too, it passes over as many of the lowest
+    gaps, and returns ranks outside the new size.
+    """
 
     _core = core.FillGaps()
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        gaps, rank = sorted(ctx.terminated_ranks), ctx.state.rank
+        ctx = super().__call__(ctx)
+        if not isinstance(ctx, _CallCtx) and rank is not None and rank >= ctx.state.world_size:
+            ctx.state.rank = gaps[rank - ctx.state.world_size]
+        return ctx
 
 
 class FilterCountGroupedByKey(RankAssignment):
     """Marks the ranks of each group whose number of healthy ranks fails `condition`.
 
     Args:
-        key_or_fn: the group of this rank: a string, or `fn(state)`.
+        key_or_fn: the group of this rank: a value whose text is its key, or `fn(state)`.
         condition: takes the number of healthy ranks of a group.
         timeout: for the exchange of the keys.
     """
 
     def __init__(
         self,
-        key_or_fn: str | Callable[[State], object],
+        key_or_fn: object,
         condition: Callable[[int], bool],
         timeout: datetime.timedelta = datetime.timedelta(seconds=60),
     ) -> None:
@@ -148,7 +161,7 @@ class FilterCountGroupedByKey(RankAssignment):
 class Layer(rank_tree.Layer):
     """`outlast.inprocess.rank_tree.Layer`, whose `fn(state)` gets a `State` of 0.4."""
 
-    key_or_fn: str | Callable[[Any], object] = ""
+    key_or_fn: Any = ""
 
     def key(self, state: Any) -> str:
         fn = self.key_or_fn
@@ -212,7 +225,12 @@ class CoreAssignment(core.RankAssignment):
             world_size=found.world_size,
             active_world_size=found.active_world_size or 0,
         )
-        return after_state, frozenset(after.terminated_ranks)
+        # As in 0.4, the state counts, whether or not the assignment has emptied the set. Marked
+        # ranks that are still part of the world size are an error of the composition.
+        left = frozenset(after.terminated_ranks)
+        return after_state, frozenset() if found.world_size <= state.world_size - len(
+            left
+        ) else left
 
 
 def as_core(assignment: Any) -> core.RankAssignment:

@@ -118,6 +118,7 @@ class Wrapper:
             termination_grace_time=termination_grace_time,
             monitor_process_logfile=monitor_process_logfile,
             enabled=enabled,
+            repeated_faults=None,
             completion=_adapted(adapters.CoreCompletion, completion),
             terminate=_adapted(adapters.CoreTerminate, terminate),
         )

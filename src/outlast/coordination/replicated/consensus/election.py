@@ -23,6 +23,7 @@ class Election:
             voter.enter(voter.term + 1)
             voter.voted_for, voter.voted_at = voter.me, now
         self.trial = trial
+        self._began = now
         self.term = voter.term + 1 if trial else voter.term
         self._votes: dict[str, float] = {}
         self._vote(voter.me, silent, now)
@@ -43,6 +44,15 @@ class Election:
         if self.trial:
             return self.term != self._voter.term + 1 or self._voter.hears_leader(now)
         return self.term != self._voter.term or self._voter.leader is not None
+
+    def precedes(self, other: str, asked: VoteRequest, now: float) -> bool:
+        """Whether this candidate goes before `other`, which asks at the same time. Only while this
+        election is young: one that gets no answers must not hold up another for good.
+        """
+        log = self._voter.log
+        mine = (log.last_term, log.last, self._voter.me)
+        young = now < self._began + self._voter.timing.election_spread / 2
+        return young and mine > (asked.last_term, asked.last_index, other)
 
     @property
     def won(self) -> bool:

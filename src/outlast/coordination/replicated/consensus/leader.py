@@ -16,6 +16,7 @@ from outlast.coordination.replicated.entries import (
     Started,
 )
 from outlast.coordination.replicated.messages import Append, AppendAnswer, Message
+from outlast.coordination.replicated.operations import MESSAGE_BYTES
 from outlast.coordination.replicated.quorum import Configuration, Voters
 
 MOST_VOTERS = 7
@@ -117,12 +118,11 @@ class Leader:
         self._voter.log.append(Entry(self.term, change))
 
     def round(self, now: float) -> list[tuple[str, Message]]:
-        """Ends a round of inputs: makes one entry of all gathered writes, and returns what is to be
-        sent to the voters.
+        """Ends a round of inputs: makes one entry of all gathered writes (or a few, if they are
+        long), and returns what is to be sent to the voters.
         """
         self._change_voters(now)
-        written = self.serving.gathered()
-        if written is not None:
+        while (written := self.serving.gathered()) is not None:
             self._append(written)
         for change in self._changes:
             self._append(change)
@@ -150,7 +150,7 @@ class Leader:
         previous_term = log.term(previous)
         if previous_term is None:  # only a heartbeat, until it has the snapshot
             previous, previous_term = log.base, log.term(log.base) or 0
-        entries = log.after(previous, MOST_ENTRIES) if has_more else ()
+        entries = log.after(previous, MOST_ENTRIES, MESSAGE_BYTES) if has_more else ()
         commit = self._voter.commit
         return Append(self.term, now, previous, previous_term, commit, entries)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from outlast.coordination.replicated.entries import Change, Changed, Entry, Started
+import itertools
+
+from outlast.coordination.replicated.entries import Change, Changed, Entry, Started, Written
 from outlast.coordination.replicated.quorum import Voters
 
 KEPT = 100
@@ -46,6 +48,17 @@ class Log:
         """The entry that brought the present configuration."""
         return self._voters[-1][0]
 
+    def configurations(self, commit: int) -> tuple[tuple[int, Voters, bool], ...]:
+        """The latest configuration up to `commit`, and all later ones; see `Replica`."""
+        found: list[tuple[int, Voters, bool]] = []
+        for index, voters in reversed(self._voters):
+            if voters is None:
+                break
+            found.append((index, voters, index <= commit))
+            if index <= commit:
+                break
+        return tuple(reversed(found))
+
     @property
     def author(self) -> str | None:
         return self._authors[-1][1]
@@ -62,10 +75,17 @@ class Log:
         """What an entry says."""
         return self._entries[index - self.base - 1].change
 
-    def after(self, index: int, most: int) -> tuple[Entry, ...]:
-        """The entries after `index`, `most` of them."""
-        first = index - self.base
-        return tuple(self._entries[first : first + most])
+    def after(self, index: int, most: int, most_bytes: int) -> tuple[Entry, ...]:
+        """The entries after `index`: `most` of them at the most, and no further one once they have
+        `most_bytes`.
+        """
+        taken, size = [], 0
+        for entry in itertools.islice(self._entries, index - self.base, index - self.base + most):
+            taken.append(entry)
+            size += entry.change.size_bytes if isinstance(entry.change, Written) else 0
+            if size >= most_bytes:
+                break
+        return tuple(taken)
 
     def append(self, entry: Entry) -> None:
         """Adds an entry at the end."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
 from outlast.coordination.replicated.consensus.voter import Voter
 from outlast.coordination.replicated.entries import Change, Written
 from outlast.coordination.replicated.messages import Requests
-from outlast.coordination.replicated.operations import WAIT, Operation, Result
+from outlast.coordination.replicated.operations import (
+    MESSAGE_BYTES,
+    WAIT,
+    Operation,
+    Result,
+    size_bytes,
+)
 
 
 class Serving:
@@ -19,7 +25,7 @@ class Serving:
 
     def __init__(self, voter: Voter) -> None:
         self._voter = voter
-        self._gathered: list[tuple[str, int, list[tuple[int, Operation]]]] = []
+        self._gathered: deque[tuple[str, int, list[tuple[int, Operation]]]] = deque()
         self._underway: set[tuple[str, int]] = set()
         self._waits: dict[str, dict[int, str]] = {}
         self._waiters: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -70,11 +76,13 @@ class Serving:
             del self._waiters[key]
 
     def gathered(self) -> Written | None:
-        """All writes since the last call, as one entry of the log."""
-        if not self._gathered:
-            return None
-        taken, self._gathered = self._gathered, []
-        return Written(tuple((host, floor, tuple(writes)) for host, floor, writes in taken))
+        """Writes that no entry of the log holds yet, as one: all of them, unless they are long."""
+        taken, size = [], 0
+        while self._gathered and size < MESSAGE_BYTES:
+            host, floor, writes = self._gathered.popleft()
+            taken.append((host, floor, tuple(writes)))
+            size += sum(size_bytes(operation) for _, operation in writes)
+        return Written(tuple(taken)) if taken else None
 
     def performed(self, change: Change, results: dict[str, dict[int, Any]]) -> None:
         """The results of an entry, each of which is answered; and the keys that it has set, whose
@@ -98,6 +106,12 @@ class Serving:
         self._underway = {known for known in self._underway if known[0] != host}
 
     def answers(self) -> Iterable[tuple[str, tuple[tuple[int, Result], ...]]]:
-        """The answers since the last call, by host."""
+        """The answers since the last call, by host, and cut into messages."""
         taken, self._answers = self._answers, defaultdict(list)
-        return ((host, tuple(results)) for host, results in taken.items())
+        for host, results in taken.items():
+            first = size = 0
+            for number, (_, result) in enumerate(results, 1):
+                size += size_bytes(result)
+                if size >= MESSAGE_BYTES or number == len(results):
+                    yield host, tuple(results[first:number])
+                    first, size = number, 0

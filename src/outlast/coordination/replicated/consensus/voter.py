@@ -84,8 +84,11 @@ class Voter:
         silent = now - max(self.heard, self.voted_at)
         if asked.trial:
             # Not while another may be winning: a second election would only unseat it.
-            busy = now < self.voted_at + self.timing.election_spread
-            return VoteAnswer(asked.term, current and not busy, True, silent)
+            granted = current and now >= self.voted_at + self.timing.election_spread
+            # A refusal carries this voter's own term. With the term that was asked for, a candidate
+            # whose log lags would enter it, ask for the next one, and so make the leader, and each
+            # candidate that could win, give up for a term in which nobody can.
+            return VoteAnswer(asked.term if granted else self.term, granted, True, silent)
         if asked.term > self.term:
             self.enter(asked.term)
         granted = current and self.leader is None and self.voted_for in (None, sender)
@@ -132,10 +135,8 @@ class Voter:
             # A late copy, perhaps: entries behind it were accepted, and must not be dropped.
             self.commit = said.index
             return said.index
-        state = said.state
-        self.table = Table.unpack(state["table"])
-        voters = Voters.unpack(state["voters"])
-        self.log.reset(said.index, said.index_term, voters, state["author"])
+        self.table = Table(said.table)
+        self.log.reset(said.index, said.index_term, said.voters, said.author)
         self.commit = self.applied = said.index
         return said.index
 
@@ -146,8 +147,7 @@ class Voter:
         term = self.log.term(self.applied)
         assert voters is not None
         assert term is not None
-        state = {"table": self.table.pack(), "voters": voters.pack(), "author": author}
-        return Snapshot(self.term, sent, self.applied, term, state)
+        return Snapshot(self.term, sent, self.applied, term, self.table.state, voters, author)
 
     def apply(self) -> list[tuple[Change, dict[str, dict[int, Any]]]]:
         """Performs the entries that are newly committed; returns each with its results by host."""

@@ -40,14 +40,18 @@ class Samples:
         return places, [view.tobytes() for view in self._views]
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> tuple[list[int], list[int]]:
-    """Which tensors an optimizer holds for the parameters, and how often each was written to."""
-    tensors = [
+def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer holds for the parameters."""
+    return [
         value
         for moments in optimizer.state.values()
         for value in moments.values()
         if isinstance(value, torch.Tensor)
     ]
+
+
+def writes_to(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Which tensors these are, and how often each was written to."""
     return list(map(id, tensors)), [0 if t.is_inference() else t._version for t in tensors]
 
 

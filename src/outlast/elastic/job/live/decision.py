@@ -25,6 +25,7 @@ class Offer:
         came_back: whether the last fault is equal to one before it, without progress in between.
         place: the state that its tensors hold, if they are at a step; then `settled`, `passes`,
             `held` (its signature) and `layout` describe them (`Frozen`).
+        why: why they are at none; empty in a process that has noted no step.
     """
 
     records: Sequence[Record]
@@ -37,6 +38,7 @@ class Offer:
     held: str = ""
     layout: str = ""
     came_back: bool = False
+    why: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -81,23 +83,38 @@ def next_branch(offers: Sequence[Offer], mark: str) -> str:
     return f"{1 + max(offer.branches for offer in offers):09d}-{mark}"
 
 
-def decide(offers: Sequence[Offer], branch: str) -> Decision | None:
-    """The newest state of which all parts are left; `None` if there is none. `offers` are in the
-    order of the ranks; `branch` is that of the steps that follow.
+def decide(offers: Sequence[Offer], branch: str) -> Decision | str:
+    """The newest state of which all parts are left; why there is none otherwise, which is empty if
+    no process has noted a step. `offers` are in the order of the ranks; `branch` is that of the
+    steps that follow.
     """
+    if not any(offer.place or offer.why or offer.records for offer in offers):
+        return ""
     if any(offer.came_back for offer in offers):
-        # The state may be the reason, for example weights that are not numbers.
-        return None
+        return "the same fault came back, so the state of the ranks may be its cause"
     states = {(o.place.step, o.place.branch) for o in offers if o.place is not None}
+    missing: list[str] = []
     for step, made_on in sorted(states, reverse=True):
         found = _complete(offers, step, made_on, branch)
-        if found is not None:
+        if isinstance(found, Decision):
             return found
-    return None
+        missing.append(f"step {step} lacks {found}")
+    by_reason: dict[str, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        if offer.place is None:
+            by_reason.setdefault(offer.why or "a new process", []).append(rank)
+    return "; ".join([*missing, *(f"{names(ranks)}: {why}" for why, ranks in by_reason.items())])
 
 
-def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> Decision | None:
-    """The decision for this state, unless a part of it is missing."""
+def names(ranks: Sequence[int]) -> str:
+    """The ranks, as a text."""
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> Decision | str:
+    """The decision for this state, or what is missing of it."""
     size = len(offers)
     at_step = [
         rank
@@ -110,14 +127,14 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
         if rank in alike:
             continue
         if not alike:
-            return None
+            return f"the tensors of rank {rank}"
         layout = offers[alike[0]].layout
         sources[rank] = [each for each in alike if offers[each].layout == layout]
     places = [offers[rank].place for rank in at_step]
     sizes = {place.world_size for place in places if place is not None}
     if sizes != {size}:
         if not all(offer.resizable for offer in offers):
-            return None
+            return f"a state that fits {size} ranks instead of {min(sizes)}"
         return Decision(step, made_on, sources, _kept(offers, step, made_on), branch)
     # What a rank has noted during the step holds only if nothing has changed until its end, and if
     # it was noted in the last backward pass of the step.
@@ -134,7 +151,7 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
             and (record.final or (settled and {record.passes} == passes))
         ]
         if not holders:
-            return None
+            return f"the random generators and other states of rank {rank} alone"
         *_, holder, record = min(holders, key=lambda each: each[:3])
         own.append((holder, record))
     return Decision(step, made_on, sources, own, branch)

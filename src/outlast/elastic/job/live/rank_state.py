@@ -1,6 +1,7 @@
 """The part of a training state that belongs to one rank alone, after each step.
 
-These are its random generators, its position in the data if it is not the same on all ranks, the
+These are its random generators, the order of its batches (`Epochs.own_state`), its position in the
+data if it is not the same on all ranks, the
 state of its parts (`ConsistentDDP`), and buffers such as the statistics of a batch norm: these
 change during the forward pass, and may differ between replicas. They are noted by value, after
 every step, as values that can be compared and pickled.
@@ -112,6 +113,8 @@ class RankState:
         state: State = {"buffers": self._buffers.note()}
         if self._generators is not None:
             state["random"] = self._generators.note()
+        if own := self._training.epochs.own_state():
+            state["epochs"] = own
         if self._stream is not None:
             state["stream"] = self._stream.own_state_dict()
         if self._loader is not None:
@@ -145,6 +148,8 @@ def insert(
         state["model"][name] = unpacked(value)
     if "random" in noted:
         state["random"] = {str(rank): restored(noted["random"])}
+    if "epochs" in noted:
+        state["epochs"] = {**state.get("epochs", {}), str(rank): noted["epochs"]}
     if "stream" in noted:
         state["loader"] = noted["stream"]
     if "loader" in noted:

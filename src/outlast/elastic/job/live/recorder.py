@@ -7,6 +7,12 @@ and found when the point is frozen. A write to a parameter through `.data`, NumP
 is not counted: it is found if it changes one of the elements that are compared (`contents`). Such a
 write to an optimizer's tensors is not found.
 
+An optimizer's step that is given a closure begins when the closure has returned for the first time:
+until then the optimizer has only asked for gradients. Lightning runs the whole forward and backward
+pass in there. LBFGS calls the closure again after its first writes: then the step has begun. If an
+optimizer writes before it calls the closure, as for sharpness-aware minimization, these are other
+writes. With a `GradScaler`, the backward pass precedes the step, which has no closure.
+
 Gradients belong to no point. So a step of the job after which gradients are left over from a
 backward pass that no optimizer's step has used (accumulation over steps of the job) has none.
 
@@ -28,7 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.elastic.job.attached_states import pack
-from outlast.elastic.job.live.contents import Sample, Samples, moments_of
+from outlast.elastic.job.live.contents import Sample, Samples, moments_of, writes_to
 from outlast.elastic.job.live.point import (
     Frozen,
     Place,
@@ -106,8 +112,10 @@ class Recorder:
         self._branch = branch
         self._rank, self._world_size = place.rank, place.world_size
         # The ranks may still write equal values to their parameters before the first step, as
-        # DistributedDataParallel does: then the contents decide, and not the counts.
+        # DistributedDataParallel does, or move them and the optimizer's tensors, as accelerate
+        # does: then the contents decide, and not the counts and places.
         self._digests = {id(each): digest(each) for each in self._parameters}
+        self._moments = [digest(each) for each in moments_of(training.optimizer)]
         self._frozen: Frozen | None = None
         self._early: tuple[int, State] | None = None
         self._passes = 0  # backward passes of the coming step
@@ -116,7 +124,8 @@ class Recorder:
         self._slots: Slots | None = Slots(len(payload))
         self._slots.write(self._record(place.branch, place.step), payload)
         kept.keep(self._slots.memory)
-        self._intact, self._stepped = True, False
+        self._stepped = self._accumulated = False
+        self._why = ""
         self._first: _Point | None = None
         self._point = self._first = self._noted(place, counters, own, settled=False)
         self._removables = [register_optimizer_step_pre_hook(self._before_step)]
@@ -129,6 +138,13 @@ class Recorder:
         found = self._frozen
         return None if found is None or found.versions.changed() else found
 
+    @property
+    def why(self) -> str:
+        """Why there is nothing to continue from, once `freeze` was called."""
+        if self._frozen is None:
+            return self._why
+        return f"its state of step {self._point.place.step} was written to during the restore"
+
     def completed(self, step: int, counters: dict[str, Any]) -> None:
         """Notes that `step` is complete, with all that belongs to it."""
         own = self._state.note()
@@ -139,9 +155,10 @@ class Recorder:
         self._point = self._noted(place, counters, own, settled)
         self._passes = 0
         self._first = None
-        self._digests = {}
+        self._digests, self._moments = {}, []
         # Without an optimizer's step, gradients that are there are still needed.
-        self._intact = self._stepped or all(p.grad is None for p in self._parameters)
+        has_gradients = any(p.grad is not None for p in self._parameters)
+        self._accumulated = has_gradients and not self._stepped
         self._stepped = False
 
     def freeze(self) -> None:
@@ -154,11 +171,19 @@ class Recorder:
             return
         for parameter in self._parameters:
             parameter.grad = None
+        step = self._point.place.step
         try:
-            if self._intact and not self._written(training):
+            if self._stepped:
+                self._why = f"the optimizer had begun step {step + 1}, which was not completed"
+            elif self._accumulated:
+                self._why = f"gradients were accumulated over step {step} and later ones"
+            elif self._written(training):
+                self._why = f"its tensors were written to after step {step}"
+            else:
                 self._frozen = self._build(training)
         except Exception as e:  # noqa: BLE001 - the other ranks may have what is needed
-            log.warning("this rank cannot continue from its own state: %s", describe(e))
+            self._why = describe(e)
+            log.warning("this rank cannot continue from its own state: %s", self._why)
         self._parameters, self._entries, self._first = [], {}, None
         self._samples = Samples([])
 
@@ -186,7 +211,7 @@ class Recorder:
             watched,
         )
         versions = Versions(self._parameters)
-        sample, moments = self._samples.take(), moments_of(training.optimizer)
+        sample, moments = self._samples.take(), writes_to(moments_of(training.optimizer))
         return _Point(
             place, settled, self._passes, shared, states, own, versions, watched, sample, moments
         )
@@ -218,10 +243,15 @@ class Recorder:
 
     def _written(self, training: TrainingState) -> bool:
         """Whether a tensor of the point was written to since, or replaced."""
-        point = self._point
+        point, moments = self._point, moments_of(training.optimizer)
         changed = point.versions.changed()
+        rewritten = point.moments != writes_to(moments)
+        sampled = point.sample != self._samples.take()
         if point is self._first:
-            changed = [each for each in changed if digest(each) != self._digests[id(each)]]
+            suspects = self._parameters if sampled else changed
+            changed = [each for each in suspects if digest(each) != self._digests[id(each)]]
+            sampled = False
+            rewritten = rewritten and self._moments != [digest(each) for each in moments]
         present = dict(training.module.named_parameters(remove_duplicate=False))
         replaced = [
             name
@@ -230,21 +260,34 @@ class Recorder:
             and not isinstance(entry, DTensor)  # a sharded module shows others during a pass
             and present.get(name, entry) is not entry
         ]
-        return bool(
-            changed
-            or replaced
-            or point.watched.changed()
-            or point.sample != self._samples.take()
-            or point.moments != moments_of(training.optimizer)
-        )
+        return bool(changed or replaced or point.watched.changed() or sampled or rewritten)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Any optimizer counts: the step of a second one belongs to the same step of the job."""
+        # torch passes the optimizer itself as the first argument, then those of its `step`.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._begin_step()
+            return None
+
+        def evaluate(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            self._begin_step()
+            return result
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _begin_step(self) -> None:
+        """An optimizer writes next. If this is interrupted, it does not."""
         if not self._stepped and self._training is not None:
             step = self._point.place.step + 1
             if self._early is None or self._early[0] != step:
                 self._note_early()
-        self._intact, self._stepped = False, True
+        self._stepped = True
 
     def _hook_on_gradient(self) -> list[Any]:
         """Notes the coming step when the gradient of one parameter has been accumulated. DDP sends

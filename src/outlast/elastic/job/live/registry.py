@@ -10,6 +10,7 @@ from outlast.elastic.job.live.recorder import Recorder
 from outlast.inprocess.running_call import RunningCall
 
 _recorders: dict[str, Recorder] = {}
+_missing: dict[str, str] = {}  # why there is no recorder, by folder
 _owner: RunningCall | None = None
 
 
@@ -19,9 +20,17 @@ def present(url: str, call: RunningCall) -> Recorder | None:
     return _recorders.get(url)
 
 
-def replace(url: str, call: RunningCall, recorder: Recorder | None) -> None:
-    """Keeps this recorder instead of the one before, which releases its state."""
+def why_missing(url: str) -> str:
+    """Why the iteration before has kept no state; empty if it is unknown."""
+    return _missing.get(url, "")
+
+
+def replace(url: str, call: RunningCall, recorder: Recorder | None, missing: str = "") -> None:
+    """Keeps this recorder instead of the one before, which releases its state. `missing`: why there
+    is none.
+    """
     _belong_to(call)
+    _missing[url] = missing
     before = _recorders.pop(url, None)
     if recorder is not None:
         _recorders[url] = recorder
@@ -42,4 +51,5 @@ def _release_all() -> None:
     for recorder in _recorders.values():
         recorder.release()
     _recorders.clear()
+    _missing.clear()
     _owner = None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.observers import notify_restoring
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.live import registry
-from outlast.elastic.job.live.decision import Decision, Offer, decide, next_branch
+from outlast.elastic.job.live.decision import Decision, Offer, decide, names, next_branch
 from outlast.elastic.job.live.encoding import load_plain, load_state
 from outlast.elastic.job.live.point import Frozen, Leaf, Place, join, signature
 from outlast.elastic.job.live.rank_state import insert, is_simple
@@ -54,10 +53,10 @@ class LiveState:
         *,
         random: bool,
     ) -> None:
-        self._training, self._kept, self._ledger = training, kept, ledger
+        self._training, self._kept = training, kept
+        self._ranks = Agreement(ledger, kept.timeout_s, kept.url)
         self._group, self._call, self._random = group, call, random
         self._rank, self._world_size = ledger.rank, ledger.world_size
-        self._exchanges = 0
         self._offered: Frozen | None = None
         self._branch = ""
         self._recorder: Recorder | None = None
@@ -65,16 +64,26 @@ class LiveState:
         if self._before is not None:
             self._before.freeze()
 
-    def decide(self) -> Decision | None:
+    def decide(self, step: int | None) -> Decision | None:
         """The newest state that is left and is not older than the newest checkpoint; `None` if a
-        checkpoint must be loaded. Called on all ranks, with the same result.
+        checkpoint must be loaded, that of `step` if it is given. Called on all ranks, with the same
+        result.
         """
-        decision, self._branch = self._decided()
-        if decision is None:
+        with self._ranks.operation():
+            decision, self._branch = self._decided()
+        if isinstance(decision, str):
+            self._not_live(decision)
+            return None
+        if step is not None:
+            self._not_live(f"the checkpoint of step {step} is required")
             return None
         # A checkpoint of a later step exists only if all ranks have completed that step, and have
         # lost it since. If it turns out to be damaged, an older one is loaded.
-        return None if self._kept.newest(decision.step) is not None else decision
+        newest = self._kept.newest(decision.step)
+        if newest is None:
+            return decision
+        self._not_live(f"the ranks are at step {decision.step}, and a checkpoint at step {newest}")
+        return None
 
     def collect(self, decision: Decision) -> tuple[dict[str, Any], int] | None:
         """The state to load, and how many bytes of it this rank has received; `None` if that failed
@@ -87,16 +96,19 @@ class LiveState:
         except (TransferFailed, ValueError, TypeError, KeyError) as e:
             log.warning("the state of the surviving ranks cannot be used: %s", e)
         failed = least(_NO_RANK if collected is not None else self._rank, self._group)
-        if failed != _NO_RANK and collected is not None:
-            log.warning("the state of the surviving ranks cannot be used: see rank %d", failed)
-        return collected if failed == _NO_RANK else None
+        if failed == _NO_RANK:
+            return collected
+        self._not_live(
+            f"the state of step {decision.step} could not be collected: see rank {failed}"
+        )
+        return None
 
     def log(self, decision: Decision, seconds: float) -> None:
         """Says on rank 0 what was restored."""
         if self._rank != 0:
             return
         received = sorted(decision.sources)
-        how = f"; {_names(received)} received it from others" if received else ""
+        how = f"; {names(received)} received it from others" if received else ""
         log.warning(
             "continuing after step %d with the state of the surviving ranks%s (%s)",
             decision.step,
@@ -112,6 +124,7 @@ class LiveState:
         branch = self._branch if decision is None else decision.branch
         place = Place(branch, step, self._rank, self._world_size)
         recorder: Recorder | None = None
+        missing = ""
         try:
             recorder = Recorder(
                 self._training,
@@ -122,9 +135,10 @@ class LiveState:
                 counters=counters,
             )
         except NotSupported as e:
+            missing = str(e)
             log.info("after a fault, this job loads a checkpoint: %s", e)
         self._recorder, self._before = recorder, None
-        registry.replace(self._kept.url, self._call, recorder)
+        registry.replace(self._kept.url, self._call, recorder, missing)
 
     def completed(self, step: int, counters: dict[str, Any]) -> None:
         """Notes that `step` is complete."""
@@ -138,17 +152,25 @@ class LiveState:
 
     # ----------------------------------------------------------------------------- private
 
-    def _decided(self) -> tuple[Decision | None, str]:
-        """The decision, and the branch of the steps that follow it."""
+    def _not_live(self, reason: str) -> None:
+        """A checkpoint is loaded, and no state of the ranks: says why, in the log of rank 0 and in
+        the event of the restore.
+        """
+        self._kept.not_live = reason
+        if reason and self._rank == 0:
+            log.warning("the state of the surviving ranks is not used: %s", reason)
+
+    def _decided(self) -> tuple[Decision | str, str]:
+        """The decision, or why there is none, and the branch of the steps that follow it."""
 
         def work(parts: list[Any]) -> Any:
             offers = [Offer.of_json(part) for part in parts]
             branch = next_branch(offers, uuid.uuid4().hex[:8])
             found = decide(offers, branch)
-            return [None if found is None else found.to_json(), branch]
+            return [found if isinstance(found, str) else found.to_json(), branch]
 
-        found, branch = self._gather(self._offer().to_json(), work)
-        return (None if found is None else Decision.of_json(found)), branch
+        found, branch = self._ranks.gather(self._offer().to_json(), work)
+        return (found if isinstance(found, str) else Decision.of_json(found)), branch
 
     def _offer(self) -> Offer:
         frozen = self._offered = None if self._before is None else self._before.frozen
@@ -163,7 +185,9 @@ class LiveState:
             branches=max((int(name.partition("-")[0]) for name in known), default=0),
         )
         if frozen is None:
-            return offer
+            before = self._before
+            why = registry.why_missing(self._kept.url) if before is None else before.why
+            return dataclasses.replace(offer, why=why)
         return dataclasses.replace(
             offer,
             place=frozen.place,
@@ -218,7 +242,7 @@ class LiveState:
         ]
         moved: bytes | None = None
         if moves:
-            sizes = self._gather(
+            sizes = self._ranks.gather(
                 [len(records[record]) for holder, _, record in moves if holder == self._rank], list
             )
             sized = [(holder, rank, sizes[holder].pop(0)) for holder, rank, _ in moves]
@@ -228,27 +252,6 @@ class LiveState:
         if moved is not None or mine is None:
             return moved, True
         return records[mine[1]], False
-
-    def _gather(self, part: Any, work: Callable[[list[Any]], Any]) -> Any:
-        """The result of `work` of rank 0 on the parts of all ranks, in JSON."""
-        self._exchanges += 1
-        index, ledger = self._exchanges, self._ledger
-        if ledger.world_size == 1:
-            return json.loads(json.dumps(work([json.loads(json.dumps(part))])))
-        ledger.finish(index, json.dumps(part).encode())
-        if ledger.rank == 0:
-            ledger.await_verdict(index, self._kept.timeout_s)
-            parts = [json.loads(each) for each in ledger.parts(index)]
-            ledger.conclude(index, json.dumps(work(parts)).encode())
-        result = json.loads(ledger.await_conclusion(index, self._kept.timeout_s))
-        ledger.forget(index)
-        return result
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _leaves_of(value: Any) -> list[Any]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from outlast.events import restart_causes
 from outlast.events.report.model import Cause, CauseCount, HostCount, Restart
 from outlast.events.report.words import one_line
-
-_IN_SHORT = {
-    "SOFT_TIMEOUT": "no progress",
-    "HARD_TIMEOUT": "no progress",
-    "TERMINATED": "died",
-    "UNRESPONSIVE": "no heartbeat",
-}
-_HANGS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
-"""Kinds of faults that are a lack of progress: the signal that ended the process came after it, in
-most cases from its own monitor process.
-"""
-
-_EXCEPTION = re.compile(r"(?:[a-z_]+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
-"""The type of an exception at the beginning of a message, after "initialize: "."""
+from outlast.events.restart_causes import HOST_LOST, JOINED, RestartCount
 
 
 def kind_of(cause: Cause) -> str:
@@ -30,26 +18,21 @@ def kind_of(cause: Cause) -> str:
 
 
 def what_failed(cause: Cause) -> str:
-    """A fault of a rank in a few words: the type of an exception, a signal, or its kind."""
-    error = _EXCEPTION.match(one_line(cause.message))
-    if kind_of(cause) in _HANGS:
-        return _IN_SHORT[kind_of(cause)]
-    what = _IN_SHORT.get(kind_of(cause)) or (error["type"] if error is not None else "failed")
-    if cause.exit and (cause.exit.startswith("killed") or error is None):
-        what = cause.exit
-    return what
+    """A fault of a rank in a few words: the type of an exception and its line, or its kind."""
+    message, where = one_line(cause.message), one_line(cause.where)
+    return restart_causes.what_failed(kind_of(cause), message, where, cause.exit)
 
 
 def what_happened(restart: Restart) -> str:
     """The first cause in a few words, without rank and host."""
     if restart.host_loss is not None:
-        return "host lost"
+        return HOST_LOST
     if restart.cause is not None:
         return what_failed(restart.cause)
     if restart.lost:
         return "rank lost"
     if restart.joined:
-        return "new ranks joined"
+        return JOINED
     return one_line(restart.reason) or "not recorded"
 
 
@@ -60,6 +43,22 @@ def count_causes(restarts: Iterable[Restart]) -> tuple[CauseCount, ...]:
         groups.setdefault(what_happened(restart), []).append(restart)
     counts = [_count(what, group) for what, group in groups.items()]
     return tuple(sorted(counts, key=lambda count: -count.count))
+
+
+def restarts_in_words(restarts: Iterable[Restart]) -> str:
+    """The restarts by cause in one line: "2 restarts: 2 x KeyError at train.py:16 (rank 0)". As the
+    ranks themselves count them, which do not know how a process ended.
+    """
+    counts = []
+    for restart in filter(lambda restart: restart.resumed, restarts):
+        cause = restart.cause
+        if cause is not None and kind_of(cause) == "TERMINATED":
+            restart = dataclasses.replace(restart, cause=dataclasses.replace(cause, exit=""))
+        ranked = cause or (restart.lost[0] if restart.lost else None)
+        counts.append(
+            RestartCount.of(what_happened(restart), -1 if ranked is None else ranked.rank)
+        )
+    return restart_causes.describe_restarts(counts)
 
 
 def count_hosts(restarts: Iterable[Restart]) -> tuple[HostCount, ...]:

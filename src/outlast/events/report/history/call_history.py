@@ -172,6 +172,7 @@ class CallHistory:
             pid=process[1],
             launcher_rank=self._launcher_ranks.get(process, -1),
             idle=fault.idle if fault.interruption in _HANGS else 0.0,
+            where=fault.where,
         )
 
     def walls(self) -> dict[str, Interval]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outlast.events.report.html.elements import Markup, percent, section, table, tag
 from outlast.events.report.model import Report
-from outlast.events.report.totals import describe_injected
+from outlast.events.report.totals import describe_end, describe_injected
 from outlast.system.units import duration_text
 
 _ROWS, _PLACES = 30, 4
@@ -15,6 +15,8 @@ _ROWS, _PLACES = 30, 4
 def causes_section(report: Report) -> Markup:
     """The kinds of first causes, and the hosts on which they were."""
     content: list[Markup] = []
+    if told := describe_end(report):
+        content.append(tag("p", told, class_="lead"))
     if report.causes:
         most = max(cause.count for cause in report.causes)
         ranked: list[tuple[str, ...]] = [

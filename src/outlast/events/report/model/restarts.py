@@ -21,6 +21,7 @@ class Cause:
             connection).
         overtaken: whether a restart interrupted the exception before it had left the function.
         idle: of a hung rank, how long it had made no progress, in seconds.
+        where: the user's line that raised the exception; empty if none did.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Cause:
     pid: int = -1
     launcher_rank: int = -1
     idle: float = 0.0
+    where: str = ""
 
     @property
     def may_be_harmless(self) -> bool:

@@ -105,6 +105,8 @@ class Report:
         hosts_lost: in the order in which they were recorded.
         recovery: percentiles over the restarts of each part of `Recovery`, and of `Phases.total`
             as `back`; parts that no restart had are left out.
+        restart_causes: the restarts by cause, in words: "2 restarts: 2 x died (rank 3)"; empty if
+            there were none.
         causes: kinds of first causes, the most frequent first.
         host_counts: hosts with first causes, the most frequent first.
         injected: the faults of the plan, if the job had one and its launcher recorded its end.
@@ -136,6 +138,7 @@ class Report:
     saves: Saves | None = None
     hosts_lost: tuple[HostLoss, ...] = ()
     recovery: dict[str, Distribution] = field(default_factory=dict)
+    restart_causes: str = ""
     causes: tuple[CauseCount, ...] = ()
     host_counts: tuple[HostCount, ...] = ()
     injected: tuple[InjectedFault, ...] = ()

@@ -38,7 +38,7 @@ async def agreed_history(
     membership: MembershipProtocol,
     iteration: int,
     faults: list[FaultRecord],
-    policy: RepeatedFaults,
+    policy: RepeatedFaults | None,
 ) -> FaultHistory:
     """The history of faults after the iteration, the same on every member: the first claim wins.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.interruption.fault_echo import is_consequence, overtaken
-from outlast.inprocess.interruption.permanent_error import permanence
+from outlast.inprocess.interruption.permanent_error import is_mistake, permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
@@ -34,6 +35,7 @@ class RankFaults:
         state: the state of this rank in the current iteration.
         sample: the function's thread when the last iteration ended.
         pings: those in the function, in this iteration.
+        ping_timeout: of the settings, in seconds.
         announce_abort: tells the launcher that the job is aborted; set by the session.
         fault_came_back: whether the last fault of the job is equal to one before it, without
             progress in between; set by the state machine.
@@ -43,6 +45,7 @@ class RankFaults:
 
     announce_abort: Callable[[], None]
     fault_came_back = False
+    ping_timeout = math.inf
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
         self.page, self.emitter, self.state = page, emitter, state
@@ -82,7 +85,8 @@ class RankFaults:
         if error is None:
             return None
         record = self._record_of(self.state.iteration, Interruption.EXCEPTION, "", error)
-        return self._noted(dataclasses.replace(record, overtaken=True, permanent=""))
+        record = dataclasses.replace(record, overtaken=True, permanent="", mistake=False)
+        return self._noted(record)
 
     def progress(self) -> tuple[int, int]:
         return self.page.step, self.pings
@@ -142,6 +146,7 @@ class RankFaults:
         iteration: its position and its progress.
         """
         sample, hung = self.sample, Interruption.SOFT_TIMEOUT
+        idle = 0.0 if sample is None else sample.idle
         reported = [f.idle for f in faults if f.interruption == hung.value and not f.testimony]
         if sample is None or not reported:
             return None
@@ -149,19 +154,19 @@ class RankFaults:
         if self.page.reported_soft != iteration:
             # This rank's soft timeout had not expired. The timed-out ranks wait for a rank that has
             # hung about as long as they have waited: a rank that has been idle for less than half
-            # of that time is making progress.
-            if sample.declared or sample.idle < min(reported) / 2:
+            # of that time is making progress. Under a limit between pings, only pings are progress.
+            if self.page.soft_limit or min(reported) >= self.ping_timeout:
+                idle = sample.unpinged
+            if sample.declared or idle < min(reported) / 2:
                 return None
-            duration = (
-                f"for {sample.idle:.3f} s, when another rank's soft timeout ended the iteration"
-            )
+            duration = f"for {idle:.3f} s, when another rank's soft timeout ended the iteration"
         cause = f"no progress {duration}; it was at {sample.where or 'an unknown place'}"
         record = dataclasses.replace(
             self.fault(iteration, hung, cause),
             consequence=sample.waits_for_others,
             pings=sample.pings,
             collectives=sample.collectives,
-            idle=sample.idle,
+            idle=idle,
             testimony=True,
         )
         return self._noted(record)
@@ -180,6 +185,7 @@ class RankFaults:
             consequence=is_consequence(error),
             where=user_place(error),
             permanent=permanence(error),
+            mistake=is_mistake(error),
         )
 
     def _noted(self, record: FaultRecord) -> FaultRecord:

@@ -12,6 +12,11 @@ process, so it cannot be repeated for ever: the launcher counts and delays repla
 from outside (a preempted host, the out-of-memory killer of a busy one) are alike whatever causes
 them, so without this a job would be stopped for three of them in a row.
 
+A *mistake in the program* is not a fault of the machine: an exception of a type such as `KeyError`
+(`permanent_error.is_mistake`), raised by the same line of the user, on any rank. It is counted over
+the whole job, whatever progress is in between: a restart skips what failed, and nobody asked for
+that. So it ends the job when it comes back.
+
 *Progress* is a later step than ever before (`Job.step`, `Checkpointer.save`): steps are counted
 from the beginning of the training, so repeated steps are not progress. Where no steps are known,
 the pings of the rank that failed are compared with those at the last equal fault: more are
@@ -28,6 +33,13 @@ import re
 from typing import Any
 
 from outlast.coordination.records import FaultRecord, ends
+from outlast.events.restart_causes import (
+    JOINED,
+    RestartCount,
+    add_up,
+    decode_counts,
+    what_failed,
+)
 from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
 
@@ -42,17 +54,23 @@ class RepeatedFaults:
 
     Attributes:
         max_equal: the job ends after this many equal faults without progress in between.
+        max_mistakes: the job ends when an exception that a mistake in the program raises
+            (`KeyError`, `TypeError`, ...) has come this often from the same line, progress or not;
+            `None`: such exceptions count like all others.
         backoff: the pause before the restart that follows the second equal fault; each further one
             doubles it. The first restart never waits.
         max_backoff: the longest pause.
     """
 
     max_equal: int = 3
+    max_mistakes: int | None = 3
     backoff: Duration = datetime.timedelta(seconds=0.5)
     max_backoff: Duration = datetime.timedelta(seconds=30)
 
     def __post_init__(self) -> None:
         check_int("RepeatedFaults max_equal", self.max_equal, at_least=1)
+        if self.max_mistakes is not None:
+            check_int("RepeatedFaults max_mistakes", self.max_mistakes, at_least=1)
         for name in ("backoff", "max_backoff"):
             value = as_timedelta(f"RepeatedFaults {name}", getattr(self, name), allow_zero=True)
             object.__setattr__(self, name, value)
@@ -74,6 +92,15 @@ class EqualFaults:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A mistake in the program: its place in a few words, and where in the training it came."""
+
+    what: str
+    times: int = 0
+    came: tuple[str, ...] = ()  # the last ones
+
+
+@dataclasses.dataclass(frozen=True)
 class FaultHistory:
     """What is known of all faults when an iteration has ended.
 
@@ -81,6 +108,8 @@ class FaultHistory:
         step: the furthest training step of the job; 0 if none is known.
         trained: whether the job has made a step or a second ping.
         seen: the faults since the last progress, the latest last.
+        mistakes: those of the program, from the beginning of the call.
+        restarts: those of the call, by cause.
         stop: why the job ends; empty if it continues.
         cause: the first cause with which it ends.
         pause: seconds until the restart.
@@ -89,6 +118,8 @@ class FaultHistory:
     step: int = 0
     trained: bool = False
     seen: tuple[EqualFaults, ...] = ()
+    mistakes: tuple[Mistake, ...] = ()
+    restarts: tuple[RestartCount, ...] = ()
     stop: str = ""
     cause: FaultRecord | None = None
     pause: float = 0.0
@@ -111,6 +142,11 @@ class FaultHistory:
             return cls()
         values: dict[str, Any] = json.loads(data)
         values["seen"] = tuple(EqualFaults(**each) for each in values["seen"])
+        mistakes = values["mistakes"]
+        values["mistakes"] = tuple(
+            Mistake(**each | {"came": tuple(each["came"])}) for each in mistakes
+        )
+        values["restarts"] = decode_counts(values["restarts"])
         values["cause"] = FaultRecord(**values["cause"]) if values["cause"] else None
         return cls(**values)
 
@@ -120,7 +156,7 @@ def add_fault(
     cause: FaultRecord | None,
     step: int,
     pinged: bool,
-    policy: RepeatedFaults,
+    policy: RepeatedFaults | None,
 ) -> FaultHistory:
     """The history after an iteration.
 
@@ -129,23 +165,64 @@ def add_fault(
         cause: its first cause; `None` if it ended without a fault.
         step: the furthest step of the iteration.
         pinged: whether a rank made a second ping in it.
+        policy: `None` if the job restarts without limit.
     """
-    trained = history.trained or pinged or step > 0
-    seen = () if step > history.step else history.seen
-    step = max(step, history.step)
+    made = dataclasses.replace(
+        history.without_end(),
+        step=max(step, history.step),
+        trained=history.trained or pinged or step > 0,
+        seen=() if step > history.step else history.seen,
+    )
     if cause is None:
-        return FaultHistory(step, trained, seen)
-    stop = _why_permanent(cause, trained)
+        return _restarted(made, RestartCount(JOINED))
     signature, times = signature_of(cause), 1
     if signature:
-        before = next((each for each in seen if each.signature == signature), None)
+        before = next((each for each in made.seen if each.signature == signature), None)
         if before is not None:
-            times = _times(before, cause.pings, steps_known=step > 0)
-        others = [each for each in seen if each.signature != signature]
+            times = _times(before, cause.pings, steps_known=made.step > 0)
+        others = [each for each in made.seen if each.signature != signature]
         seen = (*others, EqualFaults(signature, times, cause.pings))[-_REMEMBERED:]
-    if not stop and signature and times >= policy.max_equal:
-        stop = f"{times} equal faults without progress in between" if times > 1 else "a fault"
-    return FaultHistory(step, trained, seen, stop, cause if stop else None, policy.pause(times))
+        made = dataclasses.replace(made, seen=seen)
+    mistakes = _add_mistake(history.mistakes, cause, cause.step or made.step)
+    made = dataclasses.replace(made, mistakes=mistakes)
+    if policy is not None:
+        stop = _why_permanent(cause, made.trained)
+        if not stop and signature and times >= policy.max_equal:
+            stop = f"{times} equal faults without progress in between" if times > 1 else "a fault"
+        stop = stop or _why_mistaken(mistakes, cause, policy)
+        if stop:
+            return dataclasses.replace(made, stop=stop, cause=cause)
+        made = dataclasses.replace(made, pause=policy.pause(times))
+    return _restarted(made, RestartCount.of(_what(cause), cause.rank))
+
+
+def _restarted(history: FaultHistory, count: RestartCount) -> FaultHistory:
+    return dataclasses.replace(history, restarts=add_up([*history.restarts, count]))
+
+
+def _what(fault: FaultRecord) -> str:
+    return what_failed(fault.interruption, fault.cause, fault.where)
+
+
+def _add_mistake(before: tuple[Mistake, ...], cause: FaultRecord, step: int) -> tuple[Mistake, ...]:
+    if not cause.mistake:
+        return before
+    what = _what(cause)
+    known = next((each for each in before if each.what == what), Mistake(what))
+    at = f"step {step}" if step else f"ping {cause.pings}"
+    came = (*known.came, f"rank {cause.rank} after {at}")[-_REMEMBERED:]
+    others = [each for each in before if each.what != what]
+    return (*others, Mistake(what, known.times + 1, came))[-_REMEMBERED:]
+
+
+def _why_mistaken(mistakes: tuple[Mistake, ...], cause: FaultRecord, policy: RepeatedFaults) -> str:
+    if not cause.mistake or policy.max_mistakes is None:
+        return ""
+    last = mistakes[-1]
+    if last.times < policy.max_mistakes:
+        return ""
+    times = f"{last.times} x {last.what}"
+    return f"a mistake in the program that came back, {times}: {', '.join(last.came)}"
 
 
 def signature_of(fault: FaultRecord) -> str:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
-from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result, Single
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.coordination.stores.etcd.watch import Wait
 from outlast.errors import StoreError
@@ -95,22 +95,28 @@ def perform(store: EtcdStore, op: Operation) -> Result:
     """
     if op.name == "batch":
         return [_part(store, part) for part in op.operations]
+    return _perform_one(store, op)
+
+
+def _perform_one(store: EtcdStore, op: Operation) -> Single:
     if op.name == "add":
         return store.add(op.key, op.amount)
     if op.name == "compare_set":
         return store.compare_set(op.key, op.expected, op.value)
     if op.name in ("check", "delete"):
         return int(getattr(store, op.name)(op.key))
-    if op.name in ("read", "keys", "delete_prefix"):
-        read: Result = getattr(store, op.name)(op.key)
+    if op.name == "keys":
+        return Keys(tuple(store.keys(op.key)))
+    if op.name in ("read", "delete_prefix"):
+        read: Single = getattr(store, op.name)(op.key)
         return read
-    written: Result = getattr(store, op.name)(op.key, op.value)
+    written: Single = getattr(store, op.name)(op.key, op.value)
     return written
 
 
-def _part(store: EtcdStore, op: Operation) -> Result:
+def _part(store: EtcdStore, op: Operation) -> Single:
     try:
-        return perform(store, op)
+        return _perform_one(store, op)
     except StoreError as e:
         store.raise_if_unusable()
         return Failed(str(e))

@@ -362,7 +362,7 @@ class ManyHosts:
         received = None if plan.stop is None else signal.Signals(plan.stop.signal)
         cause = "" if end is None else end.cause
         try:
-            job = self.keys.job()
+            job = self.keys.ended_job()
             if end is not None and end.process and not job.reporter:
                 job = dataclasses.replace(job, reporter=end.process)
             failures, codes = self._log.failures(), self._log.exit_codes(plan.attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import signal
@@ -20,6 +21,9 @@ from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
 from outlast.launch.hosts.job.many_hosts import ManyHosts
 
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0
+_LASTING_S = 300.0
+"""After so long in a group, the pause before this host joins again is short again."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -36,16 +40,23 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
     open_coordinator = functools.partial(
         ManyHosts, open_group=functools.partial(_open_group, hosts.backend)
     )
+    pause_s = _FIRST_PAUSE_S
     with _signals_end_the_search():
         while True:
+            began = time.monotonic()
             _say(f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})")
             try:
                 return Agent(job, open_coordinator).run()
             except StoreError as e:
                 _say(
                     f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
-                    "workers were ended, and it tries to join again as a new host"
+                    "workers were ended, and it tries to join again as a new host in "
+                    f"{pause_s:.0f} s"
                 )
+                time.sleep(pause_s)
+                # A host that is lost again and again costs the others a restart each time.
+                lasted = time.monotonic() - began > _LASTING_S
+                pause_s = _FIRST_PAUSE_S if lasted else min(2 * pause_s, _LAST_PAUSE_S)
 
 
 @contextlib.contextmanager
@@ -75,7 +86,7 @@ def _end_search(number: int, _: FrameType | None) -> None:
 def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
     package = "etcd" if backend == "etcd" else "replicated"
     module = importlib.import_module(f"outlast.launch.hosts.{package}.group")
-    return cast(HostGroup, module.open_group(spec))
+    return cast(HostGroup, module.open_group(dataclasses.replace(spec, say=_say)))
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,12 @@
 """One connection between two agents: frames, handshake, limits. Never blocks.
 
 Each side first sends eight fixed bytes, then frames: a length (4 bytes, big-endian) and a payload.
-Until the other side has said `Hello`, its frames must be short; a stranger can neither make this
+A long message is sent in parts of `PART_BYTES`, which have the highest bit of the length set, and
+the next bit too if more follow. Short messages overtake the parts that wait: a lease must not end
+because a heartbeat queues behind a snapshot. Neither the consensus nor the finders depend on the
+order of messages.
+
+Until the other side has said `Hello`, its messages must be short; a stranger can neither make this
 process allocate memory nor keep a connection for long.
 """
 
@@ -11,6 +16,7 @@ import os
 import selectors
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 
 from outlast.launch.event_loop import EventLoop
@@ -18,11 +24,13 @@ from outlast.launch.hosts.replicated.messages import Message, decode, encode
 
 MAGIC = b"outlast\n"
 _LENGTH = struct.Struct(">I")
+_PART, _MORE = 1 << 31, 1 << 30
+PART_BYTES = 1 << 16
 _READ_BYTES = 1 << 18
 STRANGER_BYTES = 1 << 16
-"""The longest frame before the handshake."""
+"""The longest message before the handshake."""
 FRAME_BYTES = 1 << 28
-"""The longest frame: a snapshot of the table."""
+"""The longest message: a snapshot of the table."""
 QUEUE_BYTES = 1 << 26
 """When more than this waits to be sent, further messages are dropped, and the consensus repeats
 them. A single message may be longer.
@@ -54,8 +62,11 @@ class Connection:
         self._on_closed = on_closed
         self._connecting = connecting
         self._received = bytearray()
+        self._parts = bytearray()  # of a long message that has not arrived whole
         self._seen_magic = False
         self._to_send = bytearray(MAGIC)
+        self._long: deque[bytes] = deque()  # parts with their headers
+        self._long_bytes = 0
         self._events = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._open = True
         loop.watch(sock.fileno(), self._events, self._on_ready)
@@ -72,13 +83,31 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message, unless too much is waiting already."""
-        if not self._open or len(self._to_send) > QUEUE_BYTES:
+        if not self._open or len(self._to_send) + self._long_bytes > QUEUE_BYTES:
             return
         payload = encode(message)
-        self._to_send += _LENGTH.pack(len(payload))
-        self._to_send += payload
+        if len(payload) <= PART_BYTES:
+            self._to_send += _LENGTH.pack(len(payload))
+            self._to_send += payload
+        else:
+            self._queue_parts(payload)
         if not self._connecting:
             self._write()
+
+    def _queue_parts(self, payload: bytes) -> None:
+        for start in range(0, len(payload), PART_BYTES):
+            part = payload[start : start + PART_BYTES]
+            more = _MORE if start + PART_BYTES < len(payload) else 0
+            self._long.append(_LENGTH.pack(len(part) | _PART | more) + part)
+        self._long_bytes += len(payload)
+
+    def _next_part(self) -> bool:
+        """Puts one part behind the short messages, when these have been sent."""
+        if not self._to_send and self._long:
+            part = self._long.popleft()
+            self._long_bytes -= len(part) - _LENGTH.size
+            self._to_send += part
+        return bool(self._to_send)
 
     def close(self) -> None:
         """End the connection; what was not sent yet is lost."""
@@ -110,7 +139,7 @@ class Connection:
 
     def _write(self) -> None:
         try:
-            while self._to_send:
+            while self._next_part():
                 sent = self._socket.send(memoryview(self._to_send)[:_READ_BYTES])
                 del self._to_send[:sent]
         except (BlockingIOError, InterruptedError):
@@ -148,14 +177,21 @@ class Connection:
             self._seen_magic = True
             del self._received[: len(MAGIC)]
         while self._open and len(self._received) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._received)
-            if size > self.limit:
-                self._end(f"a message of {size} bytes is too long")
+            (head,) = _LENGTH.unpack_from(self._received)
+            size = head & ~(_PART | _MORE)
+            whole = size + (len(self._parts) if head & _PART else 0)
+            if whole > self.limit:
+                self._end(f"a message of {whole} bytes is too long")
                 return
             if len(self._received) < _LENGTH.size + size:
                 return
             payload = bytes(memoryview(self._received)[_LENGTH.size : _LENGTH.size + size])
             del self._received[: _LENGTH.size + size]
+            if head & _PART:
+                self._parts += payload
+                if head & _MORE:
+                    continue
+                payload, self._parts = bytes(self._parts), bytearray()
             try:
                 message = decode(payload)
             except ValueError as e:

@@ -1,28 +1,42 @@
 """Which endpoint founds the group of a run. Pure: no clock, no sockets.
 
 An endpoint is *fresh* while it knows of no group. It becomes a candidate when it has heard nothing
-of a group for a while (a living group announces itself to the endpoints more often), and no
-endpoint with a lower index is fresh. A candidate founds the group with the grants of a quorum of
-the endpoints, its own included.
+of a group for a while (a living group announces itself to the endpoints more often), no endpoint
+with a lower index is fresh, and every group that the run had before is known to be over (`past`).
+A candidate founds the group with the grants of a quorum of the endpoints, its own included. A grant
+tells the candidate's past as well, and is given only if all groups in it are over.
 
-Why two endpoints never found a group each: a fresh endpoint grants once, and quorums overlap. It
-may grant again only when the first grant can no longer be used: when the candidate says that it
-will not use it (it saw an endpoint with a lower index, and asks again under a new number), or when
-the kernel of the candidate's host has closed its connection, i.e. its process has ended; a group
-that it founded alone ended with it. A connection that merely stays silent releases nothing. What
-remains is an endpoint that is restarted, and has forgotten its grant, within the moment between a
-grant and the founder's first announcement, while it cannot hear the founder: the founder gives up
-if it then finds another group.
+Why two groups never act at the same time:
+
+* *Both new.* A fresh endpoint grants once, and quorums overlap. A grant is a group with one voter,
+  the candidate, and is kept on disk like any other group: so the endpoint grants again only when
+  that group is over (if the candidate has founded it and taken in others, when they are out too),
+  or when the candidate takes the attempt back, because it saw an endpoint with a lower index.
+* *One from before.* Each founding has the grants of a quorum of the endpoints, so the founder meets
+  an endpoint that granted the last one. That endpoint knows the group, and does not grant until it
+  is over.
+
+What remains: the kernel of the candidate's host has closed its connection, so its process has
+ended; a group that it had to itself has ended with it, and the endpoint may grant again when it has
+heard of no group for `lost_after`. If the candidate had taken in others within the half second
+before its first announcement, and the network is cut between these and the endpoint ever since,
+there are two groups until it heals: then the older one survives. The same holds for an endpoint
+whose disk is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.quorum import Configuration, Voters
+from outlast.launch.hosts.replicated.past import Config, Group, Past
+from outlast.launch.hosts.replicated.record import Record
 
 SILENCE_S = 1.5
-"""How long an endpoint listens for a living group before it may found one."""
+"""How long an endpoint listens for a living group before it may found one: if all endpoints are
+fresh, have their records, and know of no group before. Otherwise as long as a host of a group may
+be silent, `lost_after`: hosts that do not vote have leases until then.
+"""
 ANNOUNCE_S = 0.5
 """How often a living group announces itself to the endpoints."""
 FIND_S = 0.25
@@ -31,10 +45,11 @@ STALE_S = 1.0
 """How long an endpoint counts as fresh after it has said so."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Given:
     endpoint: int
     attempt: int
+    host: str
 
 
 class Founding:
@@ -43,15 +58,24 @@ class Founding:
     Args:
         count: the number of endpoints.
         own: the index of this one.
+        me: the id of this host.
         began: when it began to listen.
+        lost_after_s: how long a host of a group may be silent.
+        record: what it knows of earlier groups, and where its grants are kept.
     """
 
-    def __init__(self, count: int, own: int, began: float) -> None:
+    def __init__(
+        self, count: int, own: int, me: str, began: float, lost_after_s: float, record: Record
+    ) -> None:
         names = [str(index) for index in range(count)]
         # The first endpoint breaks ties, so that it alone is enough of two.
         self._quorum = Configuration(frozenset(names), None if count % 2 else "0")
+        self._count = count
         self._own = own
+        self._me = me
         self._began = began
+        self._lost_after_s = lost_after_s
+        self._record = record
         self._fresh: dict[int, float] = {}
         self._given: _Given | None = None
         self._grants: set[int] = set()
@@ -67,49 +91,81 @@ class Founding:
 
     def candidate(self, now: float) -> bool:
         """Whether this endpoint asks for grants."""
-        if now < self._began + SILENCE_S:
+        if self._record.past.groups:
+            # Its hosts may have leases for a while after it is over, and voters alone are asked.
+            self._began = max(self._began, now)
+        if now < self._began + self._silence(now):
             return False
-        if self._given is not None and self._given.endpoint != self._own:
+        if self._given is not None and self._given.host != self._me:
             return False
         return not self._lower(now)
 
+    def _silence(self, now: float) -> float:
+        fresh = sum(now - heard < STALE_S for heard in self._fresh.values())
+        first = not self._record.past.generation  # no host can have a lease
+        if first and self._record.durable and fresh == self._count - 1:
+            return SILENCE_S
+        return max(SILENCE_S, self._lost_after_s)
+
     def withdraw(self, now: float) -> int:
         """Give up the grants that this endpoint has, if one with a lower index is fresh. Returns
-        the number of the attempt to withdraw, or 0.
+        the number of the attempt to withdraw, or 0; again at each call, because an endpoint that
+        has granted may have been away.
         """
-        if self._given is None or self._given.endpoint != self._own or not self._lower(now):
+        if not self._lower(now):
             return 0
-        self._given = None
-        self._grants.clear()
-        self.attempt += 1
+        if self._given is not None and self._given.host == self._me:
+            self._given = None
+            self._grants.clear()
+            self.attempt += 1
         return self.attempt - 1
 
     def founds(self) -> bool:
         """Grant to itself, unless another has the grant; whether this endpoint founds the group."""
         if self._given is None:
-            self._given = _Given(self._own, self.attempt)
+            self._given = _Given(self._own, self.attempt, self._me)
         granted = {str(index) for index in {*self._grants, self._own}}
-        return self._given.endpoint == self._own and self._quorum.is_quorum(granted)
+        return self._given.host == self._me and self._quorum.is_quorum(granted)
 
-    def asked(self, endpoint: int, attempt: int) -> bool:
-        """Whether `endpoint` has the grant of this one."""
-        if self._given is None or (
-            self._given.endpoint == endpoint and attempt > self._given.attempt
-        ):
-            self._given = _Given(endpoint, attempt)
-        return self._given == _Given(endpoint, attempt)
+    def asked(
+        self, endpoint: int, attempt: int, host: str, address: tuple[str, int], past: Past
+    ) -> bool:
+        """Whether `endpoint`, the host `host`, has the grant of this one, durably."""
+        given = self._given
+        if given is None or (given.host == host and attempt > given.attempt):
+            known = self._record.past.without_group(host).merged(past)
+            if known.groups:
+                return False
+            voters = Voters(Configuration(frozenset([host])))
+            group = Group(host, known.generation + 1, Config(0, voters), addresses={host: address})
+            self._record.set(known.with_group(group))
+            self._given = given = _Given(endpoint, attempt, host)
+        return given == _Given(endpoint, attempt, host)
 
     def granted(self, endpoint: int, attempt: int) -> None:
         """`endpoint` has granted; late answers to earlier attempts do not count."""
         if attempt == self.attempt:
             self._grants.add(endpoint)
 
-    def released(self, endpoint: int, attempt: int | None = None) -> None:
-        """`endpoint` has withdrawn all attempts up to `attempt`, or its process has ended."""
+    def withdrawn(self, host: str, attempt: int) -> None:
+        """The candidate `host` will not use grants up to this attempt."""
         given = self._given
-        if given is None or given.endpoint != endpoint or endpoint == self._own:
+        # Without a grant in memory, the record may have one that an earlier process has given.
+        if host != self._me and (
+            given is None or (given.host == host and given.attempt <= attempt)
+        ):
+            self._record.set(self._record.past.without_group(host))
+            self._given = None
+
+    def learned(self, past: Past) -> None:
+        """Another agent has told what it knows. The grant to a candidate ends with its group."""
+        # The grants that this endpoint has are no group as long as it has not founded it.
+        known = self._record.past.merged(past).without_group(self._me)
+        self._record.set(known)
+        given = self._given
+        if given is None or given.host == self._me:
             return
-        if attempt is None or given.attempt <= attempt:
+        if all(group.id != given.host for group in known.groups):
             self._given = None
 
     def holder(self) -> int | None:

@@ -17,12 +17,15 @@ from outlast.errors import LaunchError
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo, LostHost
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.group_store import GroupStore
+from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 
 _LOOK_S = 1.0
 """Between two attempts to resolve the names of endpoints."""
+_SAY_S = 5.0
+"""After how long a host that has not joined says what it waits for, and says it when it changes."""
 _ALL_NAMES_S = 10.0
 """How long to wait for the names of all endpoints; then one is enough."""
 _LEASE_SETTING = "--host-timeout"
@@ -43,6 +46,7 @@ class ReplicatedGroup:
         self._own_page: LeasePage | None = None
         self._page = spec.page
         self._wakeup = -1
+        self._record: Record | None = None
 
     @property
     def me(self) -> HostInfo:
@@ -65,6 +69,10 @@ class ReplicatedGroup:
             if self._page is None:
                 self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
             self._page.renew(0.0, term=0)  # none is held yet, and no worker runs
+            folder = self._spec.conf.get("record_dir", "")
+            record = self._record = open_record(
+                self._spec.run_id, self._spec.endpoints, place.address, folder
+            )
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             service = HostService(
                 self._spec.run_id,
@@ -74,6 +82,7 @@ class ReplicatedGroup:
                 self._timing,
                 self._page,
                 self._wake,
+                record,
             )
             self._service = service
             service.start()
@@ -110,6 +119,8 @@ class ReplicatedGroup:
     def close(self, *, leave: bool) -> None:
         if self._service is not None:
             self._service.close(leave=leave)
+        if self._record is not None:
+            self._record.close()
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
@@ -145,6 +156,7 @@ class ReplicatedGroup:
 
     def _await_join(self, service: HostService, endpoints: list[Endpoint], limit: float) -> None:
         look = time.monotonic() + _LOOK_S
+        say_at, said = time.monotonic() + _SAY_S, ""
         while not service.joined:
             if service.error is not None:
                 raise LaunchError(f"cannot join run {self._spec.run_id!r}: {service.error}")
@@ -154,6 +166,11 @@ class ReplicatedGroup:
                     f"no group of run {self._spec.run_id!r} within "
                     f"{self._spec.join_limit_s:g} s (--rdzv-endpoint): {service.problem()}"
                 )
+            if now >= say_at:
+                say_at = now + _SAY_S
+                if said != (said := service.problem()):
+                    left = f"{limit - now:.0f} s more"
+                    self._spec.say(f"not in a group yet, and waits for {left}: {said}")
             if now >= look:
                 look = now + _LOOK_S
                 self._resolve_again(service, endpoints)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 
-from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 from outlast.launch.hosts.replicated.service import HostService
@@ -58,8 +58,8 @@ class GroupStore:
     def keys(self, prefix: str) -> list[str]:
         """The keys that start with `prefix`, sorted."""
         found = self._perform(Operation("keys", prefix))
-        assert isinstance(found, list)
-        return [str(key) for key in found]
+        assert isinstance(found, Keys)
+        return list(found.names)
 
     def delete_prefix(self, prefix: str) -> None:
         """Removes the keys that start with `prefix`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.replicated.endpoints import Endpoint
-from outlast.launch.hosts.replicated.founding import FIND_S, SILENCE_S, Founding
+from outlast.launch.hosts.replicated.founding import FIND_S, Founding
 from outlast.launch.hosts.replicated.messages import (
     Admitted,
     AskGrant,
@@ -20,7 +21,9 @@ from outlast.launch.hosts.replicated.messages import (
     Refused,
     Withdraw,
 )
+from outlast.launch.hosts.replicated.past import Past
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
+from outlast.launch.hosts.replicated.record import Record
 
 
 class Joining:
@@ -28,6 +31,9 @@ class Joining:
 
     Args:
         own: the index of this host among the endpoints, or -1.
+        me: this host.
+        lost_after_s: how long a host of a group may be silent.
+        record: what this host knows of earlier groups.
         founded: called when this host founds the group.
         admitted: called when a leader has admitted this host.
         refused: called with the reason when this host must not join.
@@ -39,6 +45,9 @@ class Joining:
         peers: PeerConnections,
         endpoints: Sequence[Endpoint],
         own: int,
+        me: HostInfo,
+        lost_after_s: float,
+        record: Record,
         founded: Callable[[], None],
         admitted: Callable[[Peer, Admitted], None],
         refused: Callable[[str], None],
@@ -50,8 +59,16 @@ class Joining:
         self._founded = founded
         self._admitted = admitted
         self._refused = refused
-        self._founding = Founding(len(endpoints), own, loop.clock.now()) if own >= 0 else None
+        self._me = me
+        self._lost_after_s = lost_after_s
+        self._record = record
+        self._founding: Founding | None = None
+        if own >= 0:
+            now = loop.clock.now()
+            self._founding = Founding(len(endpoints), own, me.id, now, lost_after_s, record)
+        self._forgetful: dict[str, float] = {}
         self._target: Address | None = None  # of the host that is asked for admission
+        self._target_until = 0.0
         self._waiting: NotYet | None = None
         self._waiting_since = 0.0
         self._over = False
@@ -68,6 +85,15 @@ class Joining:
         if self._waiting is not None:
             return self._waiting.reason
         problems = []
+        missing = {
+            f"{host} ({address})" for host, (address, _) in self._record.past.waits_for().items()
+        }
+        if missing:
+            problems.append(
+                "the last group of this run may still act, as long as these hosts do not say that "
+                f"it does not: {', '.join(sorted(missing))}; start outlast run there, or the job "
+                "under another --rdzv-id"
+            )
         for index, endpoint in enumerate(self.endpoints):
             if index == self._own:
                 holder = self._founding.holder() if self._founding is not None else None
@@ -87,14 +113,20 @@ class Joining:
         """Handle a message of another agent."""
         founding = self._founding
         if isinstance(message, Find):
-            peer.send(Fresh(self._own))
+            self._learn(peer, message.past)
+            peer.send(Fresh(self._own, self._record.past))
         elif isinstance(message, Join):
             peer.send(NotYet(f"{peer.host.name} waits for the group to be founded"))
         elif isinstance(message, Fresh):
+            self._learn(peer, message.past)
             if founding is not None and 0 <= message.endpoint < len(self.endpoints):
                 founding.is_fresh(message.endpoint, self._loop.clock.now())
         elif isinstance(message, AskGrant):
-            if founding is not None and founding.asked(message.endpoint, message.attempt):
+            self._learn(peer, message.past)
+            address = (peer.host.address, peer.host.port)
+            if founding is not None and founding.asked(
+                message.endpoint, message.attempt, peer.host.id, address, message.past
+            ):
                 peer.send(Grant(self._own, message.attempt))
         elif isinstance(message, Grant):
             if founding is not None:
@@ -102,12 +134,16 @@ class Joining:
                 self._try_founding()
         elif isinstance(message, Withdraw):
             if founding is not None:
-                founding.released(message.endpoint, message.attempt)
+                founding.withdrawn(peer.host.id, message.attempt)
         elif isinstance(message, Member):
             if founding is not None:
                 founding.heard_of_group(self._loop.clock.now())
+                if message.known is not None:
+                    founding.learned(Past(groups=(message.known,)))
             leader = message.leader if message.leader is not None else peer.host
-            self._ask((leader.address, leader.port))
+            # This host itself, under the id that it had before: the sender does not know yet.
+            if (leader.address, leader.port) != (self._me.address, self._me.port):
+                self._ask((leader.address, leader.port))
         elif isinstance(message, NotYet):
             self._wait(message)
         elif isinstance(message, Refused):
@@ -116,15 +152,32 @@ class Joining:
             self._end(lambda: self._admitted(peer, message))
 
     def ended(self, peer: Peer) -> None:
-        """A connection has ended. If its process has ended, a grant to it is released; after a
+        """A connection has ended. If its process has ended, the grant to it is released; after a
         while, in which it could announce a group if the connection alone has ended.
         """
         founding = self._founding
         if founding is None or not peer.connection.ended_by_peer:
             return
-        for index, endpoint in enumerate(self.endpoints):
-            if endpoint.address == (peer.host.address, peer.host.port) and index != self._own:
-                self._loop.call_later(SILENCE_S, lambda i=index: founding.released(i))  # type: ignore[misc]
+        out = Past(out=frozenset([peer.host.id]))
+        self._loop.call_later(self._lost_after_s, lambda: founding.learned(out))
+
+    def _learn(self, peer: Peer, past: Past) -> None:
+        """Another agent, which is in no group, has told what it knows.
+
+        It also is the proof that all other agents with its address have ended. If it does not know
+        so itself, its disk has lost the record, and with it what that agent knew of its group. Then
+        it counts only when there would have been news of a group that lives.
+        """
+        if self._founding is None:
+            return
+        now = self._loop.clock.now()
+        forgotten = []
+        for host, (address, _) in self._record.past.merged(past).waits_for().items():
+            if address != peer.host.address or host == peer.host.id:
+                continue
+            if now >= self._forgetful.setdefault(host, now) + self._lost_after_s:
+                forgotten.append(host)
+        self._founding.learned(past.with_out(forgotten))
 
     def _step(self) -> None:
         if self._over:
@@ -136,16 +189,22 @@ class Joining:
                 self._end(lambda r=refusal: self._refused(r.reason))  # type: ignore[misc]
                 return
         if self._target is not None:
-            if not self._peers.failure(self._target):
+            late = self._loop.clock.now() > self._target_until
+            if not late and not self._peers.failure(self._target):
                 self._peers.send_to(self._target, Join())
                 return
-            self._target = None  # it has gone: ask the endpoints again
-        self._tell_endpoints(Find())
+            self._target = None  # it has gone, or is no leader any more: ask the endpoints again
+        self._tell_endpoints(Find(self._record.past))
+        endpoints = {endpoint.address for endpoint in self.endpoints}
+        for address in {*self._record.past.waits_for().values()} - endpoints:
+            if self._founding is not None:
+                self._peers.send_to(address, Find(self._record.past))
         self._try_founding()
 
     def _ask(self, leader: Address) -> None:
         if self._target != leader:
             self._target = leader
+            self._target_until = self._loop.clock.now() + 2 * self._lost_after_s
             self._peers.send_to(leader, Join())
 
     def _wait(self, answer: NotYet) -> None:
@@ -153,6 +212,8 @@ class Joining:
         if self._waiting is None or self._waiting.limit_s != answer.limit_s:
             self._waiting_since = now
         self._waiting = answer
+        if answer.limit_s:
+            self._target_until = now + 2 * self._lost_after_s
         if answer.limit_s and now > self._waiting_since + answer.limit_s:
             self._end(lambda: self._refused(answer.reason))
 
@@ -168,7 +229,7 @@ class Joining:
         if founding.founds():
             self._end(self._founded)
         elif founding.candidate(now):
-            self._tell_endpoints(AskGrant(self._own, founding.attempt))
+            self._tell_endpoints(AskGrant(self._own, founding.attempt, self._record.past))
 
     def _tell_endpoints(self, message: Message) -> None:
         for index, endpoint in enumerate(self.endpoints):

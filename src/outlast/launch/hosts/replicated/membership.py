@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from outlast.coordination.replicated import messages as consensus
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.quorum import Voters
 from outlast.coordination.replicated.replica import Replica, Role
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.replicated.admission import objection
@@ -25,7 +26,9 @@ from outlast.launch.hosts.replicated.messages import (
     Refused,
     Replicated,
 )
+from outlast.launch.hosts.replicated.past import Config, Group
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
+from outlast.launch.hosts.replicated.record import Record
 
 Done = Callable[[Result], None]
 _log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ class Membership:
 
     Args:
         group: the id of the host that founded the group.
+        generation: how many groups the run had before.
+        record: where the voters of the group are kept.
         endpoints: the addresses of the endpoints other than this host.
         known: hosts whose addresses are known already.
         renewed: called with the deadline of the lease and its term when they change.
@@ -57,6 +62,8 @@ class Membership:
         me: HostInfo,
         replica: Replica,
         group: str,
+        generation: int,
+        record: Record,
         endpoints: Iterable[Address],
         known: Iterable[HostInfo],
         renewed: Callable[[float, int], None],
@@ -65,6 +72,9 @@ class Membership:
         host_refused: Callable[[str], None],
     ) -> None:
         self.group = group
+        self._generation = generation
+        self._record = record
+        self._recorded: object = None
         self.leader = ""
         self.term = 0
         self._loop = loop
@@ -72,7 +82,7 @@ class Membership:
         self._me = me
         self._replica = replica
         self._endpoints = tuple(endpoints)
-        self._addresses = {host.id: (host.address, host.port) for host in known}
+        self._addresses = {host.id: (host.address, host.port) for host in (me, *known)}
         self._renewed = renewed
         self._changed = changed
         self._ended = ended
@@ -132,7 +142,9 @@ class Membership:
                 # Refused only in the first round, in which the founder's term begins.
                 self._admits_itself = not self._replica.add_host(self._me, now)
                 self._submitted = True
-            for host, message in self._replica.outbox():
+            sending = self._replica.outbox()
+            self._keep_voters()
+            for host, message in sending:
                 self._send(host, message)
             for ticket, result in self._replica.results():
                 done = self._done.pop(ticket, None)
@@ -179,6 +191,25 @@ class Membership:
             _log.warning("host %s sent what no agent sends: %s", peer.host.name, e)
             return
         self._replica.receive(peer.host.id, message, self._loop.clock.now())
+
+    def _keep_voters(self) -> None:
+        """Makes a new configuration durable before any message says that this host has it."""
+        found = self._replica.configurations
+        if found and found != self._recorded:
+            self._recorded = found
+            self._record.set(self._record.past.with_group(self._known(found)))
+
+    def _known(self, found: tuple[tuple[int, Voters, bool], ...]) -> Group:
+        configs = [Config(index, voters) for index, voters, _ in found]
+        agreed = found[0][2]
+        voters = frozenset().union(*(config.voters.all for config in configs))
+        return Group(
+            self.group,
+            self._generation,
+            configs[0] if agreed else Config(-1, configs[0].voters),
+            tuple(configs[1:] if agreed else configs),
+            {host: where for host, where in self._addresses.items() if host in voters},
+        )
 
     def _observe(self) -> None:
         """Pass on what has changed at the replica."""
@@ -235,7 +266,9 @@ class Membership:
 
     def _introduction(self) -> Member:
         leader = self._me if self.leader == self._me.id else self.directory.hosts.get(self.leader)
-        return Member(self.group, leader, len(self.directory.hosts))
+        found = self._replica.configurations
+        known = self._known(found) if found else None
+        return Member(self.group, self._generation, leader, len(self.directory.hosts), known)
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
@@ -264,7 +297,7 @@ class Membership:
 
     def _admit(self, peer: Peer) -> None:
         first = list(itertools.islice(self.directory.hosts.values(), ANNOUNCERS))
-        peer.send(Admitted(self.group, self._me.id, (self._me, *first)))
+        peer.send(Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
 
     def _announce(self) -> None:
         if self._over:
@@ -276,8 +309,11 @@ class Membership:
                 self._peers.send_to(address, self._introduction())
 
     def _other_group(self, other: Member) -> None:
-        """Two endpoints have each founded a group, see `founding`: the smaller one gives up."""
-        mine = (len(self.directory.hosts), self.group)
-        if self.directory.known and mine < (other.hosts, other.group):
+        """Two groups of one run have met, see `founding`. The older one goes on: it has kept the
+        quorum of all before it. Of two that were founded at the same time, the larger one.
+        """
+        mine = (-self._generation, len(self.directory.hosts), self.group)
+        if self.directory.known and mine < (-other.generation, other.hosts, other.group):
             where = f", led by {other.leader.name}" if other.leader is not None else ""
-            self._end(f"there is another group with this run id{where}, which has more hosts")
+            which = "is older" if other.generation < self._generation else "has more hosts"
+            self._end(f"there is another group with this run id{where}, which {which}")

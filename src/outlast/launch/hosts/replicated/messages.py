@@ -8,19 +8,22 @@ The first message of each side is `Hello`; the listener may answer `Refused` ins
 
 from __future__ import annotations
 
-import ipaddress
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias, get_args
+from typing import TypeAlias
+
+import msgspec
 
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.launch.hosts.replicated.past import Group, Past
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Grows with every change of these messages or of those of the consensus."""
 
 
-@dataclass(frozen=True)
-class Hello:
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Hello(_Message, frozen=True):
     """Who speaks."""
 
     protocol: int
@@ -28,75 +31,74 @@ class Hello:
     host: HostInfo
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(_Message, frozen=True):
     """The receiver must not take part: `setting` is the option or property that is wrong."""
 
     setting: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Find:
-    """Asks whether the receiver is in a group."""
+class Find(_Message, frozen=True):
+    """Asks whether the receiver is in a group; `past`: what the sender knows of earlier ones."""
+
+    past: Past
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """The sender is in no group yet. `endpoint` is its index among the endpoints, -1 for none."""
+class Fresh(_Message, frozen=True):
+    """The sender is in no group. `endpoint` is its index among the endpoints, -1 for none."""
 
     endpoint: int
+    past: Past
 
 
-@dataclass(frozen=True)
-class Member:
-    """The sender is in the group `group` of `hosts` hosts, led by `leader` as far as it knows."""
+class Member(_Message, frozen=True):
+    """The sender is in the group `group` of `hosts` hosts, led by `leader` as far as it knows.
+    `known`: its voters, unless the sender never was one.
+    """
 
     group: str
+    generation: int
     leader: HostInfo | None
     hosts: int
+    known: Group | None = None
 
 
-@dataclass(frozen=True)
-class AskGrant:
+class AskGrant(_Message, frozen=True):
     """Endpoint `endpoint` wants to found the group; `attempt` counts its attempts."""
 
     endpoint: int
     attempt: int
+    past: Past
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(_Message, frozen=True):
     """The sender, an endpoint, lets the receiver found the group."""
 
     endpoint: int
     attempt: int
 
 
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(_Message, frozen=True):
     """Endpoint `endpoint` will not use grants of this attempt, or earlier ones, any more."""
 
     endpoint: int
     attempt: int
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(_Message, frozen=True):
     """Asks the leader to admit the sender."""
 
 
-@dataclass(frozen=True)
-class Admitted:
+class Admitted(_Message, frozen=True):
     """The receiver is a host of the group from now on. `hosts` are the voters and the leader."""
 
     group: str
+    generation: int
     leader: str
     hosts: tuple[HostInfo, ...]
 
 
-@dataclass(frozen=True)
-class NotYet:
+class NotYet(_Message, frozen=True):
     """The receiver cannot be admitted now, and should ask again; for `limit_s` seconds, unless that
     is 0.
     """
@@ -105,8 +107,7 @@ class NotYet:
     limit_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Replicated:
+class Replicated(_Message, frozen=True):
     """A message of the consensus of `group`, encoded, to the host `receiver`. Another host ignores
     it: a restarted agent has the address of the one before, but is another host.
     """
@@ -131,64 +132,22 @@ Message: TypeAlias = (
     | Replicated
 )
 
-_JSON, _REPLICATED = b"J", b"R"
-_KINDS = {kind.__name__: kind for kind in get_args(Message) if kind is not Replicated}
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
     """The payload of a frame."""
-    if isinstance(message, Replicated):
-        head = f"{message.group}\n{message.receiver}\n".encode()
-        return _REPLICATED + head + message.data
-    said = [type(message).__name__, asdict(message)]
-    return _JSON + json.dumps(said, separators=(",", ":")).encode()
+    return _encoder.encode(message)
 
 
 def decode(payload: bytes) -> Message:
-    """The reverse of `encode`.
+    """The reverse of `encode`. All values have the declared types, whoever has sent them.
 
     Raises:
         ValueError: for anything that `encode` does not produce.
     """
     try:
-        if payload[:1] == _REPLICATED:
-            group, receiver, data = payload[1:].split(b"\n", 2)
-            return Replicated(group.decode(), receiver.decode(), data)
-        if payload[:1] != _JSON:
-            raise ValueError("unknown kind of message")
-        name, said = json.loads(payload[1:])
-        return _made(_KINDS[name], said)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        return _decoder.decode(payload)
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"not a message of an agent: {e}") from e
-
-
-def _made(kind: Any, said: dict[str, Any]) -> Message:
-    if kind is Hello:
-        said["host"] = _host(said["host"])
-    elif kind is Member and said["leader"] is not None:
-        said["leader"] = _host(said["leader"])
-    elif kind is Admitted:
-        said["hosts"] = tuple(_host(each) for each in said["hosts"])
-    message: Message = kind(**said)
-    _check(message)
-    return message
-
-
-def _host(said: dict[str, Any]) -> HostInfo:
-    host = HostInfo(**said)
-    _check(host)
-    if not all(isinstance(text, str) for pair in host.settings.items() for text in pair):
-        raise ValueError("settings must be text")
-    if host.address:
-        ipaddress.ip_address(host.address.partition("%")[0])
-    if not 0 <= host.port < 1 << 16:
-        raise ValueError(f"no port: {host.port}")
-    return host
-
-
-def _check(made: Any) -> None:
-    """A stranger must not get a value of another type into this process."""
-    for field in fields(made):
-        wanted = {"str": str, "int": int, "float": float}.get(str(field.type))
-        if wanted is not None and type(getattr(made, field.name)) is not wanted:
-            raise ValueError(f"{field.name} must be of type {field.type}")

@@ -256,10 +256,11 @@ class PeerConnections:
                 f"{versions[1]}",
             )
         if theirs.run_id != mine.run_id:
+            # A stranger does not learn the id that would let it in.
             return Refused(
                 "--rdzv-id",
-                f"--rdzv-id: {mine.host.name} runs {mine.run_id!r}, {theirs.host.name} runs "
-                f"{theirs.run_id!r}",
+                f"--rdzv-id: {theirs.host.name} asks for the run {theirs.run_id!r}, and "
+                f"{mine.host.name} takes part in another one",
             )
         return None
 

@@ -8,7 +8,8 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import Operation, Result
@@ -22,6 +23,7 @@ from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
 from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message, Replicated
 from outlast.launch.hosts.replicated.peer_connections import Peer, PeerConnections
+from outlast.launch.hosts.replicated.record import Record
 from outlast.launch.hosts.server.store_server import StoreServer
 from outlast.system import lease_page
 from outlast.system.error_text import describe
@@ -60,6 +62,7 @@ class HostService:
         place: where this host listens.
         page: the lease page to renew.
         changed: called from the thread when the state has changed.
+        record: what this host knows of earlier groups.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class HostService:
         timing: Timing,
         page: LeasePage,
         changed: Callable[[], None],
+        record: Record,
     ) -> None:
         self.me = me
         self.hosts: tuple[HostInfo, ...] = ()
@@ -86,6 +90,7 @@ class HostService:
         self._timing = timing
         self._page = page
         self._changed = changed
+        self._record = record
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
         self._server: StoreServer
@@ -184,6 +189,7 @@ class HostService:
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         try:
+            self._record.begin(self.me.id)
             with EventLoop(clock=LeaseClock(), selector=selectors.EpollSelector()) as loop:
                 self._serve(loop)
         except Exception as e:  # noqa: BLE001 - reported by `error`
@@ -214,6 +220,9 @@ class HostService:
                 peers,
                 self._endpoints,
                 self._place.own,
+                self.me,
+                self._timing.lost_after,
+                self._record,
                 self._on_founded,
                 self._on_admitted,
                 self._end,
@@ -234,7 +243,7 @@ class HostService:
 
     def _hello(self, store_port: int) -> Hello:
         address, port = self._place.address, self._place.port
-        self.me = replace(self.me, address=address, port=port, store_port=store_port)
+        self.me = structs.replace(self.me, address=address, port=port, store_port=store_port)
         return Hello(PROTOCOL, self._run_id, self.me)
 
     def _make_calls(self) -> None:
@@ -268,13 +277,15 @@ class HostService:
     def _on_founded(self) -> None:
         founding = Configuration(frozenset({self.me.id}))
         replica = Replica(self.me.id, self._timing, random.Random(), founding=founding)
-        self._enter(replica, self.me.id, ())
+        self._enter(replica, self.me.id, self._record.past.generation + 1, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
         replica = Replica(self.me.id, self._timing, random.Random(), founding=None)
-        self._enter(replica, admitted.group, admitted.hosts)
+        self._enter(replica, admitted.group, admitted.generation, admitted.hosts)
 
-    def _enter(self, replica: Replica, group: str, known: Sequence[HostInfo]) -> None:
+    def _enter(
+        self, replica: Replica, group: str, generation: int, known: Sequence[HostInfo]
+    ) -> None:
         assert self._loop is not None
         others = [e.address for i, e in enumerate(self._endpoints) if i != self._place.own]
         self._membership = Membership(
@@ -283,6 +294,8 @@ class HostService:
             self.me,
             replica,
             group,
+            generation,
+            self._record,
             [address for address in others if address is not None],
             known,
             self._on_renewed,
@@ -329,5 +342,9 @@ class HostService:
             # Without workers, there is no lease to keep; otherwise they must end now.
             orderly = self.error == _CLOSED
             self._page.renew(0.0 if orderly else lease_page.now(), self.term)
+        if reason:
+            self._record.ended()
+        else:
+            self._record.remove()
         self._left.set()
         self._changed()

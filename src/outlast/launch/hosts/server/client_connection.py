@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
 from outlast.coordination.stores.torch_protocol import Query
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server import wire_protocol as wire
@@ -225,8 +225,8 @@ class ClientConnection:
         return wire.encode_keys(self._names(results))
 
     def _names(self, results: list[Result]) -> list[str]:
-        assert isinstance(results[0], list)
-        names = [str(key).removeprefix(self._namespace) for key in results[0]]
+        assert isinstance(results[0], Keys)
+        names = [key.removeprefix(self._namespace) for key in results[0].names]
         return [name for name in names if not name.startswith(_REACHED)]
 
     # ------------------------------------------------------------------ waits

@@ -41,8 +41,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import structs
 
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.launch.hosts.server.upstream import Done, Upstream
@@ -159,6 +161,8 @@ class _Group:
     def accepts(self, operation: Operation) -> bool:
         """Whether one operation can stand for this one too: the module's docstring says why."""
         first = self._first
+        if first.name == "add":  # the sum is encoded with 64 bits
+            return abs(sum(self._amounts) + operation.amount) < 1 << 62
         return (
             first.name != "compare_set"
             or first.value != first.expected
@@ -174,11 +178,11 @@ class _Group:
         """The one operation."""
         match self._first.name:
             case "append":
-                return replace(self._first, value=b"".join(self._values))
+                return structs.replace(self._first, value=b"".join(self._values))
             case "put":
-                return replace(self._first, value=self._values[-1])
+                return structs.replace(self._first, value=self._values[-1])
             case "add":
-                return replace(self._first, amount=sum(self._amounts))
+                return structs.replace(self._first, amount=sum(self._amounts))
         return self._first
 
     def answer(self, result: Result) -> None:

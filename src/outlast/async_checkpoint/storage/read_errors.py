@@ -1,0 +1,111 @@
+"""Tells damage from a read error, when a checkpoint is read.
+
+A missing file is damage: the checkpoint cannot be restored, an older one can. An error of the disk,
+the network or the process (EIO, ESTALE, EMFILE, EACCES, a timeout, an answer 503) says nothing
+about the checkpoint. It may pass, so the read is tried again; if it stays, the restore fails.
+Passing over the checkpoint would continue from an older step, and overwrite a newer one that is
+intact.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from outlast.async_checkpoint.storage.protocol import FileReader
+from outlast.errors import CheckpointError, CheckpointReadError
+
+T = TypeVar("T")
+
+# What the system says of a path at which there is no regular file.
+_DAMAGE = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,  # a link, where none is followed
+    errno.ENXIO,  # a socket, or a device that is not there
+    errno.ENODEV,
+}
+_DAMAGES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # from fsspec, without number
+# Long enough for another thread to close its files, or a server to change over.
+_PAUSES_S = (0.05, 0.25, 1.0)
+_pause = time.sleep
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether it shows that a file is missing, or is not a file."""
+    return error.errno in _DAMAGE or isinstance(error, _DAMAGES)
+
+
+def reading(where: str, read: Callable[[], T]) -> T:
+    """Calls `read`, again after a read error; errors name `where`.
+
+    Raises:
+        CheckpointError: if a file is missing, or is not a regular file.
+        CheckpointReadError: if it still cannot be read.
+    """
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return read()
+        except OSError as e:
+            cause = (e.strerror or str(e)).removeprefix(f"{where}: ")
+            if is_damage(e):
+                raise CheckpointError(f"{where}: {cause}") from e
+            if pause_s is None:
+                name = errno.errorcode.get(e.errno or 0, type(e).__name__)
+                raise CheckpointReadError(
+                    f"{where} cannot be read on {socket.gethostname()}: {cause} ({name}, "
+                    f"{len(_PAUSES_S) + 1} times). This is not damage, so it is not passed over"
+                ) from e
+            _pause(pause_s)
+    raise AssertionError("unreachable")
+
+
+class Reopened:
+    """A file that several threads read; after a read error it is opened again. Errors name `where`.
+
+    Raises:
+        CheckpointError, CheckpointReadError: as `reading`; here if it cannot be opened.
+    """
+
+    def __init__(self, where: str, open_file: Callable[[], FileReader]) -> None:
+        self._where = where
+        self._open = open_file
+        self._readers = [reading(where, open_file)]
+
+    @property
+    def newest(self) -> FileReader:
+        """The file, as it was opened last."""
+        return self._readers[-1]
+
+    def read(self, work: Callable[[FileReader], T]) -> T:
+        """Calls `work` with the open file. Raises as `reading`."""
+
+        def attempt() -> T:
+            reader = self.newest
+            try:
+                return work(reader)
+            except OSError:
+                # Other threads may still use the old one: it is closed with the new one.
+                self._readers.append(self._open())
+                raise
+
+        return reading(self._where, attempt)
+
+    def __enter__(self) -> Reopened:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for reader in self._readers:
+            reader.close()

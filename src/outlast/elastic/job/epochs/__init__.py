@@ -1,0 +1,1 @@
+"""Epochs and passes over loaders: where a job is in them, and how it continues."""

@@ -1,0 +1,312 @@
+"""Where a job is in its epochs: `Job.epochs` and `Job.batches`.
+
+The unit of recovery is the step, and an epoch does not end with its last one: a scheduler, an
+evaluation, early stopping follow. So an epoch is over when the loop asks for the next. The state of
+each step says in which epoch it was made, and after how many batches of each loader. When it is
+restored, the loop gets that epoch again, with the batches that are left. If none are, the code of
+the epoch's end runs again, on the state of the last step, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from outlast.elastic.data.loader import ElasticLoader
+from outlast.elastic.data.stream import ShardedStream
+from outlast.elastic.job.epochs.passes import Pass, length_of
+from outlast.elastic.job.epochs.resumed_iteration import samplers_of
+from outlast.elastic.numerics import generators
+from outlast.errors import CheckpointMismatch
+from outlast.system.arguments import as_int
+
+log = logging.getLogger("outlast.elastic")
+
+_SHARED = "shared"
+
+
+class Epochs:
+    """The epochs of one job, on one rank.
+
+    Args:
+        loader: the job's loader, if any.
+        states: the job's additional objects: a loader among them has its own position.
+        rank: of this process in the job.
+        world_size: the number of ranks.
+        random: whether the random generators are part of the job's state.
+
+    Attributes:
+        steps: the number of steps of the job.
+        by_framework: whether a framework repeats what follows a step after a fault.
+    """
+
+    def __init__(
+        self, loader: Any, states: Mapping[str, Any], *, rank: int, world_size: int, random: bool
+    ) -> None:
+        self.steps = 0
+        self.by_framework = False
+        self._own = loader if isinstance(loader, ElasticLoader | ShardedStream) else None
+        self._with_position = [loader, *states.values()]
+        self._rank, self._world_size, self._random = rank, world_size, random
+        self._number: int | None = None  # until it is known that the program counts with it
+        self._first_step: int | None = None  # the number of steps when the epoch began
+        self._passes: list[Pass] = []
+        self._calls = 0  # of `batches` in this epoch, since it was yielded
+        self._inner = 0  # passes within another one
+        self._restored: generators.Generators | None = None
+        self._loop: object | None = None
+        self._is_loaded = self._was_left = self._has_warned = False
+        self._end = 0  # of the loop in progress
+        self._left = 0  # the end of the loop that the program has left, and ended without an error
+
+    @property
+    def number(self) -> int:
+        """The present epoch, from 0."""
+        if self._number is None:
+            return 0 if self._own is None else self._own.epoch
+        return self._number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._left = 0
+        self._begin(as_int("epoch", number, at_least=0), None)
+
+    def loop(self, end: int) -> Iterator[int]:
+        """The epochs from the present one to `end`, which is not included."""
+        return self._to(as_int("n", end, at_least=0))
+
+    def _to(self, end: int) -> Iterator[int]:
+        if self._left >= end > 0:
+            if self._rank == 0:
+                log.warning(
+                    "the program left the loop over job.epochs(%d) before its end, in epoch %d, "
+                    "and ended without an error: training is complete. To train on, set job.epoch "
+                    "before the loop, or ask for more epochs",
+                    self._left,
+                    self.number,
+                )
+            return
+        loop, self._end, self._left = object(), end, 0
+        self._loop = loop
+        if self._number is None:
+            if self.steps and self._own is None and self._rank == 0:
+                log.warning(
+                    "the state after step %d does not say in which epoch it was saved: continuing "
+                    "with epoch 0. Set job.epoch before the loop to continue with another one",
+                    self.steps,
+                )
+            self._begin(self.number, self.steps)
+        try:
+            while self.number < end:
+                self._yielded()
+                yield self.number
+                if self._loop is not loop:
+                    raise ValueError("another loop over job.epochs() has begun within this one")
+                self._was_left = False
+                if not self._is_loaded:
+                    self._warn_of_left_passes()
+                    self._begin(self.number + 1, self.steps)
+        finally:
+            if self._loop is loop:
+                self._loop = None
+                if self._own is not None:
+                    self._own.holds_epoch = False
+
+    def _yielded(self) -> None:
+        if self._own is not None:
+            self._own.holds_epoch = True
+        elif self._is_loaded and not self._passes and self._rank == 0:
+            done = self.steps - (self.steps if self._first_step is None else self._first_step)
+            if done > 0:
+                log.warning(
+                    "epoch %d begins again after step %d, although %d of its steps are done: only "
+                    "with job.batches() the job knows what is left of an epoch",
+                    self.number,
+                    self.steps,
+                    done,
+                )
+        self._is_loaded, self._was_left = False, True  # left, unless the loop comes back
+        if self._first_step is None:
+            self._first_step = self.steps
+
+    def _begin(self, number: int, first_step: int | None) -> None:
+        self._number, self._first_step = number, first_step
+        self._passes, self._calls, self._inner, self._restored = [], 0, 0, None
+        if self._own is not None:
+            self._own.begin_epoch(number)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of `loader` that are left of the present epoch."""
+        if self._loop is None:
+            raise ValueError(
+                "job.batches() yields what is left of an epoch: call it in a loop over job.epochs()"
+            )
+        has_position = any(each is loader for each in self._with_position)
+        if isinstance(loader, ElasticLoader | ShardedStream):
+            if not has_position:
+                raise ValueError(
+                    f"job.batches() was given a {type(loader).__name__} whose position the job "
+                    "does not save: pass it to Job(loader=...). If no steps are made on its "
+                    "batches, iterate it without job.batches()"
+                )
+        else:
+            for each in samplers_of(loader):
+                if callable(getattr(each, "set_epoch", None)):
+                    each.set_epoch(self.number)
+        if any(each.is_open for each in self._passes):
+            return self._within_another(loader)
+        self._warn_of_left_passes()
+        number, self._calls = self._calls, self._calls + 1
+        if number == len(self._passes):
+            self._passes.append(Pass(length=length_of(loader), has_position=has_position))
+        found = self._passes[number]
+        if not found.has_position and not found.is_over and found.length != length_of(loader):
+            raise ValueError(
+                f"epoch {self.number} was saved after {found.done} batches of a loader with "
+                f"{found.length}, and now loader {number + 1} of the epoch has "
+                f"{length_of(loader)} (-1: unknown). A job that continues must call job.batches() "
+                "with the same loaders in the same order"
+            )
+        return self._pass(loader, found)
+
+    def _pass(self, loader: Iterable[Any], found: Pass) -> Iterator[Any]:
+        passes = self._passes
+        for batch in found.batches(loader, self._restored):
+            if self._passes is not passes:
+                raise ValueError("this loop over job.batches() belongs to an epoch that is over")
+            yield batch
+
+    def _within_another(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """An evaluation between two steps: it is not part of the state of a step."""
+        self._inner += 1
+        try:
+            yield from loader
+        finally:
+            self._inner -= 1
+
+    def stepped(self, steps: int) -> None:
+        """A step was made: the job has made `steps`."""
+        if self._inner:
+            raise ValueError(
+                "job.step() in a loop over job.batches() within another one: only the batches of "
+                "one loop can be counted as done. Iterate the outer loader without job.batches(), "
+                "or make one epoch of each of its batches"
+            )
+        self.steps = steps
+        for each in self._passes:
+            if each.is_open:
+                each.done = each.taken
+
+    def finish(self) -> None:
+        """The program has ended without an error: an epoch whose end it has left is over."""
+        is_done = all(each.is_complete for each in self._passes)
+        if not self._passes and self._own is not None:
+            is_done = self._own.at_end
+        if self._was_left:
+            self._left = self._end
+            if is_done:
+                self._begin(self.number + 1, self.steps)
+        self._was_left = False
+
+    # ---------------------------------------------------------------------------- the state
+
+    @property
+    def place(self) -> tuple[int | None, int | None, int]:
+        """The epoch, that of the loader, and whether the loop was left: what a state of the same
+        step may differ in.
+        """
+        return self._number, None if self._own is None else self._own.epoch, self._left
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all ranks: empty if the program does not use `Job.epochs`. Tuples,
+        which a checkpoint stores as one value.
+        """
+        if self._number is None:
+            return {}
+        passes = tuple(each.saved() for each in self._passes)
+        at_end = self._loop is not None and bool(passes) and all(p.is_over for p in self._passes)
+        first_step = self.steps if self._first_step is None else self._first_step
+        return {_SHARED: (self._number, first_step, self._world_size, passes, at_end, self._left)}
+
+    def own_state(self) -> tuple[Any, ...]:
+        """What differs between ranks: the order of the passes."""
+        return tuple(each.noted for each in self._passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint."""
+        shared = self.shared_state()
+        return {**shared, str(self._rank): self.own_state()} if shared else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
+        """Continues from a saved state, after `steps` steps of the job. Call it after the loader
+        was loaded.
+
+        Raises:
+            CheckpointMismatch: if it was saved at another world size within a pass of which only
+                the batches of each rank are known. Nothing has changed then.
+        """
+        passes: list[Pass] = []
+        number = first_step = None
+        left = 0
+        if _SHARED in state:
+            number, first_step, world_size, saved, at_end, left = state[_SHARED]
+            noted = state.get(str(self._rank), ()) if world_size == self._world_size else ()
+            passes = [Pass.restored(each, *noted[i : i + 1]) for i, each in enumerate(saved)]
+            for each in passes:
+                if world_size != self._world_size and not (each.has_position or each.is_complete):
+                    raise CheckpointMismatch(
+                        f"step {steps} was saved by {world_size} ranks, after {each.done} of "
+                        f"{each.length} batches of epoch {number}, and there are "
+                        f"{self._world_size} ranks now: some samples would be repeated and others "
+                        f"skipped. Continue with {world_size} ranks, or use "
+                        "outlast.elastic.ElasticLoader, which supports any number"
+                    )
+            if at_end and self._rank == 0:
+                log.warning(
+                    "step %d was saved by job.save() at the end of epoch %d, whose code runs again "
+                    "now: what it had changed before that save, such as a scheduler, it changes "
+                    "again. Call job.save() first",
+                    steps,
+                    number,
+                )
+        self.steps, self._number, self._first_step, self._left = steps, number, first_step, left
+        self._passes, self._calls, self._inner, self._restored = passes, 0, 0, None
+        self._is_loaded = True
+        if self._own is not None and number is not None:
+            self._own.resume_epoch(number)
+
+    def restored(self) -> None:
+        """All of the job's state is restored: the passes continue with the generators as they are
+        now, however the program uses them before.
+        """
+        if self._random and any(each.done for each in self._passes):
+            self._restored = generators.capture()
+
+    def warn_if_unused(self) -> None:
+        """The job continues after a fault from its last step: what followed it is lost if the
+        program counts its epochs by itself.
+        """
+        in_epoch = isinstance(self._own, ElasticLoader) and self._own.sampler.position > 0
+        unused = self._number is None and not self.by_framework
+        if unused and self.steps and not in_epoch and self._rank == 0:
+            log.warning(
+                "the fault came after step %d: what the program had done between this job.step() "
+                "and the next step, such as an evaluation at the end of an epoch, is not repeated. "
+                "With job.epochs(), the end of an epoch is",
+                self.steps,
+            )
+
+    def _warn_of_left_passes(self) -> None:
+        if self._has_warned or self._rank != 0:
+            return
+        for each in self._passes:
+            if each.was_left:
+                self._has_warned = True
+                log.warning(
+                    "a loop over job.batches() was left right after job.step(), with %d of %d "
+                    "batches done: after a fault before the next step, it would go on with the "
+                    "next batch. Test the condition at the beginning of the loop's body",
+                    each.done,
+                    each.length,
+                )

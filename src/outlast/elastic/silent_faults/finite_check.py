@@ -1,0 +1,385 @@
+"""`FiniteCheck`: ends a job whose parameters or loss are no longer finite numbers.
+
+A flipped bit of high value, or a learning rate that is too high, makes the loss NaN; from then on
+all that the job computes is lost, and it would go on to its end without an error. The parameters
+tell: a NaN stays in them. (Gradients do not: a scaler of mixed precision skips such steps.)
+
+Each step looks at one slice of the parameters, of at most 128 KiB or 1/`every` of them, by
+a sum: infinities and NaN stay in it. On the CPU the training thread does it: a step reads and
+writes every parameter several times, so that the slice costs less than handing it to another
+thread. On a GPU the sum is enqueued, and read when it is there: nothing is synchronized. As soon
+as a loss is NaN, so is almost every parameter, after the same step, whatever the slice. A small
+model is one slice; so is every model when it is compared before its last save.
+
+Who was first: the gradients of all ranks are averaged, so all have NaN after the same step. What
+tells is a rank's own gradients, before they are averaged with those of others. Those of the first
+parameter, which the whole backward pass leads to, and of the last matrix, into which the results of
+the forward pass go, are summed (a part, if they are large); the sums are kept for some steps, and
+read only if parameters are not finite. The loss tells too, if the program passes it. A rank that
+finds something publishes it, and waits for what other ranks have found at the same step; one that
+is waiting for this rank in a collective will not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from outlast.async_checkpoint.finite import is_finite, total
+from outlast.coordination import KeyTimeout
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.elastic.silent_faults.digests import flat_bytes
+from outlast.elastic.silent_faults.layout import element_slices, local_tensor
+from outlast.errors import NonFinite, StoreError
+from outlast.events import Emitter, NonFiniteFound, Sink
+from outlast.system.arguments import as_int
+
+__all__ = ["FiniteCheck", "RunningFiniteCheck"]
+
+log = logging.getLogger("outlast.elastic")
+
+_GRADIENT_ELEMENTS = 1 << 16
+_HUGE = 1e15
+_OTHERS_S = 5.0
+_NAMED = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FiniteCheck:
+    """Looks for parameters, and losses, that are not finite. A `Job` has it by default.
+
+    Attributes:
+        every: all parameters are looked at within so many steps.
+        on_non_finite: `"stop"`: every rank that finds some raises `NonFinite`, which no restart
+            follows, and `Job.restore` passes over checkpoints with such parameters. `"report"`: the
+            event and the message in the log, once. `"ignore"`: nothing is looked at, and retention
+            does not know which checkpoints are finite.
+    """
+
+    every: int = 100
+    on_non_finite: str = "stop"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", as_int("every", self.every, at_least=1))
+        if self.on_non_finite not in ("stop", "report", "ignore"):
+            raise ValueError(
+                f"on_non_finite must be 'stop', 'report' or 'ignore', not {self.on_non_finite!r}"
+            )
+
+    def start(
+        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    ) -> RunningFiniteCheck:
+        """Starts the check of a module's parameters; a collective.
+
+        Args:
+            module: the module; wrappers such as DDP make no difference.
+            group: the ranks that train it; the default process group by default.
+            events: the sink of events.
+            step: the number of steps so far.
+
+        Raises:
+            NonFinite: with `"stop"`, if a parameter is not finite now.
+        """
+        ledger = connect_ledger("finite", group)
+        emitter = Emitter(events)
+        emitter.place(rank=ledger.rank)
+        return RunningFiniteCheck(self, parameters_to_check(module), ledger, emitter, step)
+
+
+def parameters_to_check(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that must be finite, by name: not those without a gradient that are not finite
+    now, such as a mask.
+    """
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if not parameter.is_meta
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and (parameter.requires_grad or is_finite(local_tensor(parameter)))
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finding:
+    """What one rank has found: `values` that are not finite after `step`, and were after `since`.
+    `rank` and `host` of it. Of several, the first in the order of `order` counts.
+    """
+
+    step: int
+    since: int
+    rank: int
+    host: str
+    origin: str  # "loss", "gradients" or "parameters"
+    names: list[str]
+    loss: str = ""
+    ranks: int = 1  # how many have found the same
+    huge: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """A loss is computed before the gradients, and these before the parameters."""
+        return self.step, ("loss", "gradients", "parameters").index(self.origin), self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """The sums of a slice after `step`, on their way from the GPU until `ready`."""
+
+    step: int
+    number: int
+    sums: torch.Tensor
+    ready: Any
+
+
+class RunningFiniteCheck:
+    """The check of one rank. Close it, or use it in a `with` block.
+
+    `newest_finite` returns the step of the newest checkpoint that training can continue from.
+    """
+
+    def __init__(
+        self,
+        check: FiniteCheck,
+        parameters: dict[str, nn.Parameter],
+        ledger: CallLedger,
+        emitter: Emitter,
+        step: int,
+        newest_finite: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._check = check
+        self._parameters = parameters
+        self._ledger = ledger
+        self._emitter = emitter
+        self._newest_finite = newest_finite
+        self._step = step
+        self._reported: set[str] = set()
+        self._slices = element_slices(list(parameters.values()), check.every)
+        self._views: list[tuple[list[int], list[torch.Tensor]]] = [([], [])] * len(self._slices)
+        self._known = [step] * len(self._slices)  # the last step after which each was finite
+        self._looks: deque[_Look] = deque()
+        self._losses: deque[tuple[int, torch.Tensor | float]] = deque()
+        self._gradient: torch.Tensor | None = None  # of this step, summed
+        self._gradients: deque[tuple[int, torch.Tensor]] = deque(maxlen=len(self._slices) + 2)
+        self._off = check.on_non_finite == "ignore" or not parameters
+        trained = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
+        last = [p for p in trained if p.ndim > 1][-1:]
+        hooked = [] if self._off else [p for p in trained[:1] if p not in set(last)] + last
+        self._hooks = [p.register_hook(self._note_gradient) for p in hooked]
+        self.check_all()
+
+    def step(self, step: int | None = None, loss: torch.Tensor | float | None = None) -> None:
+        """Call it after each step of the optimizer, with the number of steps so far, and with this
+        rank's loss.
+
+        Raises:
+            NonFinite: with `"stop"`, if a parameter or a loss is not finite.
+        """
+        self._step = self._step + 1 if step is None else step
+        if self._off:
+            return
+        gradient, self._gradient = self._gradient, None
+        if gradient is not None:
+            self._gradients.append((self._step, gradient))
+        if loss is not None:
+            self._look_at_loss(loss)
+        if "parameters" in self._reported:
+            return
+        number = self._step % len(self._slices)
+        sums = [total(part) for part in self._parts(number)]
+        if any(each.is_cuda for each in sums):
+            self._looks.append(_on_its_way(self._step, number, sums))
+        else:
+            self._judge(self._step, number, [each.item() for each in sums])
+        while self._looks and self._looks[0].ready.query():
+            look = self._looks.popleft()
+            self._judge(look.step, look.number, look.sums.tolist())
+
+    def check_all(self) -> None:
+        """Looks at all parameters as they are now, and waits for it.
+
+        Raises:
+            NonFinite: as `step`.
+        """
+        if not self._off and "parameters" not in self._reported:
+            self._look_closely(self._step)
+
+    def close(self) -> None:
+        """Ends the check."""
+        self._off = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> RunningFiniteCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------- private
+
+    def _judge(self, step: int, number: int, sums: list[float]) -> None:
+        if all(map(math.isfinite, sums)):
+            self._known[number] = step
+        else:
+            self._look_closely(step)
+
+    def _parts(self, number: int) -> list[torch.Tensor]:
+        """The tensors of a slice, as they are now; made once, while the parameters stay where they
+        are in memory.
+        """
+        elements = self._slices[number]
+        where, parts = self._views[number]
+        now = [0 if isinstance(p, DTensor) else p.data_ptr() for p, _, _ in elements]
+        if where != now or 0 in now:
+            parts = [
+                local if (begin, end) == (0, local.numel()) else _flat(local)[begin:end]
+                for parameter, begin, end in elements
+                for local in (local_tensor(parameter),)
+            ]
+            copied = any(not p.is_contiguous() for p, _, _ in elements)
+            self._views[number] = [] if copied else now, parts
+        return parts
+
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        # With gradient accumulation there are several of one step.
+        found = total(gradient.detach().reshape(-1)[:_GRADIENT_ELEMENTS])
+        self._gradient = found if self._gradient is None else self._gradient + found
+
+    def _look_at_loss(self, loss: torch.Tensor | float) -> None:
+        """On a GPU, it is read with the next step: then it is there."""
+        at_once = not (isinstance(loss, torch.Tensor) and loss.is_cuda)
+        self._losses.append((self._step, loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        while len(self._losses) > (0 if at_once else 1):
+            step, values = self._losses.popleft()
+            values = torch.as_tensor(values)
+            if not is_finite(values) and "loss" not in self._reported:
+                text = f"{values.item():g}" if values.numel() == 1 else "not finite"
+                self._act_on(self._finding("loss", step, step - 1, [], loss=text))
+
+    def _look_closely(self, step: int) -> None:
+        """Looks at every value. A sum that is not finite may have overflowed."""
+        tensors = {name: local_tensor(p) for name, p in self._parameters.items()}
+        names = [name for name, tensor in tensors.items() if not is_finite(tensor)]
+        if not names:
+            self._known = [self._step] * len(self._slices)
+            return
+        wrong_numbers = {id(self._parameters[name]) for name in names}
+        since = min(
+            known
+            for known, parts in zip(self._known, self._slices, strict=True)
+            if any(id(parameter) in wrong_numbers for parameter, _, _ in parts)
+        )
+        # GradScaler skips steps with such gradients: only those since the parameters were finite.
+        wrong = [at for at, sums in self._gradients if since < at <= step and not is_finite(sums)]
+        if wrong:
+            self._act_on(self._finding("gradients", wrong[0], wrong[0] - 1, names))
+        else:
+            self._act_on(self._finding("parameters", step, since, names))
+
+    def _finding(
+        self, origin: str, step: int, since: int, names: list[str], loss: str = ""
+    ) -> _Finding:
+        rank, host = self._ledger.rank, socket.gethostname()
+        return _Finding(step, since, rank, host, origin, names, loss, huge=self._huge())
+
+    def _huge(self) -> str:
+        """The finite parameter with the greatest value, if that looks like a flipped bit: it makes
+        the loss infinite or NaN.
+        """
+        most, which = _HUGE, ""
+        for name, parameter in self._parameters.items():
+            tensor = local_tensor(parameter)
+            greatest = tensor.abs().max().item() if tensor.numel() else 0.0
+            if most < greatest < math.inf:
+                most, which = greatest, name
+        return f"{which} has a value of {most:.1e}" if which else ""
+
+    def _act_on(self, finding: _Finding) -> None:
+        if self._check.on_non_finite == "stop":
+            finding = self._first_of_all(finding)
+        text = describe(finding)
+        found = NonFiniteFound(
+            step=finding.step,
+            since=finding.since,
+            first=finding.rank,
+            first_host=finding.host,
+            origin=finding.origin,
+            parameters=finding.names,
+        )
+        self._reported.add("loss" if finding.origin == "loss" else "parameters")
+        if finding.rank == self._ledger.rank:
+            self._emitter.emit(found)
+        if self._check.on_non_finite != "stop":
+            log.error("%s", text)
+            return
+        newest = self._newest_finite()
+        if newest is not None:
+            text += f"; the newest checkpoint with finite parameters is that of step {newest}"
+        raise NonFinite(text)
+
+    def _first_of_all(self, finding: _Finding) -> _Finding:
+        """The first of the findings of all ranks that have one."""
+        ledger = self._ledger
+        try:
+            ledger.finish(0, json.dumps(dataclasses.asdict(finding)).encode())
+            try:
+                ledger.await_verdict(0, _OTHERS_S)
+            except KeyTimeout:
+                log.debug("not all ranks have found something that is not finite")
+            parts = [part for part in ledger.parts(0) if part]
+        except StoreError as e:
+            log.debug("what other ranks have found is not known: %s", e)
+            return finding
+        found = [_Finding(**json.loads(part)) for part in parts]
+        first = min([*found, finding], key=lambda each: each.order)
+        names = next((each.names for each in [first, *found] if each.names), [])
+        same = sum(each.order[:2] == first.order[:2] for each in found)
+        return dataclasses.replace(first, names=names, ranks=same)
+
+
+def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
+    device = next(each.device for each in sums if each.is_cuda)
+    together = torch.stack([each.float().to(device) for each in sums]).to("cpu", non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return _Look(step, number, together, ready)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return flat_bytes(tensor).view(tensor.dtype)
+
+
+def describe(finding: _Finding) -> str:
+    """A finding in a sentence."""
+    huge = f"; its {finding.huge}" if finding.huge else ""
+    return _found(finding) + huge
+
+
+def _found(finding: _Finding) -> str:
+    where = f"rank {finding.rank} on {finding.host}"
+    names = ", ".join(finding.names[:_NAMED])
+    if len(finding.names) > _NAMED:
+        names += f" and {len(finding.names) - _NAMED} more"
+    if finding.origin == "loss":
+        more = f", and so are values of {names}" if names else ""
+        return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}"
+    if finding.origin == "gradients":
+        return (
+            f"after step {finding.step}: values of {names} are not finite, first in the gradients "
+            f"of {where}"
+        )
+    if finding.ranks > 1:  # it came with the gradients, which all ranks have averaged
+        where += f" and {finding.ranks - 1} more"
+    since = "" if finding.since >= finding.step - 1 else f"; they were after step {finding.since}"
+    return f"after step {finding.step}: values of {names} on {where} are not finite{since}"

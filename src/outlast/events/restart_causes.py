@@ -1,0 +1,99 @@
+"""The restarts of a job by cause: "3 restarts: 2 x KeyError at train.py:16 (rank 0), 1 x died (rank
+3)". The wrapper's log, the launcher's last lines, the report and `top` all end with these words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+JOINED, HOST_LOST = "new ranks joined", "host lost"
+HANGS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
+"""Kinds of faults that are a lack of progress."""
+
+_IN_SHORT = {
+    "SOFT_TIMEOUT": "no progress",
+    "HARD_TIMEOUT": "no progress",
+    "TERMINATED": "died",
+    "UNRESPONSIVE": "no heartbeat",
+}
+_EXCEPTION = re.compile(r"(?:[a-z_]+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
+"""The type of an exception at the beginning of a message, after "initialize: "."""
+_PLACE = re.compile(r"(?P<line>.+:\d+)(?: in .*)?")
+_CAUSES, _RANKS = 16, 8  # named; the others are only counted
+_OTHERS = "other causes"
+
+
+@dataclass(frozen=True)
+class RestartCount:
+    """The number of restarts with the same cause, and the ranks on which it was, sorted."""
+
+    what: str
+    count: int = 1
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, rank: int) -> RestartCount:
+        """One restart; `rank` is -1 if the cause was on no single rank."""
+        return cls(what, 1, (rank,) if rank >= 0 and what != HOST_LOST else ())
+
+
+def what_failed(interruption: str, message: str, where: str, exit_: str = "") -> str:
+    """A fault in a few words: `KeyError at train.py:16`, `died`, `killed by SIGKILL`.
+
+    Args:
+        interruption: a name of `outlast.inprocess.attribution.Interruption`, or `WORKER_FAILED`.
+        message: the first line of the fault's message.
+        where: the user's line that raised it, `train.py:16 in step`; empty if there is none.
+        exit_: how the process ended, if the launcher knows it.
+    """
+    if interruption in HANGS:
+        return _IN_SHORT[interruption]
+    if interruption == "TERMINATED" and message.startswith("host "):
+        return HOST_LOST
+    error = _EXCEPTION.match(message)
+    if exit_ and (exit_.startswith("killed") or error is None):
+        return exit_
+    if interruption in _IN_SHORT or error is None:
+        return _IN_SHORT.get(interruption, "failed")
+    place = _PLACE.fullmatch(where)
+    return error["type"] if place is None else f"{error['type']} at {place['line']}"
+
+
+def add_up(counts: Iterable[RestartCount]) -> tuple[RestartCount, ...]:
+    """One count for each cause, the most frequent first; the rarest of very many are one."""
+    found: dict[str, RestartCount] = {}
+    for each in counts:
+        before = found.get(each.what, RestartCount(each.what, 0))
+        ranks = sorted({*before.ranks, *each.ranks})
+        found[each.what] = RestartCount(each.what, before.count + each.count, tuple(ranks))
+    ranked = sorted(found.values(), key=lambda each: (each.what == _OTHERS, -each.count))
+    if len(ranked) > _CAUSES:
+        rest = ranked[_CAUSES - 1 :]
+        ranked[_CAUSES - 1 :] = [RestartCount(_OTHERS, sum(each.count for each in rest))]
+    return tuple(ranked)
+
+
+def describe_restarts(counts: Iterable[RestartCount]) -> str:
+    """The counts in words; empty without restarts."""
+    totals = add_up(counts)
+    number = sum(each.count for each in totals)
+    if not number:
+        return ""
+    causes = ", ".join(f"{each.count} x {each.what}{_on(each.ranks)}" for each in totals)
+    return f"{number} restart{'' if number == 1 else 's'}: {causes}"
+
+
+def decode_counts(records: Iterable[dict[str, Any]]) -> tuple[RestartCount, ...]:
+    """The counts from the values that `dataclasses.asdict` made of them."""
+    return tuple(RestartCount(r["what"], r["count"], tuple(r["ranks"])) for r in records)
+
+
+def _on(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return ""
+    named = [str(rank) for rank in ranks[:_RANKS]]
+    more = [f"{len(ranks) - _RANKS} more"] if len(ranks) > _RANKS else []
+    return f" (rank{'' if len(ranks) == 1 else 's'} {', '.join([*named, *more])})"

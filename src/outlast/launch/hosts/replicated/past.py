@@ -1,0 +1,126 @@
+"""What an agent knows of the groups that its run has had, and whether one of them may still act.
+
+A group acts only with a quorum of its voters. So it is *over* when so many of them can never vote
+again that those which are left are no quorum. Two things must be known for that:
+
+* Which voters are out: their process has said so, or their address is answered by a process with
+  another id. An id never comes back. Silence proves nothing.
+* Who the voters are: a group may have changed them since this agent was last in it. But each change
+  needs a quorum of the voters before, and every voter keeps what it has accepted (`Record`, on
+  disk) and tells it when it is asked. The voters that are out are in every quorum of that
+  configuration, else it would not be over; so one of them knows the change, and the same holds for
+  the configuration that it tells, and so on to the last one.
+
+A voter whose record is lost breaks that chain, see `joining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from outlast.coordination.replicated.quorum import Voters
+
+
+class Config(msgspec.Struct, frozen=True, array_like=True):
+    """Voters, and the index of the log entry with which they came into force."""
+
+    index: int
+    voters: Voters
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One group, as somebody knows it.
+
+    Attributes:
+        id: the host that has founded it.
+        generation: how many groups this run had before, as far as its founder knew.
+        committed: the last configuration that is known to be agreed on.
+        accepted: later ones, which may be.
+        addresses: of the voters, by id: address and port.
+    """
+
+    id: str
+    generation: int
+    committed: Config
+    accepted: tuple[Config, ...] = ()
+    addresses: dict[str, tuple[str, int]] = {}
+
+    def merged(self, other: Group) -> Group:
+        """Everything that either knows."""
+        committed = max(self.committed, other.committed, key=lambda config: config.index)
+        later = {c for c in (*self.accepted, *other.accepted) if c.index > committed.index}
+        return Group(
+            self.id,
+            self.generation,
+            committed,
+            tuple(sorted(later, key=lambda config: config.index)),
+            self.addresses | other.addresses,
+        )
+
+    @property
+    def voters(self) -> frozenset[str]:
+        """All that vote in a configuration that may be in force."""
+        return frozenset().union(*(c.voters.all for c in (self.committed, *self.accepted)))
+
+    def is_over(self, out: frozenset[str]) -> bool:
+        """Whether it can never act again. Of a change that has begun, some voters may know only the
+        old configuration, and some may already decide by the new one alone.
+        """
+        for config in (self.committed, *self.accepted):
+            left = config.voters.all - out
+            halves = (config.voters.new, config.voters.old)
+            if any(half is not None and half.is_quorum(left) for half in halves):
+                return False
+        return True
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What one agent knows; what two know can be merged.
+
+    Attributes:
+        groups: those that may still act.
+        out: ids of hosts that will never vote again.
+        generation: of the latest group.
+    """
+
+    groups: tuple[Group, ...] = ()
+    out: frozenset[str] = frozenset()
+    generation: int = 0
+
+    def merged(self, other: Past) -> Past:
+        """Everything that either knows, without groups that are over."""
+        groups = {group.id: group for group in self.groups}
+        for group in other.groups:
+            known = groups.get(group.id)
+            groups[group.id] = group if known is None else known.merged(group)
+        out = self.out | other.out
+        generations = (group.generation for group in groups.values())
+        return Past(
+            tuple(group for group in groups.values() if not group.is_over(out)),
+            out,
+            max(self.generation, other.generation, *generations),
+        )
+
+    def with_out(self, hosts: Iterable[str]) -> Past:
+        """The same, and these hosts are out."""
+        return self.merged(Past(out=frozenset(hosts)))
+
+    def with_group(self, group: Group) -> Past:
+        """The same, and this group."""
+        return self.merged(Past(groups=(group,)))
+
+    def without_group(self, group: str) -> Past:
+        """The same without a group that was never founded."""
+        groups = tuple(each for each in self.groups if each.id != group)
+        return msgspec.structs.replace(self, groups=groups)
+
+    def waits_for(self) -> dict[str, tuple[str, int]]:
+        """The voters of which it must be known that they are out, with their addresses."""
+        return {
+            host: where
+            for group in self.groups
+            for host, where in group.addresses.items()
+            if host in group.voters - self.out
+        }

@@ -1,0 +1,166 @@
+"""What an agent knows of the groups of its run, on disk: it must outlive the agent, see `past`.
+
+One small file for each run and address, in a private folder of `/var/tmp`, which is local and stays
+when the host starts again, or in the folder of `--rdzv-conf record_dir`. It is replaced durably
+before this host acts on what it says, and removed when the host has left its group in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from outlast.launch.hosts.replicated.past import Past
+from outlast.system.files import FileLocked, fsync_folder, lock_file
+
+FOLDERS = ("/var/tmp", tempfile.gettempdir())
+
+_MOST_OUT = 256
+"""Of so many ids, most are of groups that are over."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Content(msgspec.Struct):
+    run_id: str
+    me: str
+    past: Past
+
+
+class Record:
+    """The record of this process for one run and address.
+
+    Attributes:
+        past: what is known, of which the file holds a copy.
+        durable: whether there is a file.
+    """
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self.past = Past()
+        self.durable = False
+        self._path = path
+        self._run_id = run_id
+        self._me = ""
+        self._lock = -1
+        try:
+            _make_private(path.parent)
+            # Without it, a second agent of this address would say that the first has ended.
+            self._lock = lock_file(path.with_suffix(".lock"), str(os.getpid()))
+            content = _read(path)
+        except FileLocked as e:
+            self._without(f"process {e} on this host has it")
+        except OSError as e:
+            self._without(str(e))
+        else:
+            self.durable = True
+            self._me = "" if content is None else content.me
+            if content is not None and content.run_id == run_id:
+                self.past = content.past.with_out([content.me])
+
+    def begin(self, me: str) -> None:
+        """This process is the host `me` from now on; the host that it was before is out."""
+        if self._me:
+            self.past = self.past.with_out([self._me])
+        self._me = me
+        if len(self.past.out) > _MOST_OUT:
+            named = frozenset().union(*(group.voters for group in self.past.groups))
+            self.past = msgspec.structs.replace(self.past, out=self.past.out & named)
+        self._write()
+
+    def ended(self) -> None:
+        """This process is no host any more, and never again under that id."""
+        if self._me:
+            self.begin("")
+
+    def set(self, past: Past) -> None:
+        """Returns when it is durable."""
+        if past != self.past:
+            self.past = past
+            self._write()
+
+    def close(self) -> None:
+        """Releases the file."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """This host has left in order: the others have agreed that it is none of them."""
+        self.past, self._me = Past(), ""
+        if self.durable:
+            self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".lock").unlink(missing_ok=True)
+            fsync_folder(self._path.parent)
+
+    def _write(self) -> None:
+        if not self.durable:
+            return
+        new = self._path.with_suffix(".new")
+        content = msgspec.json.encode(_Content(self._run_id, self._me, self.past))
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, content)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(new, self._path)
+            fsync_folder(self._path.parent)
+        except OSError as e:
+            self._without(str(e))
+
+    def _without(self, why: str) -> None:
+        self.durable = False
+        _log.warning(
+            "the record of this host's groups cannot be kept in %s: %s; if more than half of the "
+            "hosts lose their power at once, the job may not start again by itself",
+            self._path.parent,
+            why,
+        )
+
+
+def open_record(
+    run_id: str, endpoints: Sequence[tuple[str, int]], address: str, folder: str = ""
+) -> Record:
+    """The record of this host.
+
+    Args:
+        address: of this host.
+        folder: where it is kept, a private folder that is made if it is missing.
+    """
+    if not folder:
+        top = next((f for f in FOLDERS if os.access(f, os.W_OK)), FOLDERS[-1])
+        folder = f"{top}/outlast-hosts-{os.getuid()}"
+    job = json.dumps([run_id, endpoints, address])
+    path = Path(folder) / f"{hashlib.sha256(job.encode()).hexdigest()[:20]}.json"
+    return Record(path, run_id)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder that nobody else can write into.
+
+    Raises:
+        PermissionError: if another user has made it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a private folder of this user")
+
+
+def _read(path: Path) -> _Content | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Content)
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        _log.warning("%s is damaged, and taken for lost: %s", path, e)
+        return None

@@ -1,0 +1,313 @@
+"""`Job.epochs` and `Job.batches` in one process: what a job that continues does again."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+import outlast
+from outlast.elastic import ElasticLoader, ShardedStream
+from outlast.errors import CheckpointMismatch
+
+EPOCHS, SAMPLES, BATCH, STEPS = 3, 10, 3, 4  # steps in an epoch
+
+
+class Killed(BaseException):
+    pass
+
+
+class Data(Dataset[torch.Tensor]):
+    loaded: list[int]
+
+    def __init__(self) -> None:
+        self.loaded = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded.append(index)
+        return torch.tensor([float(index)])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(SAMPLES).float()[:, None])
+
+
+@pytest.fixture
+def _handler_of_torch() -> Iterator[None]:
+    """torch installs one for SIGCHLD with the first worker process, and leaves it."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def own(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def replaced(data: Data) -> RandomSampler:
+    return RandomSampler(data, replacement=True, num_samples=SAMPLES, generator=own())
+
+
+def items(shard: str, offset: int) -> Iterator[torch.Tensor]:
+    return iter(torch.arange(offset, SAMPLES)[:, None].float())
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda data: DataLoader(data, BATCH, shuffle=True),
+    "own generator": lambda data: DataLoader(data, BATCH, shuffle=True, generator=own()),
+    "replacement": lambda data: DataLoader(data, BATCH, sampler=replaced(data)),
+    "distributed": lambda data: DataLoader(
+        data, BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0)
+    ),
+    "iterable": lambda data: DataLoader(Stream(), BATCH),
+    "list": lambda data: [torch.full((1, 1), float(i)) for i in range(STEPS)],
+    "elastic": lambda data: ElasticLoader(data, global_batch_size=BATCH, rank=0, replicas=1),
+    "sharded": lambda data: ShardedStream(["a"], items, batch_size=BATCH, rank=0, replicas=1),
+    "workers": lambda data: DataLoader(data, BATCH, shuffle=True, num_workers=1),
+    "persistent": lambda data: DataLoader(
+        data, BATCH, shuffle=True, generator=own(), num_workers=1, persistent_workers=True
+    ),
+}
+FAST = ("shuffled", "elastic")
+
+
+def job_with(path: Path, loader: Any = None, **options: Any) -> outlast.Job:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    given = {"every": 1, "signals": (), "keep": 1, "states": {"scheduler": scheduler}, **options}
+    return outlast.Job(path, model=model, optimizer=optimizer, loader=loader, **given)
+
+
+def train_on(job: outlast.Job, batch: Any) -> None:
+    job.optimizer.zero_grad()
+    (job.model(batch) + torch.rand(1)).square().mean().backward()
+    job.optimizer.step()
+
+
+def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
+    """Trains to the end, or to the point `end`; returns what has happened."""
+    torch.manual_seed(seed)
+    loader = LOADERS[kind](Data())
+    happened: list[Any] = []
+
+    def reach(*point: Any) -> None:
+        happened.append(point)
+        if point[:2] == end:
+            raise Killed
+
+    try:
+        with job_with(path, loader if kind in ("elastic", "sharded") else None) as job:
+            job.restore()
+            for epoch in job.epochs(EPOCHS):
+                torch.rand(epoch)  # before the batches: drawn again within the epoch
+                for batch in job.batches(loader):
+                    train_on(job, batch)
+                    job.step()
+                    job.checkpointer.wait()
+                    weight = next(job.model.parameters()).item()
+                    reach("step", job.steps, epoch, batch.flatten().tolist(), weight)
+                job.states["scheduler"].step()
+                rate = job.states["scheduler"].get_last_lr()
+                reach("end", epoch, torch.rand(1).item(), rate)
+    except Killed:
+        pass
+    return happened
+
+
+# torch does not know that the restored optimizer has made steps.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in LOADERS]
+)
+@pytest.mark.usefixtures("_handler_of_torch")
+def test_a_job_that_continues_does_what_is_left(tmp_path: Path, kind: str) -> None:
+    expected = train(tmp_path / "undisturbed", kind, 0)
+    assert len(expected) == EPOCHS * (STEPS + 1)
+    ends = [("step", 2), ("step", STEPS), ("end", 0), ("step", STEPS + 1), ("end", EPOCHS - 1)]
+    for end in ends:
+        path = tmp_path / str(end)
+        before = train(path, kind, 0, end)
+        assert before[-1][:2] == end
+        after = train(path, kind, 1)
+        again = 1 if end[0] == "end" else 0  # the end of the epoch; no batch
+        assert before + after[again:] == expected, end
+        assert after[:again] == before[len(before) - again :]
+        assert train(path, kind, 2) == [], "it is finished"
+
+
+def stopped(path: Path, loaders: list[Any], steps: int, **options: Any) -> None:
+    """Makes these steps, in loops over the loaders one after another, and dies."""
+    with pytest.raises(Killed), job_with(path, **options) as job:
+        job.restore()
+        for _ in job.epochs(EPOCHS):
+            for loader in loaders:
+                for _ in job.batches(loader):
+                    job.step()
+                    if job.steps == steps:
+                        job.checkpointer.wait()
+                        raise Killed
+
+
+def test_what_is_done_is_not_loaded_again(tmp_path: Path) -> None:
+    stopped(tmp_path, [DataLoader(Data(), BATCH)], 2)
+    data = Data()
+    with job_with(tmp_path) as job:
+        assert job.restore() == 2
+        for _ in job.epochs(1):
+            assert len(list(job.batches(DataLoader(data, BATCH)))) == STEPS - 2
+    assert data.loaded == list(range(2 * BATCH, SAMPLES))
+
+
+def test_two_loops_in_one_epoch(tmp_path: Path) -> None:
+    stopped(tmp_path, [[1, 2, 3], [4, 5, 6]], 5)
+    with job_with(tmp_path) as job:
+        job.restore()
+        seen = []
+        for epoch in job.epochs(2):
+            for values in ([1, 2, 3], [4, 5, 6]):
+                for value in job.batches(values):
+                    # An evaluation in between is whole, and no part of the epoch's position.
+                    assert list(job.batches([7, 8])) == [7, 8]
+                    seen.append((epoch, value))
+                    job.step()
+    assert seen == [(0, 6), *((1, value) for value in range(1, 7))]
+
+
+def test_a_finished_job_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    seen = []
+    for end in (2, 2, 1, 3):
+        with job_with(tmp_path) as job:
+            job.restore()
+            for epoch in job.epochs(end):
+                seen.append(epoch)
+                for _ in job.batches(range(2)):
+                    job.step()
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_job_that_has_left_the_loop_is_complete(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(epochs: int) -> tuple[list[int], int]:
+        loader = LOADERS[kind](Data())
+        with job_with(tmp_path, loader if kind == "elastic" else None) as job:
+            job.restore()
+            seen: list[int] = []
+            for epoch in job.epochs(epochs):
+                seen.append(epoch)
+                for batch in job.batches(loader):
+                    train_on(job, batch)
+                    job.step()
+                if len(seen) == 2:  # early stopping
+                    break
+            return seen, job.steps
+
+    assert trained(5) == ([0, 1], 2 * STEPS)
+    assert trained(5) == ([], 2 * STEPS)
+    assert "left the loop over job.epochs(5) before its end" in caplog.text
+    assert trained(6) == ([2, 3], 4 * STEPS)
+
+
+def test_misuse(tmp_path: Path) -> None:
+    with job_with(tmp_path) as job:
+        job.restore()
+        with pytest.raises(ValueError, match=r"call it in a loop over job\.epochs"):
+            job.batches([1])
+        for _ in job.epochs(1):
+            with pytest.raises(ValueError, match="whose position the job does not save"):
+                job.batches(ElasticLoader(Data(), global_batch_size=1, rank=0, replicas=1))
+            for _ in job.batches([1, 2]):
+                for _ in job.batches([3]):
+                    with pytest.raises(ValueError, match="within another one"):
+                        job.step()
+
+
+def test_another_loader_than_that_of_the_restored_step_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path, [[1, 2, 3]], 2)
+    with job_with(tmp_path) as job:
+        job.restore()
+        for _ in job.epochs(1):
+            with pytest.raises(ValueError, match="saved after 2 batches of a loader with 3"):
+                job.batches([1, 2, 3, 4])
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """Refused within a loader of which only each rank's batches are known; not at its end."""
+    stopped(tmp_path, [[1, 2, 3]], 2)
+    with job_with(tmp_path) as job:
+        job._training.epochs._world_size = 2
+        with pytest.raises(CheckpointMismatch, match="saved by 1 ranks, after 2 of 3 batches"):
+            job.restore()
+    stopped(tmp_path / "end", [[1, 2, 3]], 3)
+    with job_with(tmp_path / "end") as job:
+        job._training.epochs._world_size = 2
+        job.restore()
+        assert [len(list(job.batches([1, 2]))) for _ in job.epochs(2)] == [0, 2]
+
+
+def test_a_break_after_a_step_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with job_with(tmp_path) as job, caplog.at_level(logging.WARNING, "outlast"):
+        job.restore()
+        for _ in job.epochs(2):
+            for value in job.batches([1, 2, 3]):
+                if value == 3:
+                    break
+                job.step()
+        assert not [m for m in caplog.messages if "was left right after" in m]
+        for _ in job.epochs(4):
+            for _ in job.batches([1, 2, 3]):
+                job.step()
+                break
+        assert len([m for m in caplog.messages if "was left right after" in m]) == 1
+
+
+def test_a_save_at_the_end_of_an_epoch_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Killed), job_with(tmp_path, every=None) as job:
+        job.restore()
+        for _ in job.epochs(2):
+            for _ in job.batches([1]):
+                job.step()
+            job.save(metric=1.0).wait()
+            raise Killed
+    with caplog.at_level(logging.WARNING, "outlast"), job_with(tmp_path) as job:
+        job.restore()
+        assert "at the end of epoch 0, whose code runs again" in caplog.text
+        assert list(job.epochs(2)) == [0, 1]
+
+
+def test_a_checkpoint_of_a_job_without_epochs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with job_with(tmp_path) as job:
+        job.restore()
+        job.step()
+    with caplog.at_level(logging.WARNING, "outlast"), job_with(tmp_path) as job:
+        assert job.restore() == 1
+        assert list(job.epochs(2)) == [0, 1]
+    assert "does not say in which epoch it was saved" in caplog.text
+    with job_with(tmp_path / "other") as job:
+        job.restore()
+        job.epoch = 3
+        assert list(job.epochs(5)) == [3, 4]

@@ -1,0 +1,73 @@
+"""H4: two groups of one run never train at once, whatever the endpoints are. H5: when a majority is
+connected again, training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from network import Network
+
+from hosts.cluster import Cluster, Started
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("--nnodes=2:3", "--replacement-timeout=1")
+
+
+@pytest.fixture
+def five(_allowed: None) -> Iterator[Network]:
+    with Network([f"h{number}" for number in range(1, 6)]) as network:
+        yield network
+
+
+def _train(five: Network, folder: Path) -> tuple[Cluster, dict[str, Started]]:
+    cluster = Cluster(five, folder)
+    agents = {name: cluster.agent(name, *OPTIONS) for name in five.names}
+    for agent in agents.values():
+        cluster.until_said("leads the hosts", agent)
+    cluster.until_step(20, size=3)
+    return cluster, agents
+
+
+def test_a_minority_with_most_endpoints_founds_no_group(
+    five: Network, tmp_path: Path, weights: str
+) -> None:
+    cluster, agents = _train(five, tmp_path)
+    five.part(["h2", "h3"], ["h1", "h4", "h5"])
+    for name in ("h2", "h3"):
+        cluster.until_said("takes no part in the job any longer", agents[name])
+    cluster.until_step(1, 1)
+    # Both know each other, and are two of three endpoints. They wait for the others, and say so.
+    for name in ("h2", "h3"):
+        cluster.until_said("the last group of this run may still act", agents[name])
+    assert not any(cluster.training(name) for name in ("h2", "h3"))
+    cluster.check_views()
+    five.heal()
+    cluster.until_said("leads the hosts(?s:.*)leads the hosts", agents["h2"])
+    cluster.go()
+    assert cluster.wait() == [0] * 5, cluster.output()
+    cluster.check(weights)
+
+
+def test_all_hosts_go_on_after_most_have_lost_their_power(
+    five: Network, tmp_path: Path, weights: str
+) -> None:
+    cluster, agents = _train(five, tmp_path)
+    lost = ["h1", "h2", "h3"]
+    for name in lost:
+        five[name].power_off()
+    for name in ("h4", "h5"):
+        cluster.until_said("takes no part in the job any longer", agents[name])
+    before = len(cluster.steps())
+    again = []
+    for name in lost:
+        agents[name].process.wait()
+        five.boot(name)
+        again.append(cluster.agent(name, *OPTIONS))
+    cluster.until(lambda: len(cluster.steps()) > before + 10, "training after the hosts are back")
+    cluster.go()
+    assert cluster.wait(*again, agents["h4"], agents["h5"]) == [0] * 5, cluster.output()
+    cluster.check(weights, first=before)

@@ -1,0 +1,26 @@
+"""The part of a Trainer's checkpoint that belongs to each rank, at another number of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outlast.errors import CheckpointMismatch
+
+
+def trainer(world_size: int, **more: Any) -> Any:
+    return SimpleNamespace(args=SimpleNamespace(world_size=world_size), **more)
+
+
+def test_another_number_of_processes_is_refused_with_what_to_do() -> None:
+    pytest.importorskip("transformers", reason="make test-ports")
+    from outlast.integrations.transformers.progress import Losses
+
+    before = Losses(trainer(2)).state_dict()
+    Losses(trainer(3)).load_state_dict(before)  # of the start: no data were used yet
+    with pytest.raises(
+        CheckpointMismatch, match=r"saved by 2 processes, and there are 3 now.*begin"
+    ):
+        Losses(trainer(3)).load_state_dict({**before, "sum": 1.0})
