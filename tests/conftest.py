@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from zygote import Zygote
 # torch resolves the name of every peer; a resolver that drops the query would cost five seconds per
 # connection.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A shell without job control starts what it runs in the background with SIGINT ignored, and every
+# process that a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared, and a property is true or false at any speed.
 _PROFILE = {"deadline": None, "print_blob": True}
