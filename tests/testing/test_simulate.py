@@ -75,6 +75,7 @@ def stopped(seed: int) -> Result:
     return simulate(seed, dataclasses.replace(Schedule.of(seed), stops=2))
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_the_job_after_one_restart() -> None:
     results = [stopped(seed) for seed in range(_CHUNK)]
     ended = [any(isinstance(e, SystemExit) for e in r.raised.values()) for r in results]

@@ -41,7 +41,7 @@ def have_ended(writers: list[int]) -> None:
         os.close(writer)
 
 
-@pytest.mark.parametrize("forks", ["", "forks"])
+@pytest.mark.parametrize("forks", ["", pytest.param("forks", marks=pytest.mark.slow)])
 def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) -> None:
     """Even if a fork holds the channel to the writer open."""
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
@@ -79,6 +79,7 @@ def test_all_ranks_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
     assert valid_steps(path) == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_not_all_ranks_have_is_not_taken(ranks: Ranks, tmp_path: Path) -> None:
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder)) as job:

@@ -69,6 +69,7 @@ def restored(ranks: Ranks, path: Path, hosts: list[dict[str, str]]) -> list[tupl
         return [(line["step"], line["source"], line["held_by"]) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_restored_from_its_copies(ranks: Ranks, tmp_path: Path) -> None:
     """The survivor's rank takes its own snapshot, and its keeper's copies are handed over."""
     with left_copies(ranks, tmp_path) as (job, helpers):

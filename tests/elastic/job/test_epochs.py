@@ -85,7 +85,7 @@ LOADERS: dict[str, Any] = {
         data, BATCH, shuffle=True, generator=own(), num_workers=1, persistent_workers=True
     ),
 }
-FAST = ("shuffled", "elastic")
+FAST = ("shuffled",)
 
 
 def job_with(path: Path, loader: Any = None, **options: Any) -> outlast.Job:

@@ -64,15 +64,12 @@ def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
     assert steps_in(path) == [7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         ("no restore", "has checkpoints up to step 5, and this job is at step 0"),
-        pytest.param(
-            "other model",
-            "'model.bias' has shape (3,), (2,) was saved",
-            marks=pytest.mark.slow,
-        ),
+        ("other model", "'model.bias' has shape (3,), (2,) was saved"),
     ],
 )
 def test_a_wrapped_job_ends_at_once_with_the_cause(

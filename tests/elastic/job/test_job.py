@@ -91,7 +91,8 @@ def ended(training: Trainings) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 3])
 def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: int) -> None:
     """Under `ConsistentDDP`."""
     reference = trainings("reference", virtual=6)

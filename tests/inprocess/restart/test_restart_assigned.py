@@ -30,6 +30,7 @@ def test_a_tree_has_a_reserve_that_a_replacement_joins(ranks: Ranks) -> None:
         assert returned(job) == {0: None, 1: 1, 2: 0}
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_host_that_lost_a_rank_leaves(ranks: Ranks) -> None:
     with ranks("assigned", "whole_hosts", nprocs=4) as job:
         job.start_all()

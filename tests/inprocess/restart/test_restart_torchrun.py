@@ -13,11 +13,12 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "args"),
     [
         pytest.param("faults", ("one_fails", "exception"), id="exception"),
-        pytest.param("lost", ("one_hangs", "python", "pings"), id="hang", marks=pytest.mark.slow),
+        pytest.param("lost", ("one_hangs", "python", "pings"), id="hang"),
     ],
 )
 def test_a_fault_recovers_in_place(tmp_path: Path, script: str, args: tuple[str, ...]) -> None:

@@ -250,6 +250,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_combination_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, wrong = MUTATIONS[name]

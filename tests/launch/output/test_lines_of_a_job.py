@@ -71,6 +71,7 @@ def lines(run: Run) -> list[str]:
     return [line for line in text.splitlines() if set(line) & set("^~") == set()]
 
 
+@pytest.mark.slow
 def test_an_exception(tmp_path: Path) -> None:
     with run(tmp_path, 1, "raise") as job:
         assert job.wait() == 0
