@@ -68,6 +68,7 @@ def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
     ("mistake", "message"),
     [
         ("no restore", "has checkpoints up to step 5, and this job is at step 0"),
+        ("unsavable", "'states.notes.last' cannot be saved: a lambda"),
         pytest.param(
             "other model",
             "'model.bias' has shape (3,), (2,) was saved",
