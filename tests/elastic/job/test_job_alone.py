@@ -17,7 +17,7 @@ from torch import nn
 
 from outlast.elastic import Job
 from outlast.elastic.job import attached_states
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 
 Made = Callable[..., Job]
 
@@ -345,3 +345,15 @@ def test_an_expanded_tensor_is_saved_loaded_and_rolled_back(tmp_path: Path) -> N
         assert torch.equal(state.tensor, torch.full((4, 2), 5.0))
         assert job.restore() == 0
         assert torch.equal(state.tensor, torch.full((4, 2), 3.0))
+
+
+@pytest.mark.parametrize("name", ["steps", "samples", "seconds"])
+def test_a_forged_counter_is_named(made: Made, name: str) -> None:
+    job = made()
+    job.restore()
+    before = copy_of(job)
+    counters = {**job._counters.state_dict(), name: "many"}
+    job.checkpointer.save(5, {**job._training.state_dict(), "counters": counters}).wait()
+    with pytest.raises(CheckpointMismatch, match=f"'counters.{name}' of the state is 'many', and"):
+        job.restore()
+    assert same(copy_of(job), before)
