@@ -29,9 +29,9 @@ import torch
 _TAG = "__outlast__"  # the key that marks a node; part of the checkpoint's format
 # Longer integers are pickled in a way that torch does not read.
 _MOST_BITS = 2000
-# Containers within one another. `decode` takes up to four Python frames for each, and `encode` three:
-# the recursion limit is no measure, as what a save accepts, a load might not. This many take 600 of
-# Python's usual 1000 frames; the others are for the program.
+# Containers within one another. `decode` takes up to four Python frames for each, `encode` three:
+# the recursion limit is no measure, as what a save accepts, a load might not. This many take 600
+# of Python's usual 1000 frames; the others are for the program.
 _MOST_LEVELS = 150
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 _TORCH_ATOMS = (torch.Size, torch.dtype, torch.device)
