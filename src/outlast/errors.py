@@ -23,6 +23,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
+            +-- CheckpointUnsavable      the state to save contains what cannot be saved
             +-- CheckpointReadError      a checkpoint cannot be read now, and may be intact
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointReadError",
     "CheckpointTimeout",
+    "CheckpointUnsavable",
     "EventLogError",
     "FaultCounterExceeded",
     "FolderInUse",
@@ -178,6 +180,12 @@ class CheckpointError(OutlastError):
 
 class CheckpointMismatch(CheckpointError):
     """A valid checkpoint does not fit the state to restore; names what differs."""
+
+    permanent = True
+
+
+class CheckpointUnsavable(CheckpointError):
+    """The state to save contains what a checkpoint cannot hold, such as a function; names it."""
 
     permanent = True
 

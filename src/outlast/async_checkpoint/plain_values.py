@@ -29,6 +29,10 @@ import torch
 _TAG = "__outlast__"  # the key that marks a node; part of the checkpoint's format
 # Longer integers are pickled in a way that torch does not read.
 _MOST_BITS = 2000
+# Containers within one another. `decode` takes up to four Python frames for each, `encode` three:
+# the recursion limit is no measure, as what a save accepts, a load might not. This many take 600
+# of Python's usual 1000 frames; the others are for the program.
+_MOST_LEVELS = 150
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 _TORCH_ATOMS = (torch.Size, torch.dtype, torch.device)
 _FLAT = frozenset(_ATOMS) - {int, bytes}
@@ -59,7 +63,7 @@ def encode(value: Any) -> Any:
     """
     try:
         return _encode(value, set())
-    except RecursionError:
+    except RecursionError:  # the program itself is deep in calls
         raise Unsavable("it is nested too deeply") from None
 
 
@@ -86,6 +90,8 @@ def _encode(value: Any, above: set[int]) -> Any:
         return _enum(value)
     if id(value) in above:
         raise Unsavable("it contains itself")
+    if len(above) >= _MOST_LEVELS:
+        raise Unsavable(f"it is nested too deeply, in more than {_MOST_LEVELS} containers")
     above.add(id(value))
     try:
         if kind in (list, tuple, set, frozenset, collections.deque):

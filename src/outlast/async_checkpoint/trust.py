@@ -82,7 +82,7 @@ def _limit(checkpointer: Checkpointer) -> int | None:
         return int(json.loads(storage.get(_FOLDER, _FILE))["step"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as e:
         where = f"{storage.where}/{_FOLDER}/{_FILE}"
         raise CheckpointError(
             f"{where}, which limits what can be restored, cannot be read: {e}"

@@ -169,6 +169,29 @@ def test_a_writer_killed_as_a_save_begins_is_replaced(tmp_path: Path) -> None:
         assert same(state, state_of(2))
 
 
+@pytest.mark.parametrize("why", ["busy", "cut short"])
+def test_a_writer_that_the_library_kills_is_not_said_to_be_killed_by_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        client = checkpointer._session.writer
+        process = client._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        handle = checkpointer.save(2, state_of(2))
+        await_sent(client)
+        if why == "busy":
+            client.await_idle(0.0)  # as a restart in place does
+        else:
+            process.channel._shut_down()  # a restart in place has interrupted another message
+        handle.wait(NET)
+    [said] = [r.getMessage() for r in caplog.records if "before a save began" in r.getMessage()]
+    assert f"writer process {process.pid}" in said
+    assert "SIGKILL" not in said
+    assert ("took its buffers back" if why == "busy" else "end of its connection") in said
+
+
 def test_a_second_writer_killed_as_a_save_begins_fails_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

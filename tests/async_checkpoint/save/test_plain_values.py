@@ -246,6 +246,28 @@ def test_what_could_not_be_loaded_is_refused_by_name(name: str, checkpointer: Ch
         checkpointer.save(1, {"x": value})
 
 
+INTO: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda value: (value,),
+    "dict": lambda value: {"a": value},
+    "deque": lambda value: collections.deque([value]),
+    "dataclass": lambda value: Config(1.0, inner=value),
+    "namespace": lambda value: argparse.Namespace(value=value),
+}
+
+
+@pytest.mark.parametrize("kind", INTO)
+def test_the_deepest_value_that_is_saved_is_loaded(kind: str, checkpointer: Checkpointer) -> None:
+    value: Any = 1
+    for _ in range(149):
+        value = INTO[kind](value)
+    checkpointer.save(1, {"x": (value,)}).wait(NET)
+    state: dict[str, Any] = {"x": None}
+    assert checkpointer.restore(state) == 1
+    assert equal(state["x"], (value,))
+    with pytest.raises(CheckpointError, match=r"'x\[0\].*' cannot be saved: .* more than 150"):
+        checkpointer.save(2, {"x": (INTO[kind](value),)})
+
+
 @pytest.mark.parametrize("value", [np.bytes_(b""), np.str_(""), np.array(["", "a"])[0]], ids=repr)
 def test_an_empty_scalar_text_comes_back(value: Any) -> None:
     found = decode(encode(value))

@@ -22,7 +22,7 @@ from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
-from outlast.async_checkpoint.trust import limit_trust
+from outlast.async_checkpoint.trust import limit_trust, trusted
 from outlast.errors import CheckpointError
 from outlast.system import files, lease_page
 from outlast.system.lease_page import LeasePage
@@ -102,6 +102,15 @@ def test_a_limit_of_trust_is_durable(tmp_path: Path) -> None:
         limit_trust(checkpointer, 3, "a test")
         trust = tmp_path / "trust"
         assert not_durable(tmp_path, trust, trust / "limit.json") == []
+
+
+@pytest.mark.parametrize("content", [b'{"step": 1e999}', b"[" * 100_000, b'{"step": []}', b"[]"])
+def test_a_forged_limit_of_trust_is_named(tmp_path: Path, content: bytes) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        limit_trust(checkpointer, 3, "a test")
+        (tmp_path / "trust" / "limit.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"limit\.json, which limits .* cannot be read"):
+            trusted(checkpointer)
 
 
 LIMIT = """

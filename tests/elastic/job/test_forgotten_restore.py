@@ -70,6 +70,7 @@ def test_a_job_that_continues_by_its_own_means_saves(path: Path) -> None:
     [
         ("no restore", "has checkpoints up to step 5, and this job is at step 0"),
         ("other model", "'model.bias' has shape (3,), (2,) was saved"),
+        ("unsavable", "'states.notes.last' cannot be saved: a lambda"),
     ],
 )
 def test_a_wrapped_job_ends_at_once_with_the_cause(

@@ -17,7 +17,7 @@ from torch import nn
 
 from outlast.elastic import Job
 from outlast.elastic.job import attached_states
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 
 Made = Callable[..., Job]
 
@@ -314,3 +314,46 @@ def test_a_torch_scheduler(tmp_path: Path) -> None:
         assert job.restore() == 1
         assert restored.state_dict() == scheduler.state_dict()
         assert type(restored.milestones) is Counter
+
+
+class Expanded:
+    """A state whose elements share memory; it may refuse to load."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor, self.refuses = torch.full((1, 2), value).expand(4, 2), False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            self.refuses = False
+            self.tensor[0].fill_(9)
+            raise RuntimeError("not this one")
+        self.tensor = state["tensor"]
+
+
+def test_an_expanded_tensor_is_saved_loaded_and_rolled_back(tmp_path: Path) -> None:
+    module, state = nn.Linear(1, 1), Expanded(3)
+    optimizer = torch.optim.SGD(module.parameters())
+    with Job(tmp_path, model=module, optimizer=optimizer, states={"e": state}, signals=()) as job:
+        assert job.restore() == 0
+        state.tensor = Expanded(5).tensor
+        state.refuses = True
+        with pytest.raises(CheckpointError, match="not this one"):
+            job.restore()
+        assert torch.equal(state.tensor, torch.full((4, 2), 5.0))
+        assert job.restore() == 0
+        assert torch.equal(state.tensor, torch.full((4, 2), 3.0))
+
+
+@pytest.mark.parametrize("name", ["steps", "samples", "seconds"])
+def test_a_forged_counter_is_named(made: Made, name: str) -> None:
+    job = made()
+    job.restore()
+    before = copy_of(job)
+    counters = {**job._counters.state_dict(), name: "many"}
+    job.checkpointer.save(5, {**job._training.state_dict(), "counters": counters}).wait()
+    with pytest.raises(CheckpointMismatch, match=f"'counters.{name}' of the state is 'many', and"):
+        job.restore()
+    assert same(copy_of(job), before)

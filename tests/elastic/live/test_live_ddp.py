@@ -96,6 +96,25 @@ def test_a_second_fault_soon_after_loses_nothing(
     check_same(faulty, reference)
 
 
+@SLOW
+@pytest.mark.parametrize("at", ["forward 7", "transfer"])
+def test_two_kills_without_a_step_between(
+    ranks: Ranks, tmp_path: Path, reference: Run, at: str
+) -> None:
+    """The first rank that was killed is a replica once it has received the state."""
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        *later(1, 6, "forward 7", "SIGKILL", iteration=0),
+        fault(0, at, "SIGKILL", iteration=1),
+    )
+    if at == "transfer":  # in which the last process that had the state ends
+        assert {step for step, _ in faulty.restored(2).values()} == {4}
+    else:
+        assert faulty.restored(2) == {0: (6, REPLICA), 1: (6, LIVE)}
+    check_same(faulty, reference)
+
+
 def test_a_checkpoint_is_loaded_if_no_rank_is_between_two_steps(
     ranks: Ranks, tmp_path: Path, reference: Run
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -74,4 +75,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(500, exit=True)  # Ray's own processes end with this one
     main(Path(sys.argv[1]))

@@ -21,7 +21,7 @@ from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.idle_ranks import IdleRanks
 
 SIZE = 3
-CONFIRM_S = 3.0
+CONFIRM_S, AGAIN_S = 3.0, 60.0
 
 
 class Ranks:
@@ -35,7 +35,9 @@ class Ranks:
             membership=self.membership, perform=lambda work: drive(work, self.perform)
         )
         self.pages: list[Any] = [SimpleNamespace(iteration=0, world_size=SIZE) for _ in range(SIZE)]
-        self.ranks = [IdleRanks(page, access, self.clock, CONFIRM_S) for page in self.pages]
+        self.ranks = [
+            IdleRanks(page, access, self.clock, CONFIRM_S, AGAIN_S) for page in self.pages
+        ]
 
     def wait(self, *ranks: int) -> list[bool]:
         return [self.ranks[rank].wait() for rank in ranks]
@@ -67,6 +69,18 @@ def test_a_rank_that_has_returned_waits_too() -> None:
     job.wait(1, 2)
     job.clock.advance(CONFIRM_S)
     assert job.wait(1, 2) == [False, True]
+
+
+def test_a_rank_that_returns_last_makes_the_others_look_again() -> None:
+    job = Ranks()
+    job.wait(1, 2)
+    drive(job.membership.finish(0, SIZE), job.perform)
+    job.clock.advance(CONFIRM_S)
+    assert job.wait(1, 2) == [False, False]
+    job.clock.advance(AGAIN_S)
+    assert job.wait(1, 2) == [False, False]  # found complete now, and to be confirmed
+    job.clock.advance(CONFIRM_S)
+    assert job.wait(1, 2) == [True, True]
 
 
 def test_each_iteration_counts_anew() -> None:

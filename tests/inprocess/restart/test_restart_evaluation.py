@@ -48,8 +48,9 @@ def test_a_blocked_rank_is_found_beside_one_that_works(ranks: Ranks, how: str) -
 
 
 @slow
-def test_ranks_that_all_wait_hang(ranks: Ranks) -> None:
-    with ranks("evaluates", "all_wait", nprocs=3) as job:
+@pytest.mark.parametrize("how", ["all_wait", "returns_last"])
+def test_ranks_that_all_wait_hang(ranks: Ranks, how: str) -> None:
+    with ranks("evaluates", how, nprocs=3) as job:
         job.start_all()
         assert job.wait_all(90) == dict.fromkeys(range(3), 0), errors(job)
         assert views(job) == {0: full(3), 1: full(3)}

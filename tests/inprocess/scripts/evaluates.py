@@ -117,6 +117,19 @@ def all_wait(call: CallWrapper) -> int:
 
 
 @scenario
+@wrapped(**LIMITS | {"completion_timeout": seconds(1000)})
+def returns_last(call: CallWrapper) -> int:
+    """Rank 0 works, and returns; the others wait for what it has forgotten."""
+    join_group()
+    if call.iteration == 0:
+        if rank() == 0:
+            _python()
+            return call.iteration
+        call.state.store.wait(["never"], seconds(1000))
+    return finish()
+
+
+@scenario
 @wrapped(**LIMITS, ping_timeout=seconds(2 * SOFT_S))
 def endless(call: CallWrapper) -> int:
     """Rank 1 loops in Python; rank 0 waits for it."""

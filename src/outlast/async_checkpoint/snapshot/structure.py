@@ -19,7 +19,7 @@ from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import Item, Key
 from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointUnsavable
 from outlast.system.shared_memory import SharedMemory
 
 _SIMPLE = (int, float, str, bool, type(None))
@@ -103,7 +103,7 @@ class Structure:
         """The values, each serialized by torch, one after another; and the offset and size of each.
 
         Raises:
-            CheckpointError: if a value could not be loaded again (`plain_values`); names it.
+            CheckpointUnsavable: if a value could not be loaded again (`plain_values`); names it.
         """
         parts: list[bytes] = []
         places: list[list[int]] = []
@@ -127,9 +127,10 @@ def _pickle(item: Item, value: Any) -> bytes:
     try:
         torch.save(encode(value), file)
     except Unsavable as e:
-        raise CheckpointError(f"{item.name + e.where!r} cannot be saved: {e}") from e
+        raise CheckpointUnsavable(f"{item.name + e.where!r} cannot be saved: {e}") from e
     except Exception as e:
-        raise CheckpointError(f"{item.name!r} ({type(value).__name__}) cannot be saved: {e}") from e
+        kind = type(value).__name__
+        raise CheckpointUnsavable(f"{item.name!r} ({kind}) cannot be saved: {e}") from e
     return file.getvalue()
 
 
@@ -148,7 +149,7 @@ def local_part(leaf: Any, item: Item) -> torch.Tensor:
         part = leaf
     part = cast(torch.Tensor, part).detach()
     if part.is_meta:
-        raise CheckpointError(f"{item.name!r} is a meta tensor, which has no data")
+        raise CheckpointUnsavable(f"{item.name!r} is a meta tensor, which has no data")
     if part.is_conj() or part.is_neg():
         part = part.resolve_conj().resolve_neg()
     if tuple(part.shape) != item.sizes:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, too_deep, torch_path
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointUnsavable
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -70,7 +70,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
 
     Raises:
         ValueError: for keys that are neither text nor numbers, and for duplicate names.
-        CheckpointError: for meta tensors, and other tensors that cannot be saved.
+        CheckpointUnsavable: for meta tensors, and other tensors that cannot be saved.
     """
     planner = DefaultSavePlanner()
     try:
@@ -88,7 +88,9 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             continue
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{name!r} is {dtype}, which this version of outlast cannot save")
+            raise CheckpointUnsavable(
+                f"{name!r} is {dtype}, which this version of outlast cannot save"
+            )
         items.append(
             Item(
                 name=name,
@@ -109,7 +111,7 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
     for path, value in nodes(state_dict):
         if isinstance(value, torch.Tensor) and value.is_meta:
             name = ".".join(map(str, torch_path(path)))
-            raise CheckpointError(f"{name!r} is a meta tensor, which has no data")
+            raise CheckpointUnsavable(f"{name!r} is a meta tensor, which has no data")
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointUnsavable
 
 Path = tuple[Any, ...]
 
@@ -54,7 +54,7 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
     Every save calls this on the training thread: it must be cheap, so it builds no paths.
 
     Raises:
-        CheckpointError: if the state contains itself, or is nested too deeply.
+        CheckpointUnsavable: if the state contains itself, or is nested too deeply.
     """
     signature: list[Any] = []
     leaves: list[Any] = []
@@ -65,7 +65,7 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
     return signature, leaves
 
 
-def too_deep(state: Any) -> CheckpointError:
+def too_deep(state: Any) -> CheckpointUnsavable:
     """The error for a state that is too deep to be walked; names the cycle if there is one."""
     at: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", state, _inner(state))]
     while at:
@@ -74,17 +74,17 @@ def too_deep(state: Any) -> CheckpointError:
             for depth, (_, outer, _) in enumerate(at):
                 if outer is value:
                     whole = ".".join(each[0] for each in at[1 : depth + 1]) or "the state dict"
-                    return CheckpointError(
+                    return CheckpointUnsavable(
                         f"{path!r} cannot be saved: it is {whole} again, which contains it"
                     )
             if not is_leaf(value):
                 if len(at) > _DEEP:
-                    return CheckpointError(f"{path!r} cannot be saved: it is nested too deeply")
+                    return CheckpointUnsavable(f"{path!r} cannot be saved: it is nested too deeply")
                 at.append((str(key), value, _inner(value)))
                 break
         else:
             at.pop()
-    return CheckpointError("the state dict cannot be saved: it is nested too deeply")
+    return CheckpointUnsavable("the state dict cannot be saved: it is nested too deeply")
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -105,6 +105,7 @@ class WriterClient:
         self._requesting = threading.RLock()
         self._telling = threading.Lock()
         self._deaf: BackgroundProcess | None = None  # did not read a notification in time
+        self._busy: BackgroundProcess | None = None  # did not answer before a restart went on
 
     @property
     def pid(self) -> int | None:
@@ -206,6 +207,7 @@ class WriterClient:
             return
         process = self._process
         if process is not None:
+            self._busy = process  # before the kill, as `_deaf`
             process.kill()  # the end of the channel ends the wait for its answer
 
     @property
@@ -309,6 +311,8 @@ class WriterClient:
 
     def _how_lost(self, process: BackgroundProcess) -> str:
         how = _end(process, 1.0)
+        if self._busy is process:
+            how = "was still at work when a restart took its buffers back, and was killed for that"
         self._forget_process(process)
         return f"the writer process {process.pid} {how}"
 
@@ -347,6 +351,8 @@ def _end(process: BackgroundProcess, timeout_s: float = 0.0) -> str:
         if process.wait(_KILL_S) is None:
             threading.Thread(target=process.close, name="outlast-reap", daemon=True).start()
             return "cannot be killed: it waits for its disk"
+        process.close()
+        return f"did not end within {timeout_s:g} s of the end of its connection, and was killed"
     return exit_text(process.close())
 
 

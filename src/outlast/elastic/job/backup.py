@@ -33,6 +33,7 @@ class Backup:
             local = value.detach()
             if isinstance(local, DTensor):
                 local = local.to_local()
+            local = _each_once(local)
             self._tensors.append((local, local.to("cpu", copy=True)))
             return value
         if isinstance(value, dict):
@@ -45,3 +46,12 @@ class Backup:
         if type(value) is tuple:
             return tuple(self._copy(each) for each in value)
         return copy.deepcopy(value)
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part with every element in memory once: torch does not write to an expanded tensor."""
+    if tensor.layout is torch.strided:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.size(dim) > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor

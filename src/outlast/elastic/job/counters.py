@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from outlast.elastic.job.sample_count import SampleCount
+from outlast.errors import CheckpointMismatch
 
 
 class Counters:
@@ -39,9 +41,29 @@ class Counters:
         return {**self.state_dict(), "clean_step": self.clean_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from saved values."""
+        """Continues from saved values.
+
+        Raises:
+            CheckpointMismatch: as `check_counters`; nothing has changed then.
+        """
+        check_counters(state)
         self.steps = int(state["steps"])
         self.clean_step = int(state.get("clean_step", self.steps))
         self.samples.load(state["samples"])
         self.seconds = float(state["seconds"])
         self._since = time.monotonic()
+
+
+def check_counters(state: Mapping[str, Any]) -> None:
+    """Checks saved values, which other programs may have written.
+
+    Raises:
+        CheckpointMismatch: naming the first one that is missing or no number.
+    """
+    for name in ("steps", "samples", "seconds"):
+        value = state.get(name)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointMismatch(
+                f"'counters.{name}' of the state is {value!r}, and not a number: it was not saved "
+                "by a Job, or was changed since"
+            )

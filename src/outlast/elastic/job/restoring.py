@@ -8,7 +8,7 @@ from typing import Any
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.collectives import least
-from outlast.elastic.job.counters import Counters
+from outlast.elastic.job.counters import Counters, check_counters
 from outlast.elastic.job.live.decision import Decision
 from outlast.elastic.job.live.restore import LiveState
 from outlast.elastic.job.training_state import TrainingState
@@ -100,6 +100,7 @@ class Restoring:
         """
         error: Exception | None = None
         try:
+            check_counters(state["counters"])
             self._training.load_state_dict(state, started=int(state["counters"]["steps"]) > 0)
             self._counters.load_state_dict(state["counters"])
         except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it

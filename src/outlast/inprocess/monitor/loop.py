@@ -59,7 +59,7 @@ class MonitorLoop:
             self._clock,
             self._reports,
             self._pidfd,
-            IdleRanks(self._page, self._store, self._clock, 3 * plan.interval),
+            IdleRanks(self._page, self._store, self._clock, 3 * plan.interval, plan.soft),
             CpuTime(main, self._clock),
         )
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)

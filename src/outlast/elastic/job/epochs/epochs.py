@@ -24,6 +24,7 @@ from outlast.system.arguments import as_int
 log = logging.getLogger("outlast.elastic")
 
 _SHARED = "shared"
+_has_told = False  # this process, that what follows a step is not repeated
 
 
 class Epochs:
@@ -285,17 +286,20 @@ class Epochs:
 
     def warn_if_unused(self) -> None:
         """The job continues after a fault from its last step: what followed it is lost if the
-        program counts its epochs by itself.
+        program counts its epochs by itself. A process warns of it once, for all restarts.
         """
+        global _has_told
         in_epoch = isinstance(self._own, ElasticLoader) and self._own.sampler.position > 0
         unused = self._number is None and not self.by_framework
         if unused and self.steps and not in_epoch and self._rank == 0:
-            log.warning(
+            log.log(
+                logging.INFO if _has_told else logging.WARNING,
                 "the fault came after step %d: what the program had done between this job.step() "
                 "and the next step, such as an evaluation at the end of an epoch, is not repeated. "
                 "With job.epochs(), the end of an epoch is",
                 self.steps,
             )
+            _has_told = True
 
     def _warn_of_left_passes(self) -> None:
         if self._has_warned or self._rank != 0:
