@@ -16,8 +16,8 @@ Keys of iteration k (under the prefix of one call):
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
 recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
 request to stop the job, the first claim wins), `last-save` (for the launcher: the save for the stop
-has begun), `stopped` (what the stop has saved). One key has no prefix: `outlast/gone`, the ranks
-that the launcher does not replace.
+has begun), `stopped` (what the stop has saved). Two keys have no prefix: `outlast/gone`, the ranks
+that the launcher does not replace, and `outlast/suspected-links`, for the launcher.
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -39,7 +39,14 @@ from collections.abc import Sequence
 
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, StopRecord, lines, to_line
+from outlast.coordination.records import (
+    SUSPECTED_LINKS,
+    FaultRecord,
+    LostRecord,
+    StopRecord,
+    lines,
+    to_line,
+)
 from outlast.coordination.view import Joiner, ViewRecord, decide
 from outlast.events.restart_causes import RestartCount, decode_counts
 
@@ -307,6 +314,10 @@ class MembershipProtocol:
         """The ranks that no launcher replaces; empty without a launcher that says so."""
         data = await Link().read(_GONE) or b""
         return frozenset(rank for line in data.splitlines() for rank in json.loads(line))
+
+    async def suspect_link(self) -> None:
+        """Tells the launchers that a broken link between two hosts may have caused a restart."""
+        await Link().add(SUSPECTED_LINKS, 1)
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
         """The restarts of this call by cause."""

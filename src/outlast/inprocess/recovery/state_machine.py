@@ -46,7 +46,7 @@ from outlast.coordination import barrier
 from outlast.coordination.lost_host import enter_host
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, first_cause
+from outlast.coordination.records import FaultRecord, LostRecord, first_cause, suspects_link
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.errors import (
@@ -258,6 +258,8 @@ class Machine:
         # The member that failed shows the cause; if it has ended, the first that is left does.
         failed = cause is not None and cause.member in survivors
         reporter = cause.member if cause and failed else min(survivors, default=-1)
+        if self.host.host_id and cause and reporter == self.member and suspects_link(cause):
+            await self.membership.suspect_link()
         self.host.restarting(cause, faults, reports=reporter == self.member)
         self.iteration = k + 1
         if self.member in self.record.expected:

@@ -7,7 +7,7 @@ import dataclasses
 from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import COMPLETED_BY, FaultRecord
+from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINKS, FaultRecord
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -58,6 +58,10 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if record.prefix:
             drive(_membership(record).give_up(ranks), perform_on(self._store))
+
+    def suspected_links(self) -> int:
+        """How many restarts may have been caused by a broken link between two hosts."""
+        return int(self._store.read(SUSPECTED_LINKS) or b"0")
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""

@@ -63,11 +63,15 @@ class Leading:
         missing = bool(self._decider.missing(plan, group))
         repairs = plan.stage is Stage.RUNNING and (spares or missing)
         clears = plan.stage is Stage.CLEARING
+        suspicions = self._keys.suspected_links() if plan.stage is Stage.RUNNING else 0
+        probe = plan.probe
         return Facts(
             job=self._keys.job() if repairs else JobRecord(),
             cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
             done=self._log.done(plan.attempt),
             used=self._log.replaced(plan.attempt) if clears or repairs else 0,
+            suspicions=suspicions,
+            links={} if probe is None else self._log.links(probe.attempt, probe.number),
         )
 
     def _report_lost_hosts(self, plan: JobPlan, group: GroupState, job: JobRecord) -> None:
