@@ -13,8 +13,10 @@ COMPLETED_BY = "completed-by"
 for `outlast run`.
 """
 
-SUSPECTED_LINKS = "outlast/suspected-links"
-"""Under no prefix: the number of restarts for which `suspects_link` holds, for `outlast run`."""
+SUSPECTED_LINK = "outlast/suspected-link"
+"""Under no prefix, for `outlast run`: the key under which the members of a call wait, because the
+link between two hosts may be broken (`suspects_link`).
+"""
 
 
 def process_name(host: str, pid: int) -> str:

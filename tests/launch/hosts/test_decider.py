@@ -192,11 +192,11 @@ def test_any_chain_leads_to_a_plan_that_makes_sense(entries: list[Entry]) -> Non
 
 def suspected(plan: JobPlan, there: GroupState, **reports: str) -> tuple[JobPlan, Entry | None]:
     """The plan after a probe of the links, and what follows from the reports."""
-    probe = first(plan, there, dataclasses.replace(WRAPPED, suspicions=plan.probed + 1))
+    probe = first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/0"))
     assert isinstance(probe, Probe)
     plan = plan.apply(decode(probe.encode()))
     links = {host: frozenset(missed) for host, missed in reports.items()}
-    facts = dataclasses.replace(WRAPPED, suspicions=plan.probed, links=links)
+    facts = dataclasses.replace(WRAPPED, suspicion="links/0", links=links)
     return plan, first(plan, there, facts)
 
 
@@ -209,16 +209,16 @@ def test_links_are_probed_once_for_each_suspicion_and_judged_when_all_have_repor
     plan, found = suspected(running("abc"), there, a="", b="c")
     assert found is None  # c has not reported
     plan, found = suspected(running("abc"), there, a="", b="", c="")
-    assert found == Links(0, 1)
+    assert found == Links(0, "links/0")
     plan = plan.apply(found)
     assert plan.probe is None
-    assert first(plan, there, dataclasses.replace(WRAPPED, suspicions=1)) is None
-    assert first(plan, there, dataclasses.replace(WRAPPED, suspicions=2)) == Probe(
-        0, 2, ("a", "b", "c")
+    assert first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/0")) is None
+    assert first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/1")) == Probe(
+        0, "links/1", ("a", "b", "c")
     )
     # A host that was lost meanwhile does not report, and its links are those of no host.
     _, found = suspected(running("abc"), led("ab", "a", lost="c"), a="c", b="c")
-    assert found == Links(0, 1)
+    assert found == Links(0, "links/0")
 
 
 def test_of_the_ends_of_a_broken_link_the_one_that_neither_leads_nor_is_first_leaves() -> None:

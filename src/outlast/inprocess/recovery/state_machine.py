@@ -238,6 +238,9 @@ class Machine:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         cause, earlier = first_cause(faults), self.cause
         self.cause = cause or earlier
+        if self.host.host_id and cause is not None and suspects_link(cause):
+            with self.host.timing("links"):
+                await self.membership.await_links(k, cause, self.host.limits.barrier / 2)
         if self.host.limits.await_size:
             with self.host.timing("replacements"):
                 self.held_in_vain = await hold_for_replacements(
@@ -258,8 +261,6 @@ class Machine:
         # The member that failed shows the cause; if it has ended, the first that is left does.
         failed = cause is not None and cause.member in survivors
         reporter = cause.member if cause and failed else min(survivors, default=-1)
-        if self.host.host_id and cause and reporter == self.member and suspects_link(cause):
-            await self.membership.suspect_link()
         self.host.restarting(cause, faults, reports=reporter == self.member)
         self.iteration = k + 1
         if self.member in self.record.expected:

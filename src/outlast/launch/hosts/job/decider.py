@@ -60,7 +60,7 @@ class Facts:
         cleared: hosts on which no process of the attempt is left, after a restart was decided.
         done: hosts whose workers have all ended, and are not replaced.
         used: replacements of single workers in this attempt.
-        suspicions: how often a broken link was suspected in this attempt.
+        suspicion: the key of the last suspicion that a link is broken; empty if there was none.
         links: of the probe that runs, which hosts each host could not reach.
     """
 
@@ -68,7 +68,7 @@ class Facts:
     cleared: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
     used: int = 0
-    suspicions: int = 0
+    suspicion: str = ""
     links: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
@@ -138,10 +138,10 @@ class Decider:
         """Find a broken link that is suspected, and who leaves the job."""
         if plan.probe is not None:
             return judge(plan.probe, plan, group, facts.links)
-        if facts.suspicions <= plan.probed:
+        if facts.suspicion in ("", plan.probed):
             return None
         hosts = tuple(host.id for host in group.hosts if host.id not in plan.excluded)
-        return Probe(plan.attempt, facts.suspicions, hosts)
+        return Probe(plan.attempt, facts.suspicion, hosts)
 
     def _repair(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
         """Bring a running attempt back to full size, or end it."""

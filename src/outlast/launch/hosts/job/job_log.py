@@ -4,7 +4,7 @@ job/plan/N       entry N of the chain                               first claim 
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
 job/replaced/A   number of replacements of single workers in attempt A
-job/links/A/N    log: hosts that could not be reached in probe N of the links, by each host
+job/links/A/KEY  log: hosts that could not be reached in a probe of the links, by each host
 job/link-ports   log: the port of each host to which others connect in a probe
 job/open/A       the workers' store of the host at place 0 serves attempt A
 job/failures     log: deaths of workers from which the job has not recovered
@@ -72,13 +72,13 @@ class JobLog:
         """That port of each host."""
         return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
 
-    def report_links(self, attempt: int, number: int, unreached: frozenset[str]) -> None:
-        """Probe `number` has ended on this host: it could not reach these hosts."""
-        self._append(f"job/links/{attempt}/{number}", unreached=sorted(unreached))
+    def report_links(self, attempt: int, key: str, unreached: frozenset[str]) -> None:
+        """A probe has ended on this host: it could not reach these hosts."""
+        self._append(f"job/links/{attempt}/{key}", unreached=sorted(unreached))
 
-    def links(self, attempt: int, number: int) -> dict[str, frozenset[str]]:
+    def links(self, attempt: int, key: str) -> dict[str, frozenset[str]]:
         """The reports of the hosts on which that probe has ended."""
-        found = self._lines(f"job/links/{attempt}/{number}")
+        found = self._lines(f"job/links/{attempt}/{key}")
         return {line["host"]: frozenset(line["unreached"]) for line in found}
 
     def fail(self, death: Death) -> None:

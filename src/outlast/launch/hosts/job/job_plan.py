@@ -108,12 +108,12 @@ class End(Entry):
 @dataclasses.dataclass(frozen=True)
 class Probe(Entry):
     """A link between hosts may be broken: each of these hosts is to try to reach the others.
-    `number` counts the suspicions of the attempt.
+    The members of the wrapped call wait for its end, under `key` in the workers' store.
     """
 
     name = "probe"
     attempt: int
-    number: int
+    key: str
     hosts: tuple[str, ...]
 
 
@@ -125,7 +125,7 @@ class Links(Entry):
 
     name = "links"
     attempt: int
-    number: int
+    key: str
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
     waits_for: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -162,7 +162,7 @@ class JobPlan:
         taken_over: how many hosts each place had before in this attempt, or was added late.
         given_up: places that stay empty.
         used: restarts and replacements in earlier attempts.
-        probed: the number of the last probe of the links in this attempt.
+        probed: the key of the last probe of the links in this attempt.
         probe: the one whose result is not known yet.
         excluded: hosts that leave the job because of a broken link, with the reason.
         restart: why the attempt is over; `None` while it runs.
@@ -177,7 +177,7 @@ class JobPlan:
     taken_over: tuple[int, ...] = ()
     given_up: frozenset[int] = frozenset()
     used: int = 0
-    probed: int = 0
+    probed: str = ""
     probe: Probe | None = None
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
     restart: Restart | None = None
@@ -207,7 +207,7 @@ class JobPlan:
                 taken_over=(0,) * len(entry.places),
                 given_up=frozenset(),
                 used=entry.used,
-                probed=0,
+                probed="",
                 probe=None,
                 restart=None,
             )
@@ -216,10 +216,10 @@ class JobPlan:
         if isinstance(entry, GiveUp) and running:
             return replace(self, given_up=self.given_up | set(entry.places))
         if isinstance(entry, Probe) and running and entry.attempt == self.attempt:
-            later = entry.number > self.probed
-            return replace(self, probed=entry.number, probe=entry) if later else self
+            known = entry.key == self.probed
+            return self if known else replace(self, probed=entry.key, probe=entry)
         if isinstance(entry, Links) and running and self.probe is not None:
-            mine = (self.probe.attempt, self.probe.number) == (entry.attempt, entry.number)
+            mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
             excluded = {**self.excluded, **entry.excluded}
             return replace(self, probe=None, excluded=excluded) if mine else self
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:

@@ -1,13 +1,13 @@
 """Broken links between hosts that all reach the leader: how one is found, and who leaves the job.
 
 The leases do not show such a link, but collectives use it: a job in which it is broken hangs at
-each restart. So after a restart whose cause may be a link (`records.suspects_link`), the leader's
-agent claims a `Probe`; each host of the group then tries to connect to each other one, and reports
-which it could not reach for as long as a host may be silent. Without a suspicion, no connection is
-made. From the reports the leader decides `Links`: the fewest hosts without which all links are
-whole. Each of them ends its workers and leaves the group, so for the others it is a lost host: a
-spare takes its place, or the job goes on without it. It joins again as a new host, once it has
-connected to all that it could not reach.
+each restart. So in a restart whose cause may be a link (`records.suspects_link`), the members wait
+(`MembershipProtocol.await_links`), and the leader's agent claims a `Probe`: each host of the group
+tries to connect to each other one, and reports which it could not reach for as long as a host may
+be silent. Without a suspicion, no connection is made. From the reports the leader decides `Links`:
+few hosts without which all links are whole. Each of them ends its workers and leaves the group, so
+for the others it is a lost host: a spare takes its place, or the job goes on without it. It joins
+again as a new host, once it has connected to all that it could not reach.
 
 A connection needs packets in both directions, so a link that is broken in one direction is found
 too. The port is one that the system has chosen, like those of the workers; a network that drops
@@ -85,7 +85,7 @@ class HostLinks:
             # The agent meets the same error in its own operations, and handles it there.
             with contextlib.suppress(StoreError):
                 missed = unreached(self._me.address, self._addresses(wanted), self._lease_s)
-                self._log.report_links(entry.attempt, entry.number, missed)
+                self._log.report_links(entry.attempt, entry.key, missed)
 
         # A daemon: connections that are not answered must not keep the process alive.
         threading.Thread(target=work, name="link probe", daemon=True).start()
@@ -197,7 +197,7 @@ def judge(
         left = [pair for pair in left if leaves not in pair]
     for ends in waits_for.values():  # the port of a host that leaves too is closed
         ends[:] = [end for end in ends if end not in excluded]
-    return Links(probe.attempt, probe.number, excluded, waits_for)
+    return Links(probe.attempt, probe.key, excluded, waits_for)
 
 
 def _link_text(host: HostInfo, others: Sequence[HostInfo], shown: int = 4) -> str:
