@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd import Etcd
 from network import Network
 
 from hosts.cluster import Cluster, Started
@@ -75,3 +77,23 @@ def test_the_ranks_of_one_end_move_to_a_spare(four: Network, tmp_path: Path, wei
     cluster.go()
     assert cluster.wait() == [0] * 4, cluster.output()
     cluster.check(weights)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here (Debian: etcd-server)")
+def test_with_etcd_one_end_leaves_too(network: Network, tmp_path: Path) -> None:
+    etcd = Etcd(network, ["h1"], tmp_path / "etcd")
+    etcd.start_all()
+    meet = ("--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints)
+    conf = ("--rdzv-conf", "last_call_timeout=5", "--nnodes=2:3", "--replacement-timeout=1")
+    cluster, agents = started(network, tmp_path, *meet, *conf)
+    network.part(["h2"], ["h3"])
+    lost = left_out(cluster, agents, ["h2", "h3"])
+    last = cluster.until_step(12, 1, size=2).iteration
+    assert not any(s.host == lost for s in cluster.steps() if s.iteration == last)
+    network.heal()
+    cluster.until_said("its links work again", agents[lost])
+    cluster.until_step(12, last + 1, size=3)
+    cluster.go()
+    assert cluster.wait(*agents.values()) == [0, 0, 0], cluster.output()
+    cluster.check_views()
