@@ -59,7 +59,6 @@ _OFTEN_S, _SELDOM_S = 0.05, 1.0
 read by one host costs less than waking a host at every report.
 """
 
-
 _SHM = "/dev/shm"
 
 
