@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Coroutine
 from typing import Any
 
 from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
-from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.ops import Link, Op
+from outlast.coordination.records import (
+    SUSPECTED_LINK,
+    FaultRecord,
+    LostRecord,
+    StopRecord,
+    suspects_link,
+)
 
 
 class Call:
@@ -155,3 +162,49 @@ def test_the_member_that_ends_the_job_is_known() -> None:
     assert call(call.membership.end_of_job()) is None
     call(call.membership.report_lost(LostRecord(1, "enough", ends_job=True), 0))
     assert call(call.membership.end_of_job()).reason == "enough"
+
+
+def test_a_hang_or_an_error_of_the_network_makes_a_link_suspect() -> None:
+    fault = functools.partial(FaultRecord, 0, 0, 0, "node", 100)
+    assert suspects_link(fault("SOFT_TIMEOUT", "no progress"))
+    assert suspects_link(fault("HARD_TIMEOUT", "no progress"))
+    assert suspects_link(fault("EXCEPTION", "RuntimeError: closed by peer", consequence=True))
+    assert suspects_link(fault("EXCEPTION", "RuntimeError: Gloo connectFullMesh failed"))
+    assert suspects_link(fault("EXCEPTION", "RuntimeError: Timed out waiting 1800000ms for recv"))
+    assert not suspects_link(fault("EXCEPTION", "ValueError: planned"))
+    assert not suspects_link(killed())
+
+
+def test_members_wait_until_the_launchers_know_which_links_are_broken() -> None:
+    call = Call()
+    hang = FaultRecord(0, 1, 1, "node", 100, "SOFT_TIMEOUT", "no progress")
+    for member in (0, 1):
+        call(call.membership.register(member, str(member)))
+    waits = call.membership.await_links(0, hang, 60.0)
+    operations = []
+
+    def perform(op: Op) -> Any:
+        operations.append((op.name, op.key))
+        if op.name == "wait_for":  # the launcher answers under the key that it was told
+            assert op.key == call.store.read(SUSPECTED_LINK).decode()
+            call.store.put(op.key, b"1")
+        return perform_on(call.store)(op)
+
+    drive(waits, perform)
+    assert operations[-1] == ("wait_for", "links/0")
+    call(call.membership.await_links(0, hang, 0.0))
+    assert call.store.add("suspect/0", 0) == 2
+    call(call.membership.forget(0))
+    assert not {"suspect/0", "links/0"} & set(call.store.table)
+
+
+def test_no_link_is_suspect_when_the_job_is_made_to_grow_or_stops() -> None:
+    call = Call()
+    call(call.membership.register(0, "a"))
+    closed = FaultRecord(0, 0, 0, "node", 100, "EXCEPTION", "closed by peer", consequence=True)
+    call(call.membership.ask_to_join(-1, "x"))
+    call(call.membership.await_links(0, closed, 60.0))
+    hang = FaultRecord(0, 1, 1, "node", 100, "SOFT_TIMEOUT", "no progress")
+    call(call.membership.request_stop(StopRecord("SIGTERM", 143)))
+    call(call.membership.await_links(0, hang, 60.0))
+    assert call.store.read(SUSPECTED_LINK) is None

@@ -12,12 +12,14 @@ Keys of iteration k (under the prefix of one call):
     term/k     barrier after all members have left the function
     history/k  the faults before iteration k                  first claim wins
     resume/k   the pause before iteration k is over
+    suspect/k  the number of members that suspect a broken link between two hosts
+    links/k    the launchers know which links are broken
 
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
 recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
 request to stop the job, the first claim wins), `last-save` (for the launcher: the save for the stop
-has begun), `stopped` (what the stop has saved). One key has no prefix: `outlast/gone`, the ranks
-that the launcher does not replace.
+has begun), `stopped` (what the stop has saved). Two keys have no prefix: `outlast/gone`, the ranks
+that the launcher does not replace, and `outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -32,6 +34,7 @@ barrier completes without the lost member, and its missing rank causes the next 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -39,7 +42,15 @@ from collections.abc import Sequence
 
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, StopRecord, lines, to_line
+from outlast.coordination.records import (
+    SUSPECTED_LINK,
+    FaultRecord,
+    LostRecord,
+    StopRecord,
+    lines,
+    to_line,
+)
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import Joiner, ViewRecord, decide
 from outlast.events.restart_causes import RestartCount, decode_counts
 
@@ -255,7 +266,7 @@ class MembershipProtocol:
         for name in ("start", "term"):
             for part in ("arrived", "count", "done"):
                 await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("done", "idle", "fault", "history", "resume", "store"):
+        for key in ("done", "idle", "fault", "history", "resume", "suspect", "links", "store"):
             await self.link.delete(f"{key}/{iteration}")
 
     async def request_stop(self, stop: StopRecord) -> None:
@@ -307,6 +318,28 @@ class MembershipProtocol:
         """The ranks that no launcher replaces; empty without a launcher that says so."""
         data = await Link().read(_GONE) or b""
         return frozenset(rank for line in data.splitlines() for rank in json.loads(line))
+
+    async def await_links(self, iteration: int, cause: FaultRecord, limit_s: float) -> None:
+        """Waits until the launchers know whether a broken link between two hosts has caused the end
+        of the iteration, and the host that leaves for it is lost. Otherwise the members would
+        connect over that link again, in C++, where no interrupt arrives.
+
+        Args:
+            limit_s: after it, the members go on: the one that was to tell the launchers may have
+                died, or the job may be about to end.
+        """
+        view = await self.view(iteration)
+        members = frozenset() if view is None else view.expected
+        grows = any(joiner.member not in members for joiner in await self.joiners())
+        if cause.may_be_harmless and grows:
+            return  # connections broke because the job is made to grow
+        if await self.stop_request() is not None:
+            return
+        key = f"links/{iteration}"
+        if await self.link.add(f"suspect/{iteration}", 1) == 1:
+            await Link().put(SUSPECTED_LINK, (self.link.prefix + key).encode())
+        with contextlib.suppress(KeyTimeout):
+            await self.link.wait_for(key, limit_s)
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
         """The restarts of this call by cause."""

@@ -13,6 +13,11 @@ COMPLETED_BY = "completed-by"
 for `outlast run`.
 """
 
+SUSPECTED_LINK = "outlast/suspected-link"
+"""Under no prefix, for `outlast run`: the key under which the members of a call wait, because the
+link between two hosts may be broken (`suspects_link`).
+"""
+
 
 def process_name(host: str, pid: int) -> str:
     """The name of a process in the whole job; `host` is the ID of its host, empty if the job has
@@ -124,6 +129,20 @@ def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
         return last, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung
 
     return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
+
+
+_NETWORK_WORDS = ("connect", "timed out", "timeout", "unreachable", "no route to host")
+
+
+def suspects_link(cause: FaultRecord) -> bool:
+    """Whether the first cause of a restart may be a broken link between two hosts: a hang, a broken
+    connection that no fault of a rank explains, or an error that speaks of the network. A wrong
+    suspicion costs each host one connection to each other host.
+    """
+    if cause.interruption in (HUNG, "HARD_TIMEOUT") or cause.consequence:
+        return True
+    text = cause.cause.lower()
+    return cause.interruption == "EXCEPTION" and any(word in text for word in _NETWORK_WORDS)
 
 
 # The ends of a member: none of them can come before it arrives at a barrier.

@@ -16,6 +16,8 @@ from outlast.launch.hosts.job.job_plan import (
     Finish,
     GiveUp,
     JobPlan,
+    Links,
+    Probe,
     Restart,
     Stage,
     Start,
@@ -186,3 +188,70 @@ def test_any_chain_leads_to_a_plan_that_makes_sense(entries: list[Entry]) -> Non
         if before.stage in (Stage.ENDING, Stage.FINISHED):  # nothing is started any more
             assert plan.places == before.places
             assert plan.stage in (Stage.ENDING, Stage.FINISHED)
+
+
+def suspected(plan: JobPlan, there: GroupState, **reports: str) -> tuple[JobPlan, Entry | None]:
+    """The plan after a probe of the links, and what follows from the reports."""
+    probe = first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/0"))
+    assert isinstance(probe, Probe)
+    plan = plan.apply(decode(probe.encode()))
+    links = {host: frozenset(missed) for host, missed in reports.items()}
+    facts = dataclasses.replace(WRAPPED, suspicion="links/0", links=links)
+    return plan, first(plan, there, facts)
+
+
+def led(there: str, leader: str, lost: str = "") -> GroupState:
+    return dataclasses.replace(group(there, lost), leader=leader)
+
+
+def test_links_are_probed_once_for_each_suspicion_and_judged_when_all_have_reported() -> None:
+    there = led("abc", "a")
+    plan, found = suspected(running("abc"), there, a="", b="c")
+    assert found is None  # c has not reported
+    plan, found = suspected(running("abc"), there, a="", b="", c="")
+    assert found == Links(0, "links/0")
+    plan = plan.apply(found)
+    assert plan.probe is None
+    assert first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/0")) is None
+    assert first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/1")) == Probe(
+        0, "links/1", ("a", "b", "c")
+    )
+    # A host that was lost meanwhile does not report, and its links are those of no host.
+    _, found = suspected(running("abc"), led("ab", "a", lost="c"), a="c", b="c")
+    assert found == Links(0, "links/0")
+
+
+def test_of_the_ends_of_a_broken_link_the_one_that_neither_leads_nor_is_first_leaves() -> None:
+    for leader, reports, leaves in (
+        ("a", {"a": "", "b": "c", "c": "b"}, "c"),
+        ("a", {"a": "", "b": "c", "c": ""}, "c"),  # seen from one end only
+        ("c", {"a": "", "b": "c", "c": "b"}, "b"),
+        ("b", {"a": "bc", "b": "a", "c": "a"}, "a"),  # the network of one host is at fault
+    ):
+        _, found = suspected(running("abc"), led("abc", leader), **reports)
+        assert isinstance(found, Links)
+        assert set(found.excluded) == {leaves}
+        assert found == decode(found.encode())
+    assert found.waits_for == {"a": ["b", "c"]}
+    assert "host a (10.0.0.1) and host b (10.0.0.2), c (10.0.0.3) do not" in found.excluded["a"]
+
+
+def test_a_spare_whose_link_is_broken_leaves_and_another_takes_the_place_of_one_that_left() -> None:
+    there = led("abcde", "a")
+    plan, found = suspected(running("abc"), there, a="", b="d", c="", d="b", e="")
+    assert isinstance(found, Links)
+    assert set(found.excluded) == {"d"}
+    plan = plan.apply(found)
+    assert first(plan, led("acde", "a", lost="b")) == Take(1, "e")  # d is about to leave
+
+
+def test_a_host_that_left_because_of_a_link_is_named_with_it_when_the_job_ends() -> None:
+    plan, found = suspected(running("abc"), led("abc", "a"), a="", b="c", c="b")
+    assert isinstance(found, Links)
+    plan = plan.apply(found)
+    decider = Decider(dataclasses.replace(LIMITS, minimum=3))
+    there = led("ab", "a", lost="c")
+    assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
+    ended = decider.next_entry(plan, there, WRAPPED, 600.0)
+    assert isinstance(ended, End)
+    assert "do not reach each other" in ended.cause

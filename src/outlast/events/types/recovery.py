@@ -115,7 +115,8 @@ class HealthCheckDone(Event, kind="health_check"):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BarrierPassed(Event, kind="barrier"):
     """A barrier was passed, or a wait of the restart ended. `name`: start, term(ination),
-    complete(tion), replacements (the wait for the replacements of lost ranks).
+    complete(tion), replacements (the wait for the replacements of lost ranks), links (the wait for
+    the launchers, which look for a broken link between hosts).
     """
 
     name: str = ""

@@ -46,7 +46,7 @@ from outlast.coordination import barrier
 from outlast.coordination.lost_host import enter_host
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, first_cause
+from outlast.coordination.records import FaultRecord, LostRecord, first_cause, suspects_link
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.errors import (
@@ -238,6 +238,9 @@ class Machine:
             raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
         cause, earlier = first_cause(faults), self.cause
         self.cause = cause or earlier
+        if self.host.host_id and cause is not None and suspects_link(cause):
+            with self.host.timing("links"):
+                await self.membership.await_links(k, cause, self.host.limits.barrier / 2)
         if self.host.limits.await_size:
             with self.host.timing("replacements"):
                 self.held_in_vain = await hold_for_replacements(

@@ -7,7 +7,7 @@ import dataclasses
 from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import COMPLETED_BY, FaultRecord
+from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, FaultRecord
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -58,6 +58,16 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if record.prefix:
             drive(_membership(record).give_up(ranks), perform_on(self._store))
+
+    def suspected_link(self) -> str:
+        """The newest suspicion that a link between two hosts is broken: the key under which the
+        members wait for the result. Empty if there was none.
+        """
+        return (self._store.read(SUSPECTED_LINK) or b"").decode()
+
+    def end_probe(self, key: str) -> None:
+        """Let the members go on that wait for the result under this key."""
+        self._store.put(key, b"1")
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""

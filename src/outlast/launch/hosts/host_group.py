@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outlast.coordination.stores.store import Store
+from outlast.errors import StoreError
 from outlast.system.lease_page import LeasePage
 
 
@@ -96,6 +97,10 @@ class GroupState:
     lease_ok: bool = True
     error: str = ""
     refused: tuple[str, ...] = ()
+
+
+class LeaseLost(StoreError):
+    """This host may no longer act: others may have replaced it."""
 
 
 class HostGroup(Protocol):

@@ -9,6 +9,7 @@ no harm: they claim the same number of the chain, and the second learns what was
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
@@ -18,11 +19,13 @@ from outlast.launch.hosts.job.job_plan import (
     Finish,
     GiveUp,
     JobPlan,
+    Probe,
     Restart,
     Stage,
     Start,
     Take,
 )
+from outlast.launch.hosts.job.links import judge
 from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.system.units import duration_text
 
@@ -57,12 +60,16 @@ class Facts:
         cleared: hosts on which no process of the attempt is left, after a restart was decided.
         done: hosts whose workers have all ended, and are not replaced.
         used: replacements of single workers in this attempt.
+        suspicion: the key of the last suspicion that a link is broken; empty if there was none.
+        links: of the probe that runs, which hosts each host could not reach.
     """
 
     job: JobRecord = dataclasses.field(default_factory=JobRecord)
     cleared: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
     used: int = 0
+    suspicion: str = ""
+    links: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 class Decider:
@@ -89,12 +96,17 @@ class Decider:
             self._forget("few", "enough")
             if present and present <= facts.done:
                 return Finish()
-            return self._repair(plan, group, facts, now)
+            return self._links(plan, group, facts) or self._repair(plan, group, facts, now)
         return None
 
     def missing(self, plan: JobPlan, group: GroupState) -> list[tuple[int, LostHost]]:
         """The places whose hosts are lost, with the losses."""
-        losses = {loss.host.id: loss for loss in group.lost}
+        losses = {
+            loss.host.id: dataclasses.replace(
+                loss, reason=plan.excluded.get(loss.host.id, loss.reason)
+            )
+            for loss in group.lost
+        }
         return [(place, losses[host]) for place, host in enumerate(plan.places) if host in losses]
 
     # ------------------------------------------------------------------------- private
@@ -122,10 +134,20 @@ class Decider:
         counts = plan.restart is not None and plan.restart.counts
         return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
 
+    def _links(self, plan: JobPlan, group: GroupState, facts: Facts) -> Entry | None:
+        """Find a broken link that is suspected, and who leaves the job."""
+        if plan.probe is not None:
+            return judge(plan.probe, plan, group, facts.links)
+        if facts.suspicion in ("", plan.probed):
+            return None
+        hosts = tuple(host.id for host in group.hosts if host.id not in plan.excluded)
+        return Probe(plan.attempt, facts.suspicion, hosts)
+
     def _repair(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
         """Bring a running attempt back to full size, or end it."""
         missing = self.missing(plan, group)
-        spares = [host for host in group.hosts if host.id not in plan.places]
+        out = {*plan.places, *plan.excluded}
+        spares = [host for host in group.hosts if host.id not in out]
         if facts.job.state is JobState.PLAIN:
             return self._restart(plan, missing, spares, facts)
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:

@@ -4,6 +4,8 @@ job/plan/N       entry N of the chain                               first claim 
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
 job/replaced/A   number of replacements of single workers in attempt A
+job/links/A/KEY  log: hosts that could not be reached in a probe of the links, by each host
+job/link-ports   log: the port of each host to which others connect in a probe
 job/open/A       the workers' store of the host at place 0 serves attempt A
 job/failures     log: deaths of workers from which the job has not recovered
 job/bye          log: hosts that need the store no longer
@@ -61,6 +63,23 @@ class JobLog:
     def replaced(self, attempt: int, more: int = 0) -> int:
         """The number of replacements, after adding `more`."""
         return self._store.add(f"job/replaced/{attempt}", more)
+
+    def open_link_port(self, port: int) -> None:
+        """Other hosts may connect to this port, to learn whether their link is whole."""
+        self._append("job/link-ports", port=port)
+
+    def link_ports(self) -> dict[str, int]:
+        """That port of each host."""
+        return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
+
+    def report_links(self, attempt: int, key: str, unreached: frozenset[str]) -> None:
+        """A probe has ended on this host: it could not reach these hosts."""
+        self._append(f"job/links/{attempt}/{key}", unreached=sorted(unreached))
+
+    def links(self, attempt: int, key: str) -> dict[str, frozenset[str]]:
+        """The reports of the hosts on which that probe has ended."""
+        found = self._lines(f"job/links/{attempt}/{key}")
+        return {line["host"]: frozenset(line["unreached"]) for line in found}
 
     def fail(self, death: Death) -> None:
         """A worker of this host has failed."""

@@ -106,6 +106,31 @@ class End(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe(Entry):
+    """A link between hosts may be broken: each of these hosts is to try to reach the others.
+    The members of the wrapped call wait for its end, under `key` in the workers' store.
+    """
+
+    name = "probe"
+    attempt: int
+    key: str
+    hosts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Links(Entry):
+    """What a probe has found: the hosts that leave the job, each with the reason, and with the
+    hosts that it has to reach before it joins again. Without them, all links are whole.
+    """
+
+    name = "links"
+    attempt: int
+    key: str
+    excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    waits_for: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Finish(Entry):
     """No worker is left on any host."""
 
@@ -113,7 +138,7 @@ class Finish(Entry):
 
 
 _ENTRIES: dict[str, type[Entry]] = {
-    kind.name: kind for kind in (Start, Take, GiveUp, Restart, Stop, End, Finish)
+    kind.name: kind for kind in (Start, Take, GiveUp, Restart, Stop, End, Probe, Links, Finish)
 }
 
 
@@ -137,6 +162,9 @@ class JobPlan:
         taken_over: how many hosts each place had before in this attempt, or was added late.
         given_up: places that stay empty.
         used: restarts and replacements in earlier attempts.
+        probed: the key of the last probe of the links in this attempt.
+        probe: the one whose result is not known yet.
+        excluded: hosts that leave the job because of a broken link, with the reason.
         restart: why the attempt is over; `None` while it runs.
         stop, end: why the job ends.
     """
@@ -149,6 +177,9 @@ class JobPlan:
     taken_over: tuple[int, ...] = ()
     given_up: frozenset[int] = frozenset()
     used: int = 0
+    probed: str = ""
+    probe: Probe | None = None
+    excluded: dict[str, str] = dataclasses.field(default_factory=dict)
     restart: Restart | None = None
     stop: Stop | None = None
     end: End | None = None
@@ -176,12 +207,21 @@ class JobPlan:
                 taken_over=(0,) * len(entry.places),
                 given_up=frozenset(),
                 used=entry.used,
+                probed="",
+                probe=None,
                 restart=None,
             )
         if isinstance(entry, Take) and running:
             return self._taken(entry)
         if isinstance(entry, GiveUp) and running:
             return replace(self, given_up=self.given_up | set(entry.places))
+        if isinstance(entry, Probe) and running and entry.attempt == self.attempt:
+            known = entry.key == self.probed
+            return self if known else replace(self, probed=entry.key, probe=entry)
+        if isinstance(entry, Links) and running and self.probe is not None:
+            mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
+            excluded = {**self.excluded, **entry.excluded}
+            return replace(self, probe=None, excluded=excluded) if mine else self
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
             return replace(self, stage=Stage.CLEARING, restart=entry)
         if isinstance(entry, Stop) and not over:

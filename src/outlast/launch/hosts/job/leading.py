@@ -46,6 +46,7 @@ class Leading:
             )
         )
         self._reported: set[tuple[int, str]] = set()
+        self._probe_reported = (-1, "")
 
     def next_entry(self, plan: JobPlan, group: GroupState) -> Entry | None:
         """The next decision, after the members of the wrapped call have been told which hosts are
@@ -53,6 +54,7 @@ class Leading:
         """
         facts = self._facts(plan, group)
         self._report_lost_hosts(plan, group, facts.job)
+        self._report_probe(plan, group)
         return self._decider.next_entry(plan, group, facts, self._clock.now())
 
     def _facts(self, plan: JobPlan, group: GroupState) -> Facts:
@@ -63,12 +65,27 @@ class Leading:
         missing = bool(self._decider.missing(plan, group))
         repairs = plan.stage is Stage.RUNNING and (spares or missing)
         clears = plan.stage is Stage.CLEARING
+        suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
+        probe = plan.probe
         return Facts(
             job=self._keys.job() if repairs else JobRecord(),
             cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
             done=self._log.done(plan.attempt),
             used=self._log.replaced(plan.attempt) if clears or repairs else 0,
+            suspicion=suspicion,
+            links={} if probe is None else self._log.links(probe.attempt, probe.key),
         )
+
+    def _report_probe(self, plan: JobPlan, group: GroupState) -> None:
+        """Let the members that wait for the result of a probe go on: once the hosts that leave are
+        lost and reported, because a rank that connects to one of them cannot be interrupted.
+        """
+        done = plan.stage is Stage.RUNNING and plan.probe is None and plan.probed
+        if not done or any(host.id in plan.excluded for host in group.hosts):
+            return
+        if self._probe_reported != (plan.attempt, plan.probed):
+            self._keys.end_probe(plan.probed)
+            self._probe_reported = plan.attempt, plan.probed
 
     def _report_lost_hosts(self, plan: JobPlan, group: GroupState, job: JobRecord) -> None:
         """Tell the members of the wrapped call which hosts are lost, with all their ranks. It may

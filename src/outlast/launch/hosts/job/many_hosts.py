@@ -30,13 +30,15 @@ from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
+from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup, LeaseLost
 from outlast.launch.hosts.job.job_log import JobLog, plan_key
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
     GiveUp,
     JobPlan,
+    Links,
+    Probe,
     Restart,
     Stage,
     Start,
@@ -45,6 +47,7 @@ from outlast.launch.hosts.job.job_plan import (
     decode,
 )
 from outlast.launch.hosts.job.leading import Leading
+from outlast.launch.hosts.job.links import HostLinks
 from outlast.launch.hosts.job.notices import GroupNotices
 from outlast.launch.hosts.job.placements import placement, ranks_text
 from outlast.launch.hosts.job.plan_watcher import PlanWatcher
@@ -56,12 +59,7 @@ _OFTEN_S, _SELDOM_S = 0.05, 1.0
 read by one host costs less than waking a host at every report.
 """
 
-
 _SHM = "/dev/shm"
-
-
-class LeaseLost(StoreError):
-    """This host may no longer act: others may have replaced it."""
 
 
 class ManyHosts:
@@ -110,6 +108,7 @@ class ManyHosts:
         self._plan = JobPlan()
         self._state = GroupState()
         self._watcher: PlanWatcher | None = None
+        self._links = HostLinks(self._log, self._me, job.hosts.lease_s, resources)
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
@@ -177,6 +176,7 @@ class ManyHosts:
 
     def close(self) -> None:
         self._timer.cancel()
+        self._links.close()
         self._group.close(leave=self._over)
         self._workers.close()
         if self._watcher is not None:
@@ -210,6 +210,8 @@ class ManyHosts:
         plan = self._plan
         if plan.stage is Stage.RUNNING:
             self._start_attempt()
+            if plan.probe is not None:
+                self._links.probe(plan.probe, self._state.hosts)
         elif plan.stage is Stage.CLEARING and plan.place_of(self.host_id) is not None:
             self._log.clear(plan.attempt)  # the attempt was over before this host has started it
         elif plan.stop is not None:
@@ -246,7 +248,8 @@ class ManyHosts:
         stage, leads = self._plan.stage, self._state.leader == self.host_id
         if self._over or not (leads or stage is Stage.FINISHED):
             return
-        waits = stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED) or self._no_worker_left
+        ends = stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED) or self._no_worker_left
+        waits = ends or self._plan.probe is not None
         seldom_s = min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
         pause_s = _OFTEN_S if waits else seldom_s
         self._timer = self._resources.loop.call_later(pause_s, self._look)
@@ -278,6 +281,12 @@ class ManyHosts:
             self._take_place(entry)
         elif isinstance(entry, GiveUp):
             self._give_up(entry)
+        elif isinstance(entry, Probe):
+            self._links.probe(entry, self._state.hosts)
+        elif isinstance(entry, Links):
+            # In order: no worker is left when the agent closes this coordinator.
+            self._over = self.host_id in entry.excluded
+            self._links.decided(entry, self._state)
         elif isinstance(entry, Restart):
             self._actions.restart("" if mine and entry.process else entry.cause)
         elif isinstance(entry, Stop):

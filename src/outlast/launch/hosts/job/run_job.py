@@ -19,6 +19,7 @@ from outlast.launch.agent.agent import Agent
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
+from outlast.launch.hosts.job.links import LeftOut
 from outlast.launch.hosts.job.many_hosts import ManyHosts
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0
@@ -31,7 +32,8 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
     """Run the job to its end; return its exit code.
 
     A host that has lost its lease has ended its workers, and the others go on without it. It may
-    join again, as a new host: it takes an empty place, or waits as a spare.
+    join again, as a new host: it takes an empty place, or waits as a spare. So may one that was
+    left out because of a broken link, once that works.
 
     Raises:
         LaunchError: if this host cannot join the job.
@@ -47,6 +49,9 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
             _say(f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})")
             try:
                 return Agent(job, open_coordinator).run()
+            except LeftOut as e:
+                _say(f"{e}; the workers of this host were ended, and it waits for its links")
+                _say(f"{e.wait()}: this host tries to join the job again as a new host")
             except StoreError as e:
                 _say(
                     f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
