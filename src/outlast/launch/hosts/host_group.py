@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outlast.coordination.stores.store import Store
+from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
 
 
@@ -32,6 +33,7 @@ class GroupSpec:
         page: the lease page that the group renews, which the agent keeps for all groups that it
             joins one after another; `None` makes one for this group.
         say: prints a line for the user.
+        secret: of the job, for the connections between hosts; `None` if it has none.
     """
 
     run_id: str
@@ -44,6 +46,7 @@ class GroupSpec:
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
     page: LeasePage | None = None
     say: Callable[[str], None] = lambda line: None
+    secret: Secret | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class HostInfo:
         id: unique for each agent process; never used again after the agent has ended.
         name: the host name.
         address: where the other hosts reach it.
-        store_port: of the store server for the workers of this host, at `address`.
+        store_port: of the store server for the workers of this host, at its loopback address.
         place: the place that it asks for; -1 for any.
     """
 
