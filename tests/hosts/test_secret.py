@@ -10,15 +10,16 @@ from network import Network
 
 from hosts.cluster import Cluster
 
-pytestmark = pytest.mark.slow
+# Five launchers and three workers, which import torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOKEN, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 GLOO = Path(__file__).parents[1] / "launch" / "hosts" / "scripts" / "gloo_env.py"
 NO_SECRET = "this job has no secret: everyone who can reach the ports"
 CLIENT = """
-
+import sys
 from outlast.coordination.stores.tcp_client import TcpClient
-print("read", TcpClient(sys.argv[1], int(sys.argv[2]), 10.0).read("any"))
+print("read", TcpClient(sys.argv[1], int(sys.argv[2]), 60.0).read("any"))
 """
 
 

@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.config.secret import Secret, read_secret
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.replicated import connection, handshake, peer_connections
 from outlast.launch.hosts.replicated.connection import Connection
-from outlast.launch.hosts.replicated.messages import Find, Message, Replicated
+from outlast.launch.hosts.replicated.messages import (
+    PROTOCOL,
+    Find,
+    Hello,
+    Message,
+    Replicated,
+)
 from outlast.launch.hosts.replicated.past import Past
 
 MakeRun = Callable[..., Any]
@@ -318,6 +325,36 @@ def test_strangers_hold_little_memory_and_do_not_keep_hosts_out(run: MakeRun) ->
         here.host(3, secret=TOKEN).joined()
         assert rss_bytes(host.process.pid) - before < 8 << 20
     assert host.ask("store", "add", "n", 1) == 1
+
+
+def test_a_program_that_opens_many_connections_does_not_push_out_others() -> None:
+    me = HostInfo(id="h", name="h", address="127.0.0.1", port=1)
+    with contextlib.ExitStack() as stack:
+        loop = stack.enter_context(EventLoop())
+        listener = socket.create_server(("127.0.0.1", 0))
+        nothing: Any = lambda *_: None  # noqa: E731
+        peers = peer_connections.PeerConnections(
+            loop, Hello(PROTOCOL, "r", me), listener, 600.0, nothing, nothing, nothing, RIGHT
+        )
+        stack.callback(peers.close)
+        where = listener.getsockname()
+
+        def open_from(address: str) -> socket.socket:
+            opened = socket.create_connection(where, source_address=(address, 0))
+            opened.setblocking(False)
+            for _ in range(2):
+                loop.call_later(0.0, lambda: None)
+                loop.run_once()
+            return stack.enter_context(opened)
+
+        slow = open_from("127.0.0.8")
+        many = [open_from("127.0.0.9") for _ in range(2 * peer_connections.MAX_STRANGERS)]
+        size = len(handshake.SECRET) + NONCE_BYTES
+        assert len(slow.recv(100)) == len(many[0].recv(100)) == size
+        assert many[0].recv(1) == b""  # the oldest of them yielded
+        with pytest.raises(BlockingIOError):
+            slow.recv(1)
+        assert len(peers._strangers) == peer_connections.MAX_STRANGERS
 
 
 def rss_bytes(pid: int) -> int:
