@@ -80,7 +80,7 @@ def test_a_job_with_a_secret_takes_only_hosts_that_know_it(
     assert cluster.wait(*agents) == [0, 0, 0], cluster.output()
     cluster.check_views()
     said = [m for p in agents if f"weights {weights}" in (m := p.output)]
-    assert len(said) == 3, cluster.output()
+    assert len(said) == 1, cluster.output()  # rank 0 prints them
     written = [each for each in tmp_path.rglob("*") if each.is_file() and each != file]
     for each in written:
         content = each.read_bytes()
