@@ -55,8 +55,8 @@ class _Store:
 def main() -> None:
     with EventLoop() as loop:
         store = _Store(loop)
-        servers = [StoreServer(loop, store, "127.0.0.1") for _ in range(int(sys.argv[1]))]
-        print(json.dumps([server.address[1] for server in servers]), flush=True)
+        servers = [StoreServer(loop, store) for _ in range(int(sys.argv[1]))]
+        print(json.dumps([server.port for server in servers]), flush=True)
         ended: list[bool] = []
 
         def on_input() -> None:

@@ -49,6 +49,19 @@ def own_address() -> str:
     return address_towards((master, int(port) if port.isdigit() else 1) if master else None)
 
 
+def copies_key() -> bytes:
+    """What the launchers of the job have derived from its secret for copies; empty without one.
+
+    Raises:
+        ValueError: if the variable is not a key.
+    """
+    text = os.environ.get("OUTLAST_COPIES_KEY", "")
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise ValueError("OUTLAST_COPIES_KEY is not hexadecimal digits") from None
+
+
 def position() -> Position | None:
     """This process's position in a job on many hosts; `None` in any other job."""
     lease, run = os.environ.get("OUTLAST_FENCE", ""), os.environ.get("OUTLAST_RUN", "")

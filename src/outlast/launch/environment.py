@@ -23,6 +23,8 @@ _MARK = "OUTLAST_JOB"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CHAOS_STATE = "OUTLAST_CHAOS_STATE"
 _ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"  # of the launcher alone
+_TOKEN = "OUTLAST_TOKEN"  # of the launcher alone
+_COPIES_KEY = "OUTLAST_COPIES_KEY"
 
 PER_WORKER = frozenset(
     (
@@ -30,7 +32,7 @@ PER_WORKER = frozenset(
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "OUTLAST_REPLACEMENT"),
         *("OUTLAST_STORE", "OUTLAST_HOST", "OUTLAST_HOST_ADDR", "OUTLAST_FENCE", _GLOO_INTERFACE),
-        "OUTLAST_ITERATION",
+        *("OUTLAST_ITERATION", "OUTLAST_MASTER_ADDR"),
     )
 )
 """The variables that are known only when a worker gets its place in the job."""
@@ -58,6 +60,11 @@ def chaos_state() -> Path:
 def etcd_password() -> str:
     """The password of the user of etcd: never an argument, which other users could read."""
     return os.environ.get(_ETCD_PASSWORD, "")
+
+
+def take_token() -> str:
+    """The secret of the job. It is removed, so that no process that this one starts has it."""
+    return os.environ.pop(_TOKEN, "")
 
 
 def mark(job: JobSpec) -> str:
@@ -142,7 +149,7 @@ def worker_environment(
 def standby_environment(job: JobSpec) -> dict[str, str]:
     """The environment of a standby process: a worker's, without the variables of `PER_WORKER`."""
     # The user's choice of an interface is kept.
-    dropped = (PER_WORKER | {_ETCD_PASSWORD}) - {_GLOO_INTERFACE}
+    dropped = (PER_WORKER | {_ETCD_PASSWORD, _COPIES_KEY}) - {_GLOO_INTERFACE}
     given = {name: value for name, value in os.environ.items() if name not in dropped}
     values = {
         "LOCAL_WORLD_SIZE": str(job.nproc),
@@ -156,6 +163,11 @@ def standby_environment(job: JobSpec) -> dict[str, str]:
     }
     if job.token:
         values["OUTLAST_RUN"] = job.token
+        if job.secret is not None:
+            # Copies travel between processes of workers, which do not get the secret itself: with
+            # this key, nobody can join the group of hosts. The run makes it another one each time.
+            key = job.secret.derive("copies of checkpoints", job.token.encode())
+            values[_COPIES_KEY] = key.hex()
     if job.nproc > 1:
         values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", "1")
     if job.events_dir is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -121,7 +122,9 @@ def run_on_ray(
                 f"Ray found no {most} nodes with {dict(resources)} each within {timeout:g} s; "
                 f"the cluster has {_nodes()}"
             )
-        job = _Job(group, least, most, resources, dict(environment or {}), list(arguments))
+        # The driver starts all launchers, so it can give them a secret that nobody has to make.
+        variables = {"OUTLAST_TOKEN": secrets.token_hex(32), **(environment or {})}
+        job = _Job(group, least, most, resources, variables, list(arguments))
         return job.run(run_id or f"ray-{uuid.uuid4().hex[:8]}")
     finally:
         remove_placement_group(group)
@@ -142,7 +145,7 @@ class _Job:
     least: int
     most: int
     resources: Mapping[str, float]
-    environment: dict[str, str]
+    environment: dict[str, str] = dataclasses.field(repr=False)
     arguments: list[str]
     actors: dict[int, Any] = dataclasses.field(default_factory=dict)
     endpoints: dict[int, Endpoint] = dataclasses.field(default_factory=dict)

@@ -70,7 +70,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             upstream = EtcdUpstream(lambda: store, lambda call: server.call(call))
             stack.callback(upstream.close)
             # torch's agents want a store in C++: its client talks to a server in this process.
-            server = ServerThread("127.0.0.1", upstream)
+            server = ServerThread(upstream)
             stack.callback(server.close)
             local = TCPStore("127.0.0.1", server.port, wait_for_workers=False)
         except (LaunchError, StoreError) as e:

@@ -85,6 +85,11 @@ def replace_tcp_sockets() -> None:
     os.close(null)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this host itself can reach `address`."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def address_towards(endpoint: tuple[str, int] | None) -> str:
     """The address of this host that faces `endpoint`: loopback if that is on loopback; without one,
     the address of the host's name.
@@ -93,7 +98,7 @@ def address_towards(endpoint: tuple[str, int] | None) -> str:
         return socket.gethostbyname(socket.gethostname())
     found = socket.getaddrinfo(endpoint[0], endpoint[1], type=socket.SOCK_STREAM)
     address = str(found[0][4][0])
-    if ipaddress.ip_address(address).is_loopback:
+    if is_loopback(address):
         return address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from async_checkpoint.peer_copies.keepers import (
     ADDRESS,
     CHUNK_BYTES,
+    FAST,
     TOKEN,
     Keeper,
     keepers,
@@ -24,6 +26,7 @@ from async_checkpoint.peer_copies.keepers import (
 )
 from inprocess.mutations import mutate
 from outlast.async_checkpoint.peer_copies import content
+from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
 from outlast.clock import FakeClock
@@ -256,3 +259,24 @@ def leave_a_copy(folder: Path, writing: int) -> None:
         one.send(two, memory, snapshot_of(3, SIZE)).result(NET_S)
     os.write(writing, b"!")
     signal.pause()
+
+
+@pytest.mark.parametrize("key", ["", "ab" * 32])
+def test_the_store_alone_does_not_give_the_token_of_a_job_with_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OUTLAST_HOST_ADDR", ADDRESS)
+    monkeypatch.setenv("OUTLAST_COPIES_KEY", key)
+    in_store: dict[str, str] = {}
+    ledger: Any = SimpleNamespace(agree=in_store.setdefault)
+    with keepers(tmp_path) as (one, _):
+        arranged = Arrangement.begin(one.client, ledger, ["a", "b"], FAST)
+        other = Arrangement.begin(one.client, ledger, ["a", "b"], FAST)
+        assert arranged.token == other.token
+        port = one.client.port()
+        Connection.open(ADDRESS, port, arranged.token).close()
+        if key:
+            with pytest.raises(ConnectionRefused, match="does not belong to this job"):
+                Connection.open(ADDRESS, port, in_store["token"])
+        else:
+            assert arranged.token == in_store["token"]

@@ -105,8 +105,8 @@ class ServedStore:
 
     def __init__(self, loop: EventLoop, upstream: Upstream) -> None:
         self.loop = loop
-        self.server = StoreServer(loop, upstream, "127.0.0.1")
-        self.port = self.server.address[1]
+        self.server = StoreServer(loop, upstream)
+        self.port = self.server.port
 
     def call(self, function: Callable[[], T]) -> T:
         """Calls `function` in the thread of the loop."""

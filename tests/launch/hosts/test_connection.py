@@ -12,7 +12,8 @@ import pytest
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.replicated import connection
-from outlast.launch.hosts.replicated.connection import MAGIC, STRANGER_BYTES, Connection
+from outlast.launch.hosts.replicated.connection import PART_BYTES, STRANGER_BYTES, Connection
+from outlast.launch.hosts.replicated.handshake import OPEN
 from outlast.launch.hosts.replicated.messages import (
     Admitted,
     Find,
@@ -45,7 +46,9 @@ class Ends:
 
     def receive(self, data: bytes) -> None:
         self.raw.sendall(data)
-        self.loop.run_once()
+        for _ in range(2):  # what may belong to the handshake is read first
+            self.loop.call_later(0.0, lambda: None)
+            self.loop.run_once()
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def frame(payload: bytes) -> bytes:
 
 def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
     sent = [Find(Past()), Replicated("g", "h", b"\n\xff\n"), NotYet("later", 1.5)]
-    data = MAGIC + b"".join(frame(encode(message)) for message in sent)
+    data = OPEN + b"".join(frame(encode(message)) for message in sent)
     for at in range(0, len(data), 7):
         ends.receive(data[at : at + 7])
     assert ends.got == sent
@@ -77,14 +80,14 @@ def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
     ("data", "reason"),
     [
         (b"HTTP/1.1 400", "no outlast agent: it says b'HTTP/1.1 400'"),
-        (MAGIC + (STRANGER_BYTES + 1).to_bytes(4, "big"), "too long"),
-        (MAGIC + frame(b"X"), "not a message of an agent"),
-        (MAGIC + frame(packed(["Hello", 1])), "not a message of an agent"),
-        (MAGIC + frame(packed(["NotYet", 1, 0.0])), "Expected `str`, got `int`"),
-        (MAGIC + frame(b"\x92\xa8Admitted" + b"\x91" * 60_000), "not a message of an agent"),
-        (MAGIC + frame(b"\x91" * 60_000), "not a message of an agent"),
-        (MAGIC + frame(b"\xc1"), "not a message of an agent"),
-        (MAGIC + frame(b""), "not a message of an agent"),
+        (OPEN + (STRANGER_BYTES + 1).to_bytes(4, "big"), "too long"),
+        (OPEN + frame(b"X"), "not a message of an agent"),
+        (OPEN + frame(packed(["Hello", 1])), "not a message of an agent"),
+        (OPEN + frame(packed(["NotYet", 1, 0.0])), "Expected `str`, got `int`"),
+        (OPEN + frame(b"\x92\xa8Admitted" + b"\x91" * 60_000), "not a message of an agent"),
+        (OPEN + frame(b"\x91" * 60_000), "not a message of an agent"),
+        (OPEN + frame(b"\xc1"), "not a message of an agent"),
+        (OPEN + frame(b""), "not a message of an agent"),
     ],
 )
 def test_what_is_no_message_ends_the_connection(ends: Ends, data: bytes, reason: str) -> None:
@@ -97,7 +100,11 @@ def test_what_is_no_message_ends_the_connection(ends: Ends, data: bytes, reason:
 def test_after_the_handshake_messages_may_be_long(ends: Ends) -> None:
     ends.connection.limit = connection.FRAME_BYTES
     long = Replicated("g", "h", b"x" * (2 * STRANGER_BYTES))
-    ends.receive(MAGIC + frame(encode(long)))
+    whole = encode(long)
+    parts = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
+    heads = [len(part) | 3 << 30 for part in parts[:-1]] + [len(parts[-1]) | 1 << 31]
+    framed = [head.to_bytes(4, "big") + part for head, part in zip(heads, parts, strict=True)]
+    ends.receive(OPEN + b"".join(framed))
     while not ends.got:
         ends.loop.run_once()
     assert ends.got == [long]

@@ -47,6 +47,7 @@ class Third:
         peers: Any = SimpleNamespace(
             refusals={},
             failure=lambda address: "",
+            not_proved=lambda address: False,
             send_to=lambda address, message: self.sent.append((address, message)),
         )
         self.joining = Joining(

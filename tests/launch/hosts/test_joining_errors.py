@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outlast.launch.hosts.replicated import connection, peer_connections
+from outlast.launch.hosts.replicated import connection, handshake, peer_connections
 from procs import free_port
 
 MakeRun = Callable[..., Any]
@@ -116,13 +116,13 @@ def test_strangers_are_dropped_and_harm_nothing(run: MakeRun) -> None:
     host.joined()
     address = here.endpoints[0]
     silent = [socket.create_connection(address) for _ in range(peer_connections.MAX_STRANGERS + 9)]
-    too_long = connection.MAGIC + (connection.STRANGER_BYTES + 1).to_bytes(4, "big")
+    too_long = handshake.OPEN + (connection.STRANGER_BYTES + 1).to_bytes(4, "big")
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\0" * 100_000,
-        connection.MAGIC + b"\0\0\0\x01J",
-        connection.MAGIC + b"\0\0\0\x02R\xff",
-        connection.MAGIC + b'\0\0\0\x10J["Hello",{"a":1}',
+        handshake.OPEN + b"\0\0\0\x01J",
+        handshake.OPEN + b"\0\0\0\x02R\xff",
+        handshake.OPEN + b'\0\0\0\x10J["Hello",{"a":1}',
         too_long,
     ):
         with socket.create_connection(address) as stranger:

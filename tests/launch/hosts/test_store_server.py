@@ -19,11 +19,10 @@ from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, Server
 from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.coordination.stores.torch_protocol import Query
-from outlast.errors import LaunchError, StoreError
+from outlast.errors import StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.store import TCPStore
 from outlast.launch.hosts.server import client_connection
-from outlast.launch.hosts.server.store_server import StoreServer
 from procs import Job
 from zygote import Zygote
 
@@ -239,11 +238,6 @@ def test_clients_get_an_error_when_the_host_must_not_act(near: ServedStore, how:
             other.read("k")
     waiter.close()
     other.close()
-
-
-def test_an_address_that_is_taken_is_named(near: ServedStore) -> None:
-    with pytest.raises(LaunchError, match=rf"served at 127\.0\.0\.1:{near.port}: Address already"):
-        StoreServer(near.loop, upstream_of(near), "127.0.0.1", near.port)
 
 
 # -------------------------------------------------------------------- clients that misbehave

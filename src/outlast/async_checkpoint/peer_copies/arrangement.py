@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import math
 import secrets
 
 from outlast.async_checkpoint.environment import (
+    copies_key,
     failure_domain,
     host_name,
     own_address,
@@ -80,7 +82,11 @@ class Arrangement:
         Raises:
             CheckpointError: if this host's address is unknown.
         """
+        # Whoever can read the job's store sees what was agreed. In a job with a secret that is not
+        # enough: the token depends on a key as well, which only the workers of the job have.
         token = ledger.agree("token", secrets.token_hex(32))
+        if key := copies_key():
+            token = hmac.digest(key, token.encode(), "sha256").hex()
         try:
             address = own_address()
         except OSError as e:

@@ -1,6 +1,8 @@
 """A TCP connection between hosts on which copies travel: both ends prove that they know the token.
 
-The token is random, made for each checkpointer, and known to its ranks only, through the store.
+The token is made for each checkpointer, and known to its ranks only: in a job with a secret
+(`OUTLAST_TOKEN`) it is derived from that; otherwise it is a random number in the job's store, and
+who can read the store knows it.
 Neither end sends it: each answers a random challenge of the other with an HMAC. After that come
 frames (a length, then JSON) and raw bytes. Nothing that arrives is unpickled. The bytes are not
 encrypted, as those of collectives are not.
@@ -15,6 +17,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from typing import Any
 
 from outlast.errors import CheckpointError
@@ -53,11 +56,11 @@ class Connection:
         sock = socket.create_connection((address, port), timeout=_CONNECT_S)
         try:
             _mark_as_background(sock)
-            sock.settimeout(_HANDSHAKE_S)
-            theirs, ours = _receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+            theirs = _receive(sock, _NONCE_BYTES, deadline := time.monotonic() + _HANDSHAKE_S)
+            ours = secrets.token_bytes(_NONCE_BYTES)
             sock.sendall(ours + _proof(token, b"client", theirs + ours))
             try:
-                proof = _receive(sock, hashlib.sha256().digest_size)
+                proof = _receive(sock, hashlib.sha256().digest_size, deadline)
             except EOFError:
                 proof = b""
             if not hmac.compare_digest(proof, _proof(token, b"server", ours + theirs)):
@@ -76,11 +79,12 @@ class Connection:
             ConnectionRefused: if it does not know the token.
         """
         _mark_as_background(sock)
+        deadline = time.monotonic() + _HANDSHAKE_S
         sock.settimeout(_HANDSHAKE_S)
         ours = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(ours)
-        theirs = _receive(sock, _NONCE_BYTES)
-        proof = _receive(sock, hashlib.sha256().digest_size)
+        theirs = _receive(sock, _NONCE_BYTES, deadline)
+        proof = _receive(sock, hashlib.sha256().digest_size, deadline)
         if not hmac.compare_digest(proof, _proof(token, b"client", ours + theirs)):
             raise ConnectionRefused("a client without the token of this job")
         sock.sendall(_proof(token, b"server", theirs + ours))
@@ -143,14 +147,16 @@ def _mark_as_background(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _receive(sock: socket.socket, size_bytes: int) -> bytes:
+def _receive(sock: socket.socket, size_bytes: int, deadline: float | None = None) -> bytes:
     data = bytearray(size_bytes)
-    _receive_into(sock, memoryview(data))
+    _receive_into(sock, memoryview(data), deadline)
     return bytes(data)
 
 
-def _receive_into(sock: socket.socket, buffer: memoryview) -> None:
+def _receive_into(sock: socket.socket, buffer: memoryview, deadline: float | None = None) -> None:
     while buffer:
+        if deadline is not None:  # for all of it: one byte now and then would renew a timeout
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
         count = sock.recv_into(buffer[:_PIECE_BYTES])
         if not count:
             raise EOFError("the other end has closed the connection")

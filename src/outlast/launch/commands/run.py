@@ -35,7 +35,7 @@ def run(options: RunOptions) -> None:
     --max-restarts allows it.
     """
     try:
-        job = job_from_options(in_step(options, environment.step()))
+        job = job_from_options(in_step(options, environment.step()), environment.take_token())
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
     with exit_on(LaunchError):

@@ -17,6 +17,7 @@ from outlast.launch.config.hosts_spec import NO_RUN_ID, HostsSpec, hosts_from_op
 from outlast.launch.config.memory import default_standbys
 from outlast.launch.config.metrics_spec import MetricsSpec, metrics_from_options
 from outlast.launch.config.options import RunOptions
+from outlast.launch.config.secret import Secret, read_secret
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
 
@@ -82,6 +83,7 @@ class JobSpec:
         token: identifies the run of a job on many hosts, once they have agreed; else empty.
         hosts: `None` for a job on one host.
         settings: name and value of each setting that must be equal on all hosts.
+        secret: known to the launchers of all hosts; `None` if the user has given none.
     """
 
     program: Program
@@ -104,10 +106,11 @@ class JobSpec:
     hosts: HostsSpec | None = None
     settings: tuple[tuple[str, str], ...] = ()
     metrics: MetricsSpec | None = None
+    secret: Secret | None = None
 
 
-def job_from_options(options: RunOptions) -> JobSpec:
-    """Check the options and make the job specification.
+def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
+    """Check the options, and `token`, which is `OUTLAST_TOKEN`; make the job specification.
 
     Raises:
         ValueError: if an option has a wrong value or conflicts with another; names the option.
@@ -140,6 +143,7 @@ def job_from_options(options: RunOptions) -> JobSpec:
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
         metrics=metrics_from_options(options),
+        secret=read_secret(token, options.token_file),
     )
 
 

@@ -211,6 +211,18 @@ class RunOptions:
         ),
     ] = 600.0
 
+    token_file: Annotated[
+        Path | None,
+        _outlast(
+            "--token-file",
+            metavar="FILE",
+            help="A file with the secret of the job, the same on all hosts, which only its owner "
+            "may read. Hosts admit only hosts that know it. Default: the environment variable "
+            "OUTLAST_TOKEN.",
+            show_default=False,
+        ),
+    ] = None
+
     metrics_port: Annotated[
         int | None,
         _outlast(

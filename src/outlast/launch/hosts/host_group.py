@@ -12,6 +12,7 @@ from typing import Protocol
 
 from outlast.coordination.stores.store import Store
 from outlast.errors import StoreError
+from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
 
 
@@ -33,6 +34,7 @@ class GroupSpec:
         page: the lease page that the group renews, which the agent keeps for all groups that it
             joins one after another; `None` makes one for this group.
         say: prints a line for the user.
+        secret: of the job, for the connections between hosts; `None` if it has none.
     """
 
     run_id: str
@@ -45,6 +47,7 @@ class GroupSpec:
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
     page: LeasePage | None = None
     say: Callable[[str], None] = lambda line: None
+    secret: Secret | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class HostInfo:
         id: unique for each agent process; never used again after the agent has ended.
         name: the host name.
         address: where the other hosts reach it.
-        store_port: of the store server for the workers of this host, at `address`.
+        store_port: of the store server for the workers of this host, at its loopback address.
         place: the place that it asks for; -1 for any.
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.errors import OutlastError
+from outlast.launch.config.secret import read_secret
 from outlast.launch.hosts.etcd import group as etcd_group
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
@@ -88,6 +89,8 @@ def main() -> None:
     page = LeasePage.create(Path(given.pop("folder"))) if "folder" in given else None
     founding.SILENCE_S = given.pop("silence_s")
     given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])
+    if "secret" in given:
+        given["secret"] = read_secret(given["secret"], None)
     given["settings"] = tuple(tuple(pair) for pair in given.get("settings", ()))
     group: ReplicatedGroup | EtcdGroup
     if given.pop("backend", "c10d") == "etcd":

@@ -11,7 +11,6 @@ wakes up later has no key any more, and can write nothing.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import time
 import urllib.parse
@@ -24,6 +23,7 @@ from outlast.errors import LaunchError
 from outlast.launch.hosts.etcd import membership
 from outlast.launch.hosts.etcd.membership import Hosts
 from outlast.launch.hosts.host_group import HostInfo
+from outlast.system.sockets import is_loopback
 
 LIMIT_S = 10.0
 _PAUSE_S = 0.25
@@ -156,7 +156,7 @@ class Admission:
                     f"{self._me.address} in the group of run id {self._run_id!r}. Give each job "
                     "its own --rdzv-id; if these are two hosts, give each its own --local-addr"
                 )
-            if _is_loopback(other.address) != _is_loopback(self._me.address):
+            if is_loopback(other.address) != is_loopback(self._me.address):
                 raise LaunchError(
                     f"a loopback address is of no use to other hosts: {self._me.name} is at "
                     f"{self._me.address}, and {other.name} at {other.address}; set --local-addr"
@@ -184,7 +184,3 @@ def leave(client: EtcdClient, run_id: str, root: bytes, me: HostInfo, limit: flo
         alone, [layout.delete(top, layout.end_of(top))], [{"request_txn": otherwise}]
     )
     client.repeat("/v3/kv/txn", body, limit)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

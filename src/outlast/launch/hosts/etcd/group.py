@@ -99,7 +99,7 @@ class EtcdGroup:
         address = spec.local_addr or self._address()
         upstream = EtcdUpstream(self._workers_store, lambda call: server.call(call))
         stack.callback(upstream.close)
-        server = ServerThread(address, upstream)
+        server = ServerThread(upstream)
         self._server = server
         stack.callback(server.close)
         name = socket.gethostname()

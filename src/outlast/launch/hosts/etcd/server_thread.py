@@ -11,21 +11,21 @@ from outlast.launch.hosts.server.store_server import StoreServer
 
 
 class ServerThread:
-    """Serves at `address`; `port` is the server's. Any thread may use it.
+    """Serves the workers; `port` is the server's. Any thread may use it.
 
     Raises:
-        LaunchError: if the address cannot be bound.
+        LaunchError: if this host has no loopback address.
     """
 
-    def __init__(self, address: str, upstream: EtcdUpstream) -> None:
+    def __init__(self, upstream: EtcdUpstream) -> None:
         self._loop = EventLoop()
         self._loop.__enter__()
         try:
-            self._server = StoreServer(self._loop, upstream, address)
+            self._server = StoreServer(self._loop, upstream)
         except BaseException:
             self._loop.__exit__()
             raise
-        self.port = self._server.address[1]
+        self.port = self._server.port
         self._end = False
         self._thread = threading.Thread(target=self._run, name="outlast store server", daemon=True)
         self._thread.start()

@@ -96,18 +96,6 @@ class JobLog:
             for when, death in enumerate(deaths)
         ]
 
-    def open_attempt(self, attempt: int) -> None:
-        """The workers' store of the host at place 0 serves the attempt."""
-        self._store.put(f"job/open/{attempt}", b"1")
-
-    def await_open_attempt(self, attempt: int, limit_s: float) -> None:
-        """Wait for that.
-
-        Raises:
-            KeyTimeout: after `limit_s` seconds.
-        """
-        self._store.wait_for(f"job/open/{attempt}", limit_s)
-
     def say_goodbye(self) -> None:
         """This host needs the store no longer."""
         self._append("job/bye")

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from outlast.coordination.records import process_name
-from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
@@ -52,7 +51,9 @@ from outlast.launch.hosts.job.notices import GroupNotices
 from outlast.launch.hosts.job.placements import placement, ranks_text
 from outlast.launch.hosts.job.plan_watcher import PlanWatcher
 from outlast.launch.hosts.job.workers_store import WorkersStore
+from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.lease_page import LeasePage
+from outlast.system.sockets import is_loopback
 
 _OFTEN_S, _SELDOM_S = 0.05, 1.0
 """Between two looks of the leader's agent: while it waits for reports of hosts, and otherwise. One
@@ -93,6 +94,7 @@ class ManyHosts:
                     place=job.hosts.place,
                     conf=job.hosts.conf,
                     page=page,
+                    secret=job.secret,
                 )
             )
             stack.callback(self._group.close, leave=True)
@@ -102,7 +104,7 @@ class ManyHosts:
         self.host_id = self._me.id
         self._store = self._group.store
         self._log = JobLog(self._store, self._me.id, self._me.name)
-        self._workers = WorkersStore(self._me.address, self._me.store_port, self._why_lost)
+        self._workers = WorkersStore(LOOPBACK, self._me.store_port, self._why_lost)
         clock = resources.loop.clock
         self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()
@@ -195,6 +197,17 @@ class ManyHosts:
             f"this host is {self._me.name} ({self._me.address}); run {self._job.run_id!r} needs "
             f"{number} hosts"
         )
+        # etcd has users of its own, and the launchers of its jobs no ports.
+        if (
+            self._job.secret is None
+            and self._hosts.backend != "etcd"
+            and not is_loopback(self._me.address)
+        ):
+            self._say(
+                "this job has no secret: everyone who can reach the ports of its hosts can disturb "
+                "it. Set OUTLAST_TOKEN to the output of `openssl rand -hex 32` on all hosts, or "
+                "give --token-file"
+            )
         self._state = self._group.poll()
         self._notices.changed(self._state)
         self._catch_up()
@@ -301,8 +314,6 @@ class ManyHosts:
         self._group.new_attempt(plan.attempt)
         self._workers.close()
         place = plan.place_of(self.host_id)
-        if place == 0:
-            self._log.open_attempt(plan.attempt)
         if place is None:
             self._say(f"{len(plan.places)} hosts run the job; this one is a spare, and waits")
             self._actions.park()
@@ -320,13 +331,8 @@ class ManyHosts:
             self._start_workers(entry.place)
 
     def _start_workers(self, place: int) -> None:
-        plan = self._plan
-        # The workers of this host may use the store of the host at place 0, which must serve this
-        # attempt by then. If that host is lost, so is its store, and there is nothing to wait for.
-        with contextlib.suppress(KeyTimeout):
-            self._log.await_open_attempt(plan.attempt, self._hosts.lease_s)
         known = [*self._state.hosts, *(loss.host for loss in self._state.lost)]
-        made = placement(plan, place, self._me, known, self.lease_page)
+        made = placement(self._plan, place, self._me, known, self.lease_page)
         self._actions.start(made)
 
     def _give_up(self, entry: GiveUp) -> None:

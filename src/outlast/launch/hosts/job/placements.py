@@ -9,6 +9,7 @@ from outlast.launch import environment
 from outlast.launch.config.placement import Placement
 from outlast.launch.hosts.host_group import HostInfo
 from outlast.launch.hosts.job.job_plan import JobPlan
+from outlast.launch.hosts.server.store_server import LOOPBACK
 
 
 def placement(
@@ -16,30 +17,28 @@ def placement(
 ) -> Placement:
     """The placement of the workers of `me` at `place`.
 
-    The library uses this host's own store server, which lives as long as the workers. Scripts that
-    read `MASTER_ADDR` expect the host of rank 0.
+    `MASTER_ADDR` is this host's own store server, which lives as long as the workers and listens on
+    loopback; the servers of all hosts show the same store. It is not the host of rank 0, as with
+    torchrun: `init_process_group` does not need that, and nothing is left open to the network. A
+    script that serves something on the host of rank 0 finds its address in `OUTLAST_MASTER_ADDR`.
     """
     first = next((host for host in known if host.id == plan.places[0]), me)
     variables = {
-        "OUTLAST_STORE": f"{bracketed(me.address)}:{me.store_port}",
+        "OUTLAST_STORE": f"{LOOPBACK}:{me.store_port}",
+        "OUTLAST_MASTER_ADDR": first.address,
         "OUTLAST_HOST": me.id,
         "OUTLAST_HOST_ADDR": me.address,
         **({} if page is None else {"OUTLAST_FENCE": str(page)}),
         **environment.gloo_interface(me.address),
     }
     return Placement(
-        store=(first.address, first.store_port),
+        store=(LOOPBACK, me.store_port),
         place=place,
         places=plan.size,
         attempt=plan.attempt,
         taken_over=plan.taken_over[place],
         variables=variables,
     )
-
-
-def bracketed(address: str) -> str:
-    """An address before a port: IPv6 addresses get brackets."""
-    return f"[{address}]" if ":" in address else address
 
 
 def ranks_text(place: int, nproc: int) -> str:

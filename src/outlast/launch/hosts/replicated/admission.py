@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.launch.hosts.replicated.endpoints import is_loopback
 from outlast.launch.hosts.replicated.messages import NotYet, Refused
+from outlast.system.sockets import is_loopback
 
 _TEXT_CHARS = 200
 

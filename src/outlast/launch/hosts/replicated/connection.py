@@ -1,6 +1,7 @@
-"""One connection between two agents: frames, handshake, limits. Never blocks.
+"""One connection between two agents: frames and limits. Never blocks.
 
-Each side first sends eight fixed bytes, then frames: a length (4 bytes, big-endian) and a payload.
+Each side begins with its part of the `handshake`. After that it sends frames: a length (4 bytes,
+big-endian), a payload of that length, and a tag if the job has a secret.
 A long message is sent in parts of `PART_BYTES`, which have the highest bit of the length set, and
 the next bit too if more follow. Short messages overtake the parts that wait: a lease must not end
 because a heartbeat queues behind a snapshot. Neither the consensus nor the finders depend on the
@@ -19,10 +20,11 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.replicated.handshake import FIRST_BYTES, Handshake, NotProved
 from outlast.launch.hosts.replicated.messages import Message, decode, encode
 
-MAGIC = b"outlast\n"
 _LENGTH = struct.Struct(">I")
 _PART, _MORE = 1 << 31, 1 << 30
 PART_BYTES = 1 << 16
@@ -43,6 +45,8 @@ class Connection:
     Args:
         on_message: called for each message.
         on_closed: called once with the reason when the connection has ended, but not by `close`.
+        secret: of the job; `None` if it has none.
+        dials: whether this side has dialed the other; the connection may not be established yet.
     """
 
     def __init__(
@@ -51,20 +55,23 @@ class Connection:
         sock: socket.socket,
         on_message: Callable[[Connection, Message], None],
         on_closed: Callable[[Connection, str], None],
+        secret: Secret | None = None,
         *,
-        connecting: bool = False,
+        dials: bool = False,
     ) -> None:
         self.limit = STRANGER_BYTES
+        self.not_proved = ""  # why the handshake has failed, if the secrets are not the same
         self.ended_by_peer = False  # its kernel closed the connection, so its process ended
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
         self._on_closed = on_closed
-        self._connecting = connecting
+        self._connecting = dials
+        self._handshake = Handshake(secret, dials=dials)
+        self._early: list[bytes] = []  # what waits for the end of the handshake
         self._received = bytearray()
         self._parts = bytearray()  # of a long message that has not arrived whole
-        self._seen_magic = False
-        self._to_send = bytearray(MAGIC)
+        self._to_send = bytearray(self._handshake.to_send)
         self._long: deque[bytes] = deque()  # parts with their headers
         self._long_bytes = 0
         self._events = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -85,14 +92,22 @@ class Connection:
         """Send a message, unless too much is waiting already."""
         if not self._open or len(self._to_send) + self._long_bytes > QUEUE_BYTES:
             return
-        payload = encode(message)
-        if len(payload) <= PART_BYTES:
-            self._to_send += _LENGTH.pack(len(payload))
-            self._to_send += payload
-        else:
-            self._queue_parts(payload)
+        self._queue(encode(message))
         if not self._connecting:
             self._write()
+
+    def _queue(self, payload: bytes) -> None:
+        if not self._handshake.over:
+            self._early.append(payload)
+        elif len(payload) <= PART_BYTES:
+            self._seal(_LENGTH.pack(len(payload)) + payload)
+        else:
+            self._queue_parts(payload)
+
+    def _seal(self, frame: bytes) -> None:
+        # Here, because the tags count the frames in the order in which they are sent.
+        self._to_send += frame
+        self._to_send += self._handshake.seal(frame)
 
     def _queue_parts(self, payload: bytes) -> None:
         for start in range(0, len(payload), PART_BYTES):
@@ -106,7 +121,7 @@ class Connection:
         if not self._to_send and self._long:
             part = self._long.popleft()
             self._long_bytes -= len(part) - _LENGTH.size
-            self._to_send += part
+            self._seal(part)
         return bool(self._to_send)
 
     def close(self) -> None:
@@ -155,7 +170,7 @@ class Connection:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = self._socket.recv(_READ_BYTES if self._handshake.over else FIRST_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as e:
@@ -166,38 +181,74 @@ class Connection:
             self.ended_by_peer = True
             self._end("the connection was closed")
             return
+        if self.not_proved:
+            return  # read only so that the other side can read why before the connection is reset
         self._received += data
-        if not self._seen_magic:
-            start = bytes(self._received[: len(MAGIC)])
-            if not MAGIC.startswith(start):
-                self._end(f"it is no outlast agent: it says {bytes(self._received[:40])!r}")
-                return
-            if len(start) < len(MAGIC):
-                return
-            self._seen_magic = True
-            del self._received[: len(MAGIC)]
-        while self._open and len(self._received) >= _LENGTH.size:
-            (head,) = _LENGTH.unpack_from(self._received)
-            size = head & ~(_PART | _MORE)
-            whole = size + (len(self._parts) if head & _PART else 0)
-            if whole > self.limit:
-                self._end(f"a message of {whole} bytes is too long")
-                return
-            if len(self._received) < _LENGTH.size + size:
-                return
-            payload = bytes(memoryview(self._received)[_LENGTH.size : _LENGTH.size + size])
-            del self._received[: _LENGTH.size + size]
-            if head & _PART:
-                self._parts += payload
-                if head & _MORE:
-                    continue
-                payload, self._parts = bytes(self._parts), bytearray()
+        if not self._handshake.over and not self._shake_hands():
+            return
+        while self._open and self._take_frame():
+            pass
+
+    def _shake_hands(self) -> bool:
+        """Goes on with the handshake; whether it is over."""
+        if not self._handshake.may_go_on(bytes(self._received)):
+            self._end(f"it is no outlast agent: it says {bytes(self._received[:40])!r}")
+            return False
+        while not self._handshake.over:
+            wants = self._handshake.wants
+            if len(self._received) < wants:
+                self._write()
+                return False
+            data = bytes(self._received[:wants])
+            del self._received[:wants]
             try:
-                message = decode(payload)
-            except ValueError as e:
-                self._end(str(e))
-                return
-            self._on_message(self, message)
+                self._to_send += self._handshake.receive(data)
+            except NotProved as e:
+                self.not_proved, last = e.args
+                self._early.clear()
+                self._received.clear()
+                self._to_send += last
+                self.close_when_sent()
+                return False
+        for payload in self._early:
+            self._queue(payload)
+        self._early.clear()
+        self._write()
+        return self._open
+
+    def _take_frame(self) -> bool:
+        """Takes one frame out of what has arrived; `False` if none has arrived whole."""
+        if len(self._received) < _LENGTH.size:
+            return False
+        (head,) = _LENGTH.unpack_from(self._received)
+        size = head & ~(_PART | _MORE)
+        whole = size + (len(self._parts) if head & _PART else 0)
+        # A single frame has at most a part: until its tag is seen, its length may be forged.
+        if size > PART_BYTES or whole > self.limit:
+            self._end(f"a message of {whole} bytes is too long")
+            return False
+        end = _LENGTH.size + size
+        tagged = end + self._handshake.tag_bytes
+        if len(self._received) < tagged:
+            return False
+        frame, tag = bytes(self._received[:end]), bytes(self._received[end:tagged])
+        del self._received[:tagged]
+        if not self._handshake.is_genuine(frame, tag):
+            self._end("a message was changed on the way")
+            return False
+        payload = frame[_LENGTH.size :]
+        if head & _PART:
+            self._parts += payload
+            if head & _MORE:
+                return True
+            payload, self._parts = bytes(self._parts), bytearray()
+        try:
+            message = decode(payload)
+        except ValueError as e:
+            self._end(str(e))
+            return False
+        self._on_message(self, message)
+        return True
 
     def _end(self, reason: str) -> None:
         if self._open:

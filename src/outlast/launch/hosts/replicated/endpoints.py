@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from outlast.errors import LaunchError
 from outlast.launch.hosts.replicated.peer_connections import Address
+from outlast.system.sockets import is_loopback
 
 _BACKLOG = 4096
 
@@ -73,11 +74,6 @@ def listen(endpoints: Sequence[Endpoint], local_addr: str | None) -> Place:
     if not isinstance(listener, socket.socket):
         raise LaunchError(f"this host cannot listen on its address {own_address}: {listener}")
     return Place(listener, own_address, listener.getsockname()[1], -1)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host itself can reach `address`."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _own(local_addr: str) -> str:

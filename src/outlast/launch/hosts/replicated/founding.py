@@ -27,6 +27,7 @@ whose disk is lost.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 
 from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.launch.hosts.replicated.past import Config, Group, Past
@@ -167,6 +168,10 @@ class Founding:
             return
         if all(group.id != given.host for group in known.groups):
             self._given = None
+
+    def is_enough(self, without: Set[int]) -> bool:
+        """Whether the endpoints but these could found the group."""
+        return self._quorum.is_quorum({str(i) for i in range(self._count) if i not in without})
 
     def holder(self) -> int | None:
         """Which endpoint has the grant of this one."""

@@ -83,6 +83,7 @@ class ReplicatedGroup:
                 self._page,
                 self._wake,
                 record,
+                self._spec.secret,
             )
             self._service = service
             service.start()

@@ -188,6 +188,9 @@ class Joining:
             if refusal is not None:
                 self._end(lambda r=refusal: self._refused(r.reason))  # type: ignore[misc]
                 return
+        if self._none_can_be_met():
+            self._end(lambda: self._refused(self.problem()))
+            return
         if self._target is not None:
             late = self._loop.clock.now() > self._target_until
             if not late and not self._peers.failure(self._target):
@@ -200,6 +203,18 @@ class Joining:
             if self._founding is not None:
                 self._peers.send_to(address, Find(self._record.past))
         self._try_founding()
+
+    def _none_can_be_met(self) -> bool:
+        """Whether no group can take this host, because of the secrets.
+
+        Nobody knows which of two secrets is the right one. A host without an endpoint can go on if
+        one endpoint has its secret, or may have it; an endpoint itself, as long as those can found
+        a group: so a wrong secret on one endpoint of three ends that one, and not the other two.
+        """
+        differ = {i for i, e in enumerate(self.endpoints) if self._peers.not_proved(e.address)}
+        if self._founding is not None:
+            return bool(differ) and not self._founding.is_enough(differ)
+        return bool(differ) and len(differ) == len(self.endpoints)
 
     def _ask(self, leader: Address) -> None:
         if self._target != leader:

@@ -12,8 +12,10 @@ import contextlib
 import logging
 import selectors
 import socket
+from collections import Counter
 from collections.abc import Callable
 
+from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.replicated.connection import FRAME_BYTES, Connection
 from outlast.launch.hosts.replicated.messages import PROTOCOL, Hello, Message, Refused
@@ -21,7 +23,9 @@ from outlast.launch.hosts.replicated.messages import PROTOCOL, Hello, Message, R
 Address = tuple[str, int]
 
 MAX_STRANGERS = 64
-"""The maximum number of incoming connections that have not said who they are; the oldest yields."""
+"""The maximum number of incoming connections that have not said who they are. The oldest yields of
+the address that has most of them: one program that opens many does not keep other hosts out.
+"""
 WAITING_MESSAGES = 256
 """How many messages may wait for a connection to be established."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 0.5
@@ -53,6 +57,7 @@ class _Dial:
         self.retry_s = FIRST_RETRY_S
         self.not_before = 0.0
         self.failure = ""
+        self.not_proved = False  # it failed because the other side has not the same secret
 
 
 class PeerConnections:
@@ -64,6 +69,7 @@ class PeerConnections:
         on_message: called for each message of a peer.
         on_ended: called when a peer's connection has ended.
         on_refused: called when a host was refused, with a line that says which and why.
+        secret: of the job; `None` if it has none.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class PeerConnections:
         on_message: Callable[[Peer, Message], None],
         on_ended: Callable[[Peer], None],
         on_refused: Callable[[str], None],
+        secret: Secret | None = None,
     ) -> None:
         self.refusals: dict[Address, Refused] = {}
         self._loop = loop
@@ -84,8 +91,10 @@ class PeerConnections:
         self._on_message = on_message
         self._on_ended = on_ended
         self._on_refused = on_refused
+        self._secret = secret
         self._dials: dict[Address, _Dial] = {}
         self._strangers: dict[Connection, Timer] = {}
+        self._came_from: dict[Connection, str] = {}  # the address of each incoming stranger
         self._peers: dict[Connection, Peer] = {}
         self._by_host: dict[str, list[Peer]] = {}
         listener.setblocking(False)
@@ -124,6 +133,13 @@ class PeerConnections:
         dial = self._dials.get(address)
         return "" if dial is None else dial.failure
 
+    def not_proved(self, address: Address | None) -> bool:
+        """Whether the last attempt to reach `address` failed because the agent there has another
+        secret than this one, or one of the two has none.
+        """
+        dial = None if address is None else self._dials.get(address)
+        return dial is not None and dial.not_proved
+
     def close(self) -> None:
         """End all connections, and stop listening."""
         self._loop.unwatch(self._listener.fileno())
@@ -134,6 +150,7 @@ class PeerConnections:
         for connection in {*self._strangers, *self._peers, *dialed}:
             connection.close()
         self._strangers.clear()
+        self._came_from.clear()
         self._peers.clear()
         self._by_host.clear()
         self._dials.clear()
@@ -146,7 +163,7 @@ class PeerConnections:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, remote = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as e:
@@ -157,10 +174,11 @@ class PeerConnections:
             self._loop.call_later(LAST_RETRY_S, self._listen)
             return
         self._prepare(sock)
-        connection = Connection(self._loop, sock, self._from_stranger, self._ended)
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._drop_stranger(oldest)
+        connection = Connection(self._loop, sock, self._from_stranger, self._ended, self._secret)
+        if len(self._came_from) >= MAX_STRANGERS:
+            most, _ = Counter(self._came_from.values()).most_common(1)[0]
+            self._drop_stranger(next(c for c, came in self._came_from.items() if came == most))
+        self._came_from[connection] = str(remote[0])
         self._await_hello(connection)
 
     def _connect(self, address: Address, dial: _Dial) -> None:
@@ -181,7 +199,7 @@ class PeerConnections:
             self._failed(dial, (e.strerror or str(e)).lower())
             return
         dial.connection = Connection(
-            self._loop, sock, self._from_stranger, self._ended, connecting=True
+            self._loop, sock, self._from_stranger, self._ended, self._secret, dials=True
         )
         dial.connection.send(self._hello)
         self._await_hello(dial.connection)
@@ -233,6 +251,7 @@ class PeerConnections:
             self._ended(connection, refused.reason)
             return
         self._strangers.pop(connection).cancel()
+        self._came_from.pop(connection, None)
         connection.limit = FRAME_BYTES
         peer = self._peers[connection] = Peer(connection, message, address)
         self._by_host.setdefault(message.host.id, []).append(peer)
@@ -240,6 +259,7 @@ class PeerConnections:
             connection.send(self._hello)
             return
         dial.peer, dial.retry_s, dial.failure = peer, FIRST_RETRY_S, ""
+        dial.not_proved = False
         waiting, dial.waiting = dial.waiting, []
         for host, each in waiting:
             if host in (None, peer.host.id):
@@ -274,9 +294,13 @@ class PeerConnections:
         timer = self._strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
+        came_from = self._came_from.pop(connection, None)
+        if came_from is not None and connection.not_proved:
+            self._on_refused(f"refused a connection from {came_from}: {connection.not_proved}")
         _, dial = self._dial_of(connection)
         if dial is not None:
-            self._failed(dial, reason)
+            self._failed(dial, connection.not_proved or reason)
+            dial.not_proved = bool(connection.not_proved)
         peer = self._peers.pop(connection, None)
         if peer is not None:
             others = self._by_host[peer.host.id]
@@ -287,6 +311,7 @@ class PeerConnections:
 
     def _failed(self, dial: _Dial, reason: str) -> None:
         dial.connection = dial.peer = None
+        dial.not_proved = False
         dial.waiting.clear()
         dial.failure = reason
         dial.not_before = self._loop.clock.now() + dial.retry_s

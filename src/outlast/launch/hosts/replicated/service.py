@@ -16,6 +16,7 @@ from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.replica import Replica
 from outlast.coordination.replicated.timing import Timing
+from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.replicated.directory import Gone
 from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
@@ -63,6 +64,7 @@ class HostService:
         page: the lease page to renew.
         changed: called from the thread when the state has changed.
         record: what this host knows of earlier groups.
+        secret: of the job; `None` if it has none.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class HostService:
         page: LeasePage,
         changed: Callable[[], None],
         record: Record,
+        secret: Secret | None,
     ) -> None:
         self.me = me
         self.hosts: tuple[HostInfo, ...] = ()
@@ -91,6 +94,7 @@ class HostService:
         self._page = page
         self._changed = changed
         self._record = record
+        self._secret = secret
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
         self._server: StoreServer
@@ -202,15 +206,16 @@ class HostService:
         self._end(f"its host service failed: {describe(error)}")
 
     def _serve(self, loop: EventLoop) -> None:
-        server = self._server = StoreServer(loop, self, self._place.address)
+        server = self._server = StoreServer(loop, self)
         peers = self._peers = PeerConnections(
             loop,
-            self._hello(server.address[1]),
+            self._hello(server.port),
             self._place.listener,
             PATIENCE_SHARE * self._timing.lease,
             self._on_message,
             self._on_peer_ended,
             self._on_host_refused,
+            self._secret,
         )
         try:
             with self._lock:

@@ -1,8 +1,10 @@
 """Serves the store of all hosts to the workers of one, in the protocol of torch's TCP store.
 
 Workers use torch's own client, or `coordination.stores.tcp_client`, as with any other store. The
-server runs in the event loop of the host service. Each request becomes operations on the store of
-all hosts (`client_connection`), which are combined on the way (`combining`).
+server runs in the event loop of the host service. It listens on loopback only: torch's protocol
+knows no authentication, and the workers of each host have a server of their own. Each request
+becomes operations on the store of all hosts (`client_connection`), which are combined on the way
+(`combining`).
 
 Differences from torch's server: a wait ends only when its key exists or has existed, and for no
 other reason; torch's queues are not served; and a value that was set without an answer (SET,
@@ -24,6 +26,8 @@ from outlast.launch.hosts.server.client_connection import ClientConnection
 from outlast.launch.hosts.server.host_keys import Stores
 from outlast.launch.hosts.server.upstream import Upstream
 
+LOOPBACK = "127.0.0.1"
+"""Where every host serves its own workers."""
 _BACKLOG = 4096
 _ACCEPTED = 64  # at a time, so that a flood of connections does not hold up the loop
 _TO_VALIDATE_S = 30.0  # how long a client may take for its first request
@@ -39,23 +43,21 @@ class StoreServer:
     Args:
         loop: the event loop of the host service.
         upstream: the store of all hosts.
-        host, port: where to listen; port 0 chooses one.
 
     Raises:
-        LaunchError: if the address cannot be bound.
+        LaunchError: if this host has no loopback address.
     """
 
-    def __init__(self, loop: EventLoop, upstream: Upstream, host: str, port: int = 0) -> None:
+    def __init__(self, loop: EventLoop, upstream: Upstream) -> None:
         self._loop = loop
         self._stores = Stores(upstream, lambda call: loop.call_later(0.0, call))
         self._connections: set[ClientConnection] = set()
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            self._listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
         except OSError as e:
-            raise LaunchError(f"the store cannot be served at {host}:{port}: {e.strerror}") from e
+            raise LaunchError(f"the store cannot be served at {LOOPBACK}: {e.strerror}") from e
         self._listener.setblocking(False)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.port: int = self._listener.getsockname()[1]
         self.namespace = self._namespace(0)
         loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
 
