@@ -38,7 +38,7 @@ class _Job:
         command += ["--standby=0", "--rdzv-endpoint=h1:29400,h2:29400,h3:29400"]
         command += [f"--rdzv-conf=record_dir={self.folder}/records"]
         command += [f"--events-dir={self.folder}/events", str(_EXAMPLE / "train.py")]
-        command += [f"--state={self.folder}/state", f"--trace={self.folder}/trace", "--hold-at=60"]
+        command += [f"--state={self.folder}/state", f"--trace={self.folder}/trace", "--pause=4"]
         environment = {**os.environ, "TMPDIR": str(self.folder / f"tmp-{host}")}
         environment.update(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         with (self.folder / f"{host}-{self.starts}.log").open("wb") as out:

@@ -9,7 +9,7 @@ from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.records import FaultRecord, LostRecord, SizeRecord
 
 
 class Call:
@@ -155,3 +155,20 @@ def test_the_member_that_ends_the_job_is_known() -> None:
     assert call(call.membership.end_of_job()) is None
     call(call.membership.report_lost(LostRecord(1, "enough", ends_job=True), 0))
     assert call(call.membership.end_of_job()).reason == "enough"
+
+
+def test_a_place_that_was_given_up_and_taken_is_waited_for_again() -> None:
+    call = Call(4)
+    call(call.membership.give_up(frozenset({1, 2, 3})))
+    call(call.membership.take_back(frozenset({2, 3})))
+    assert call(call.membership.given_up()) == {1}
+    call(call.membership.give_up(frozenset({3})))
+    assert call(call.membership.given_up()) == {1, 3}
+
+
+def test_what_a_held_restart_needs_is_told_to_the_launchers() -> None:
+    call = Call(4)
+    assert call(call.membership.size()) is None
+    size = SizeRecord(ranks=3, least=2, wait_s=5.0)
+    call(call.membership.tell_size(size))
+    assert call(call.membership.size()) == size

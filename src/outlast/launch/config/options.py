@@ -207,7 +207,7 @@ class RunOptions:
         _outlast(
             "--replacement-timeout",
             metavar="SECONDS",
-            help="How long the ranks of a lost host wait for another host. Default: 3 if the job "
+            help="How long the ranks of a lost host wait for another host. Default: 1 if the job "
             "may continue with the hosts that are left, otherwise 600.",
             show_default=False,
         ),

@@ -28,7 +28,7 @@ from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.launch.hosts.job.placements import ranks_text
 from outlast.system.units import duration_text
 
-SMALLER_S, NEEDED_S = 3.0, 600.0
+SMALLER_S, NEEDED_S = 1.0, 600.0
 """How long the ranks of a lost host wait for another host: if the job may continue without it, and
 if it may not. A job that has continued grows again when a host comes, which costs one restart; so
 the first wait is only for hosts that are about to join. (Spares take the place at once.)

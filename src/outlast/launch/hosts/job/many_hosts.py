@@ -51,11 +51,11 @@ from outlast.launch.hosts.job.plan_watcher import PlanWatcher
 from outlast.launch.hosts.job.workers_store import WorkersStore
 from outlast.system.lease_page import LeasePage
 
-_OFTEN_S, _SELDOM_S = 0.05, 1.0
-"""Between two looks of the leader's agent: while it waits for reports of hosts, and otherwise. One
-read by one host costs less than waking a host at every report.
+_OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
+"""Between two looks of the leader's agent: while it waits for reports of hosts, while it counts the
+time for which a job waits, and otherwise. One read by one host costs less than waking a host at
+every report.
 """
-
 
 _SHM = "/dev/shm"
 
@@ -244,12 +244,14 @@ class ManyHosts:
     def _look_later(self) -> None:
         """Look again after a pause, if this agent waits for something that does not wake it."""
         stage, leads = self._plan.stage, self._state.leader == self.host_id
-        looks = leads or self._leading.waits(self._plan, self._state)
-        if self._over or not (looks or stage is Stage.FINISHED):
+        waits = self._leading.waits(self._plan, self._state)
+        if self._over or not (leads or waits or stage is Stage.FINISHED):
             return
-        soon = stage in (Stage.CLEARING, Stage.ENDING) and leads or stage is Stage.FINISHED
-        seldom_s = min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
-        pause_s = _OFTEN_S if soon or self._no_worker_left else seldom_s
+        ends = leads and stage in (Stage.CLEARING, Stage.ENDING)
+        if ends or stage is Stage.FINISHED or self._no_worker_left:
+            pause_s = _OFTEN_S
+        else:
+            pause_s = _WAITING_S if leads and waits else _SELDOM_S
         self._timer = self._resources.loop.call_later(pause_s, self._look)
 
     def _propose(self, wanted: Callable[[JobPlan], Entry | None]) -> None:
