@@ -48,7 +48,11 @@ class _Job:
         """The first step with `size` ranks after a time."""
         return _until(
             lambda: min(
-                (s for s in self._lines("trace/*.jsonl") if s["size"] == size and s["time"] > after),
+                (
+                    s
+                    for s in self._lines("trace/*.jsonl")
+                    if s["size"] == size and s["time"] > after
+                ),
                 key=lambda step: float(step["time"]),
                 default=None,
             ),
@@ -122,7 +126,9 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     rows = []
     for name in names:
         values = [death[name] for death in data["deaths"] if name in death]
-        rows.append((name, *(f"{v:.2f} s" for v in (min(values), median(values) or 0, max(values)))))
+        rows.append(
+            (name, *(f"{v:.2f} s" for v in (min(values), median(values) or 0, max(values))))
+        )
     return [
         Sheet(
             "From the death of a host to the next step",

@@ -66,7 +66,9 @@ def test_the_restart_waits_for_the_replacement_and_says_so(ranks: Ranks) -> None
         launcher = kill_rank_1(job)
         launcher.give_up()  # no rank is given up: this wakes them, and they wait on
         assert launcher.size().ranks == 2
-        while "the restart waits for replacements of the ranks 1, for another " not in job.errors(0):
+        while "the restart waits for replacements of the ranks 1, for another " not in job.errors(
+            0
+        ):
             time.sleep(0.05)
         job.start(1, env=REPLACEMENT)
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)

@@ -132,12 +132,14 @@ def needs(ranks: int, least: int, wait_s: float = 0.0) -> Facts:
             600.0,
             "the job continues on 2, if the program allows it, which is not known yet",
         ),
-        (WRAPPED, 600.0, "the job continues on 2, if the program allows it, which is not known yet"),
+        (
+            WRAPPED,
+            600.0,
+            "the job continues on 2, if the program allows it, which is not known yet",
+        ),
     ],
 )
-def test_a_job_that_may_go_on_smaller_does_so_soon(
-    facts: Facts, limit_s: float, then: str
-) -> None:
+def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float, then: str) -> None:
     decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
     assert decider.next_entry(plan, there, facts, 10.0) is None
     wait = decider.wait(plan, there, facts, 10.25)

@@ -215,8 +215,7 @@ class Decider:
         late = [
             (place, loss)
             for place, loss in missing
-            if place not in plan.given_up
-            and self._seconds(f"lost {loss.host.id}", now) >= limit_s
+            if place not in plan.given_up and self._seconds(f"lost {loss.host.id}", now) >= limit_s
         ]
         if not late:
             return None
@@ -268,9 +267,7 @@ class Decider:
             return NEEDED_S
         return max(SMALLER_S, 0.0 if facts.size is None else facts.size.wait_s)
 
-    def _may_shrink(
-        self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts
-    ) -> bool:
+    def _may_shrink(self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts) -> bool:
         """Whether the job may continue with the hosts that are left: `--nnodes` and the program
         both allow it. Until the program has said so, it may not.
         """

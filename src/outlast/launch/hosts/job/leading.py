@@ -61,9 +61,13 @@ class Leading:
         lost; `None` for an agent that does not lead. Such an agent only says what the job waits
         for. It counts the time all the same, as it may have to lead in the middle of a wait.
         """
+        now = self._clock.now()
+        if plan.stage is Stage.FINISHED:  # nothing is read: the leader may have left
+            self._waits.waiting(None, now)
+            return None
         if not leads and not self.waits(plan, group):
             return None
-        facts, now = self._facts(plan, group), self._clock.now()
+        facts = self._facts(plan, group)
         if leads:
             self._report_lost_hosts(plan, group, facts.job)
         entry = self._decider.next_entry(plan, group, facts, now)
