@@ -63,9 +63,10 @@ def test_without_another_host_the_others_go_on_if_that_is_allowed(
     cluster.check(weights)
 
 
+@pytest.mark.usefixtures("_allowed")
 @pytest.mark.parametrize("backend", ["c10d", "etcd"])
 def test_by_default_the_job_goes_on_smaller_and_grows_again_each_time(
-    _allowed: None, tmp_path: Path, weights: str, backend: str
+    tmp_path: Path, weights: str, backend: str
 ) -> None:
     """Three times: the same place is lost and given up. Twice, a host takes it again."""
     names = ["h1", "h2", "h3"]

@@ -24,8 +24,8 @@ from outlast.launch.hosts.job.job_plan import (
     Start,
     Take,
 )
-from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.launch.hosts.job.placements import ranks_text
+from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.system.units import duration_text
 
 SMALLER_S, NEEDED_S = 1.0, 600.0
