@@ -52,9 +52,8 @@ from outlast.launch.hosts.job.workers_store import WorkersStore
 from outlast.system.lease_page import LeasePage
 
 _OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
-"""Between two looks of the leader's agent: while it waits for reports of hosts, while it counts the
-time for which a job waits, and otherwise. One read by one host costs less than waking a host at
-every report.
+"""Between two looks: while the leader's agent waits for reports of hosts, while it counts how long
+the job waits, and otherwise. One read by one host costs less than waking a host at every report.
 """
 
 _SHM = "/dev/shm"
