@@ -132,11 +132,6 @@ def needs(ranks: int, least: int, wait_s: float = 0.0) -> Facts:
             600.0,
             "the job continues on 2, if the program allows it, which is not known yet",
         ),
-        (
-            WRAPPED,
-            600.0,
-            "the job continues on 2, if the program allows it, which is not known yet",
-        ),
     ],
 )
 def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float, then: str) -> None:
@@ -149,6 +144,12 @@ def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float,
     given_up = decider.next_entry(plan, there, facts, 10.0 + limit_s)
     assert given_up == GiveUp((1,))
     assert decider.wait(plan.apply(given_up), there, facts, 11.0) is None
+
+
+def test_ranks_for_which_no_restart_is_held_are_not_said_to_be_waited_for() -> None:
+    decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
+    assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
+    assert decider.wait(plan, there, WRAPPED, 20.0) is None
 
 
 def test_below_the_minimum_of_hosts_the_job_waits_and_says_so() -> None:

@@ -158,6 +158,8 @@ class Decider:
         empty = [(place, loss) for place, loss in missing if place not in plan.given_up]
         if not empty:
             return None
+        if facts.size is None and self.limits.replacement_s is None:
+            return None  # no restart was held so far: the members go on without these ranks
         ranks = ", ".join(ranks_text(place, self.limits.nproc) for place, _ in empty)
         waited_s = max(self._seconds(f"lost {loss.host.id}", now) for _, loss in empty)
         left, least = len(plan.places) - len(missing), self.limits.minimum
