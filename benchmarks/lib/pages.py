@@ -19,6 +19,7 @@ MODULES = {
     "overhead": ("inprocess.overhead", "Cost without faults"),
     "scale": ("inprocess.scale", "Scale"),
     "hosts": ("hosts.scale", "Many hosts"),
+    "death": ("hosts.death", "The death of a host"),
     "soak": ("inprocess.soak", "A thousand restarts in a row"),
     "checkpoint": ("checkpoint.run", "Checkpoints"),
     "copies": ("copies.run", "Copies in another host's memory"),

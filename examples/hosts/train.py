@@ -65,7 +65,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
                 optimizer.step()
                 job.step()
                 record(options, call, job.steps)
-                time.sleep(options.pause)
+                time.sleep(0 if options.go.exists() else options.pause)
                 while rank == 0 and job.steps == options.hold_at and not options.go.exists():
                     call.ping()
                     time.sleep(0.02)
@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=0, help="copies in other hosts' memory")
     parser.add_argument("--trace", type=Path, help="folder for a record of every step")
     parser.add_argument("--hold-at", type=int, help="step at which to wait for the file of --go")
-    parser.add_argument("--go", type=Path, default=Path("go"))
+    parser.add_argument(
+        "--go", type=Path, default=Path("go"), help="a file that ends all waits and pauses"
+    )
     options = parser.parse_args()
     options.started = time.monotonic_ns()
     torch.set_num_threads(1)

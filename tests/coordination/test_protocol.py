@@ -14,6 +14,7 @@ from outlast.coordination.records import (
     SUSPECTED_LINK,
     FaultRecord,
     LostRecord,
+    SizeRecord,
     StopRecord,
     suspects_link,
 )
@@ -208,3 +209,20 @@ def test_no_link_is_suspect_when_the_job_is_made_to_grow_or_stops() -> None:
     call(call.membership.request_stop(StopRecord("SIGTERM", 143)))
     call(call.membership.await_links(0, hang, 60.0))
     assert call.store.read(SUSPECTED_LINK) is None
+
+
+def test_a_place_that_was_given_up_and_taken_is_waited_for_again() -> None:
+    call = Call(4)
+    call(call.membership.give_up(frozenset({1, 2, 3})))
+    call(call.membership.take_back(frozenset({2, 3})))
+    assert call(call.membership.given_up()) == {1}
+    call(call.membership.give_up(frozenset({3})))
+    assert call(call.membership.given_up()) == {1, 3}
+
+
+def test_what_a_held_restart_needs_is_told_to_the_launchers() -> None:
+    call = Call(4)
+    assert call(call.membership.size()) is None
+    size = SizeRecord(ranks=3, least=2, wait_s=5.0)
+    call(call.membership.tell_size(size))
+    assert call(call.membership.size()) == size

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
+from etcd import Etcd
 from network import Network
 
-from hosts.cluster import Cluster
+from hosts.cluster import Cluster, Started
 
 pytestmark = pytest.mark.slow
 KILLED = -signal.SIGKILL
@@ -57,4 +61,69 @@ def test_without_another_host_the_others_go_on_if_that_is_allowed(
     cluster.go()
     codes = {name: cluster.wait(agent)[0] for name, agent in agents.items()}
     assert codes == {name: KILLED if name == lost else 0 for name in agents}, cluster.output()
+    cluster.check(weights)
+
+
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_by_default_the_job_goes_on_smaller_and_grows_again_each_time(
+    tmp_path: Path, weights: str, backend: str
+) -> None:
+    """Three times: the same place is lost and given up. Twice, a host takes it again."""
+    if backend == "etcd" and shutil.which("etcd") is None:
+        pytest.skip("no etcd here (Debian: etcd-server)")
+    names = ["h1", "h2", "h3"]
+    options = ["--nnodes=2:3"]
+    slow = ("--pause=2", "--hold-at=1000")  # so that steps are left for all losses
+    with Network([*names, "h4"] if backend == "etcd" else names) as network:
+        if backend == "etcd":
+            etcd = Etcd(network, ["h4"], tmp_path / "etcd")
+            etcd.start_all()
+            options += ["--rdzv-backend=etcd", "--rdzv-endpoint", etcd.endpoints]
+            options += ["--rdzv-conf=last_call_timeout=5"]
+        cluster = Cluster(network, tmp_path)
+        agents = [cluster.agent(name, *options, args=slow) for name in names]
+        cluster.until_step(1, size=3)
+        lost = cluster.host_of(rank=0)
+        stay = [agent for agent in agents if agent.host != lost]
+        for cycle in range(3):
+            before = cluster.steps()[-1].iteration
+            network[lost].power_off()
+            cluster.until_step(1, before + 1, size=2)
+            for agent in stay:  # not only the leader
+                for text in ("waiting for a host for rank", "continues with fewer ranks"):
+                    cluster.until(partial(_said, agent, text, cycle + 1), f"{text} {cycle + 1}")
+            if cycle < 2:
+                before = cluster.steps()[-1].iteration
+                network.boot(lost)
+                cluster.agent(lost, *options, args=slow)
+                cluster.until_step(1, before + 1, size=3)
+        cluster.go()
+        codes = cluster.wait()
+        assert sorted(codes) == [KILLED, KILLED, KILLED, 0, 0], cluster.output()
+        said = [m[1] for p in stay if (m := re.search(r"weights (\w+)", p.output))]
+        assert said == [weights], cluster.output()
+        cluster.check_views()
+
+
+def _said(agent: Started, text: str, times: int) -> bool:
+    return agent.output.count(text) >= times
+
+
+def test_a_host_beyond_the_first_ones_grows_the_job_in_place(
+    network: Network, tmp_path: Path, weights: str
+) -> None:
+    slow = ("--pause=2", "--hold-at=1000")
+    cluster = Cluster(network, tmp_path)
+    for name in ("h1", "h2"):
+        cluster.agent(name, "--nnodes=2:3", args=slow)
+    cluster.until_step(1, size=2)
+    pids = {step.pid for step in cluster.steps() if step.size == 2 and step.host == "h1"}
+    cluster.agent("h3", "--nnodes=2:3", args=slow)
+    cluster.until_step(1, 1, size=3)
+    network["h3"].power_off()
+    cluster.until_step(1, 2, size=2)
+    cluster.go()
+    assert sorted(cluster.wait()) == [KILLED, 0, 0], cluster.output()
+    assert {step.pid for step in cluster.steps() if step.host == "h1"} == pids
     cluster.check(weights)

@@ -18,8 +18,9 @@ Keys of iteration k (under the prefix of one call):
 and of the whole call: `ledger` (members lost for good), `joins` (requests to join), `current` (a
 recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
 request to stop the job, the first claim wins), `last-save` (for the launcher: the save for the stop
-has begun), `stopped` (what the stop has saved). Two keys have no prefix: `outlast/gone`, the ranks
-that the launcher does not replace, and `outlast/suspected-link` (see `records`).
+has begun), `stopped` (what the stop has saved), `size` (for the launcher: the ranks that are there,
+and needed, while a restart is held). Two keys have no prefix: `outlast/gone`, the ranks that the
+launcher does not replace, and `outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -46,6 +47,7 @@ from outlast.coordination.records import (
     SUSPECTED_LINK,
     FaultRecord,
     LostRecord,
+    SizeRecord,
     StopRecord,
     lines,
     to_line,
@@ -314,10 +316,31 @@ class MembershipProtocol:
         await Link().append(_GONE, json.dumps(sorted(ranks)).encode() + b"\n")
         await self.wake_holders()
 
+    async def take_back(self, ranks: frozenset[int]) -> None:
+        """Records that ranks have processes again: a host has taken their place. The next time that
+        they are lost, they are waited for.
+        """
+        await Link().append(_GONE, json.dumps({"back": sorted(ranks)}).encode() + b"\n")
+
     async def given_up(self) -> frozenset[int]:
         """The ranks that no launcher replaces; empty without a launcher that says so."""
-        data = await Link().read(_GONE) or b""
-        return frozenset(rank for line in data.splitlines() for rank in json.loads(line))
+        gone: set[int] = set()
+        for line in (await Link().read(_GONE) or b"").splitlines():
+            record = json.loads(line)
+            if isinstance(record, dict):
+                gone.difference_update(record["back"])
+            else:
+                gone.update(record)
+        return frozenset(gone)
+
+    async def tell_size(self, size: SizeRecord) -> None:
+        """Tells the launchers what the members need that hold a restart for replacements."""
+        await self.link.put("size", json.dumps(dataclasses.asdict(size)).encode())
+
+    async def size(self) -> SizeRecord | None:
+        """What the members of the last held restart need; `None` before the first one."""
+        data = await self.link.read("size")
+        return None if data is None else SizeRecord(**json.loads(data))
 
     async def await_links(self, iteration: int, cause: FaultRecord, limit_s: float) -> None:
         """Waits until the launchers know whether a broken link between two hosts has caused the end

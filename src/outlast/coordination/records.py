@@ -97,6 +97,21 @@ class StopRecord:
     done: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class SizeRecord:
+    """What the members that hold a restart for replacements tell the launchers.
+
+    Attributes:
+        ranks: how many are there.
+        least: how many the function needs at least; -1 if it has not got far enough to say.
+        wait_s: for how long the program wants to wait for replacements; 0 if it does not say.
+    """
+
+    ranks: int
+    least: int
+    wait_s: float = 0.0
+
+
 def to_line(record: Any) -> bytes:
     """A dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(record), separators=(",", ":")).encode() + b"\n"

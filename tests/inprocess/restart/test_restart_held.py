@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from inprocess.job_output import errors, events, full, said, views
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.torch_store import TorchStore
 from procs import NET_S, Job
 
@@ -31,6 +33,12 @@ class Launcher:
 
     def give_up(self, *ranks: int) -> None:
         drive(self._membership.give_up(frozenset(ranks)), self._perform)
+
+    def size(self) -> SizeRecord:
+        """What the members need, once they have said so."""
+        while (size := drive(self._membership.size(), self._perform)) is None:
+            time.sleep(0.005)
+        return size
 
     def until_lost(self, member: int) -> None:
         """Waits until the survivors know of the loss."""
@@ -52,9 +60,16 @@ def kill_rank_1(job: Job) -> Launcher:
     return launcher
 
 
-def test_the_restart_waits_for_the_replacement(ranks: Ranks) -> None:
+@pytest.mark.slow
+def test_the_restart_waits_for_the_replacement_and_says_so(ranks: Ranks) -> None:
     with ranks("joins", "held", nprocs=3, env=UNDER_OUTLAST_RUN) as job:
-        kill_rank_1(job).give_up()  # no rank is given up: this wakes them, and they wait on
+        launcher = kill_rank_1(job)
+        launcher.give_up()  # no rank is given up: this wakes them, and they wait on
+        assert launcher.size().ranks == 2
+        while "the restart waits for replacements of the ranks 1, for another " not in job.errors(
+            0
+        ):
+            time.sleep(0.05)
         job.start(1, env=REPLACEMENT)
         assert job.wait_all() == {0: 0, 1: 0, 2: 0}, errors(job)
         assert views(job) == {0: full(3), 1: full(3)}

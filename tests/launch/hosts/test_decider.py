@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.coordination.records import SizeRecord
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
-from outlast.launch.hosts.job.decider import Decider, Facts, Limits
+from outlast.launch.hosts.job.decider import Decider, Facts, Limits, Wait
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
@@ -25,6 +27,7 @@ from outlast.launch.hosts.job.job_plan import (
     Take,
     decode,
 )
+from outlast.launch.hosts.job.notices import WaitNotice
 
 WRAPPED = Facts(job=JobRecord(JobState.RUNNING))
 LIMITS = Limits(minimum=2, maximum=3, max_restarts=1)
@@ -114,6 +117,105 @@ def test_places_are_given_up_when_no_host_comes() -> None:
     assert ended.cause.endswith("--nnodes needs 2: 1 left")
 
 
+def needs(ranks: int, least: int, wait_s: float = 0.0) -> Facts:
+    return dataclasses.replace(WRAPPED, size=SizeRecord(ranks, least, wait_s))
+
+
+@pytest.mark.parametrize(
+    ("facts", "limit_s", "then"),
+    [
+        (needs(2, 1), 1.0, "the job continues on 2"),
+        (needs(2, 0, 30.0), 30.0, "the job continues on 2"),  # AwaitReplacements
+        (needs(2, 3), 600.0, "the job ends, as the program needs 3 ranks (min_ranks)"),
+        (needs(1, 2), 600.0, "the job ends, as the program needs 2 ranks (min_ranks)"),
+        (needs(3, 3), 600.0, "the job ends, as the program needs 3 ranks (min_ranks)"),  # old news
+        (
+            needs(2, -1),
+            600.0,
+            "the job continues on 2, if the program allows it, which is not known yet",
+        ),
+    ],
+)
+def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float, then: str) -> None:
+    decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
+    assert decider.next_entry(plan, there, facts, 10.0) is None
+    wait = decider.wait(plan, there, facts, 10.25)
+    assert wait is not None
+    assert (wait.what, wait.until, wait.then) == ("a host for rank 1", 10.0 + limit_s, then)
+    assert decider.next_entry(plan, there, facts, 9.9 + limit_s) is None
+    given_up = decider.next_entry(plan, there, facts, 10.0 + limit_s)
+    assert given_up == GiveUp((1,))
+    assert decider.wait(plan.apply(given_up), there, facts, 11.0) is None
+
+
+def test_ranks_for_which_no_restart_is_held_are_not_said_to_be_waited_for() -> None:
+    decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
+    assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
+    assert decider.wait(plan, there, WRAPPED, 20.0) is None
+
+
+def test_below_the_minimum_of_hosts_the_job_waits_and_says_so() -> None:
+    decider, plan, there = Decider(LIMITS), running("abc"), group("a", lost="bc")
+    assert decider.next_entry(plan, there, needs(1, 1), 0.0) is None
+    wait = decider.wait(plan, there, needs(1, 1), 0.0)
+    assert wait is not None
+    assert (wait.what, wait.until) == ("a host for rank 1, rank 2", 600.0)
+    assert wait.then == "the job ends, as --nnodes needs 2 hosts and 1 left"
+
+
+def test_the_option_for_replacements_wins() -> None:
+    limits = dataclasses.replace(LIMITS, replacement_s=40.0)
+    plan, there = running("abc"), group("ac", lost="b")
+    for facts in (needs(2, 1), needs(2, 3), WRAPPED):
+        decider = Decider(limits)
+        assert decider.next_entry(plan, there, facts, 0.0) is None
+        assert decider.next_entry(plan, there, facts, 39.0) is None
+        assert decider.next_entry(plan, there, facts, 40.0) == GiveUp((1,))
+
+
+def test_what_the_start_and_the_end_of_workers_wait_for() -> None:
+    decider = Decider(LIMITS)
+    for there, text in (
+        ("a", "2 hosts (--nnodes), 1 joined: a"),
+        ("ab", "1 more host (--nnodes), 2 joined: a, b"),
+    ):
+        assert decider.next_entry(JobPlan(), group(there), Facts(), 0.0) is None
+        wait = decider.wait(JobPlan(), group(there), Facts(), 2.0)
+        assert wait is not None
+        assert wait.what == text
+        assert wait.until == (600.0 if there == "a" else 30.0)
+    clearing = running("abc", Restart(0, "why"))
+    some = Facts(cleared=frozenset("a"), done=frozenset("b"))
+    wait = decider.wait(clearing, group("abc"), some, 0.0)
+    assert wait is not None
+    assert wait.what == "the workers of c to end"
+    ending = decider.wait(running("abc", Stop(15, "a")), group("abc"), some, 0.0)
+    assert ending is not None
+    assert ending.what == "the workers of a, c to end"
+
+
+def test_a_wait_is_told_when_it_lasts_and_when_it_is_over() -> None:
+    said: list[str] = []
+    notice = WaitNotice(said.append)
+    short = Wait("the workers of c to end")
+    notice.waiting(short, 0.0)
+    notice.waiting(short, 4.0)
+    notice.waiting(None, 4.5)
+    assert said == []
+    notice.waiting(Wait("a host for rank 1", 30.0, "the job continues on 2", at_once=True), 10.0)
+    notice.waiting(Wait("a host for rank 1", 30.0, "the job continues on 2", at_once=True), 11.0)
+    notice.waiting(None, 30.0)
+    notice.waiting(short, 40.0)
+    notice.waiting(short, 45.0)
+    notice.waiting(None, 47.0)
+    assert said == [
+        "waiting for a host for rank 1; in 20.00 s the job continues on 2",
+        "the wait is over, after 20.00 s",
+        "waiting for the workers of c to end",
+        "the wait is over, after 7.00 s",
+    ]
+
+
 def test_a_plain_job_restarts_if_it_may() -> None:
     plan = running("abc")
     restart = first(plan, group("ac", lost="b"), Facts())
@@ -125,7 +227,7 @@ def test_a_plain_job_restarts_if_it_may() -> None:
     cleared = Facts(cleared=frozenset("ac"))
     decider = Decider(LIMITS)
     assert decider.next_entry(plan, group("ac", lost="b"), cleared, 0.0) is None  # the last call
-    started = decider.next_entry(plan, group("ac", lost="b"), cleared, 30.0)
+    started = decider.next_entry(plan, group("ac", lost="b"), cleared, 1.0)
     assert started == Start(1, ("a", "c"), used=1)
     plan = plan.apply(started)
     ended = first(plan, group("a", lost="bc"), Facts())

@@ -8,11 +8,20 @@ lost ranks have been replaced.
 
 from __future__ import annotations
 
+import logging
+
 from outlast.coordination import barrier
 from outlast.coordination.membership import RESTART, MembershipProtocol, resume_key
+from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.recovery.host_protocol import GrowPolicy, Host
+from outlast.system.units import duration_text
+
+log = logging.getLogger("outlast.inprocess")
+
+_SPEAK_AFTER_S = 5.0
+"""After so long, a held restart says what it waits for."""
 
 
 async def end_iteration_to_join(
@@ -65,35 +74,61 @@ async def hold_for_replacements(
     Ranks are compared as the launcher numbers them. A rank that the launcher has given up may still
     count as present here, because its loss is not in the ledger yet; but then it is not missing.
 
+    One member, that with the lowest rank, speaks for all: it tells the launchers how many ranks are
+    there and needed, and says after a while what the restart waits for. If it is lost, the others
+    wake up, and the next one speaks.
+
     Args:
         member: this one, whose hold ends at once if the others count it as lost.
         in_vain: the ranks for which an earlier hold waited until its timeout.
 
     Returns:
-        `in_vain`, with the ranks for which this hold waited until its timeout.
+        The ranks that are still missing after a hold that has waited until its timeout for them.
     """
     limits, now = host.limits, host.clock.now
-    deadline = now() + limits.await_seconds
+    begin = now()
+    deadline, speak_at = begin + limits.await_seconds, begin + _SPEAK_AFTER_S
     roster, _ = await membership.roster(iteration)
     everyone = frozenset(range(limits.await_size))
-    while True:
-        # Read before the check: a joiner that the check misses is announced under a later number.
-        seen = int(await membership.link.read("joined") or b"0")
-        lost = await barrier.lost_members(membership.link)
-        joiners = await membership.joiners()
-        present = (set(roster.values()) | {j.member for j in joiners}) - lost
-        if len(present) >= limits.await_size or await membership.view(iteration + 1) is not None:
-            return in_vain
-        if member in lost:
-            return in_vain
-        # The first members were started as the ranks of the first view, which are their ids.
-        started_as = {j.member: j.preferred for j in joiners}
-        missing = everyone - {started_as.get(member, member) for member in present}
-        if missing <= in_vain | await membership.given_up():
-            return in_vain
-        if await membership.stop_request() is not None:
-            return in_vain
-        try:
-            await membership.link.wait_for(f"joined/{seen + 1}", max(0.0, deadline - now()))
-        except KeyTimeout:
-            return in_vain | missing
+    told: SizeRecord | None = None
+    spoke = False
+    try:
+        while True:
+            # Read before the check: a joiner that it misses is announced under a later number.
+            seen = int(await membership.link.read("joined") or b"0")
+            lost = await barrier.lost_members(membership.link)
+            joiners = await membership.joiners()
+            present = (set(roster.values()) | {j.member for j in joiners}) - lost
+            if await membership.view(iteration + 1) is not None:
+                return in_vain
+            # The first members were started as the ranks of the first view, which are their ids.
+            started_as = {j.member: j.preferred for j in joiners}
+            missing = everyone - {started_as.get(member, member) for member in present}
+            in_vain &= missing  # a rank that has come back is waited for again
+            if len(present) >= limits.await_size or member in lost:
+                return in_vain
+            if missing <= in_vain | await membership.given_up():
+                return in_vain
+            if await membership.stop_request() is not None:
+                return in_vain
+            speaks = member == next((m for _, m in sorted(roster.items()) if m not in lost), -1)
+            chosen_s = limits.await_seconds if limits.await_chosen else 0.0
+            size = SizeRecord(len(present), host.least_ranks(), chosen_s)
+            if speaks and size != told:
+                await membership.tell_size(size)
+                told = size
+            until = deadline if spoke or not speaks else min(deadline, speak_at)
+            try:
+                await membership.link.wait_for(f"joined/{seen + 1}", max(0.0, until - now()))
+            except KeyTimeout:
+                if until == deadline:
+                    return in_vain | missing
+                log.warning(
+                    "the restart waits for replacements of the ranks %s, for another %s at most",
+                    ", ".join(map(str, sorted(missing))),
+                    duration_text(deadline - now()),
+                )
+                spoke = True
+    finally:
+        if spoke:
+            log.warning("the restart has waited %s for replacements", duration_text(now() - begin))

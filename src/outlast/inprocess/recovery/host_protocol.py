@@ -49,6 +49,7 @@ class Limits:
     backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
     await_size: int = 0  # a restart is held until there are this many members,
     await_seconds: float = 0.0  # for this long at most
+    await_chosen: bool = False  # whether the program has said so, by `AwaitReplacements`
     repeated: RepeatedFaults | None = None  # `None`: the job restarts without limit
 
 
@@ -95,6 +96,9 @@ class Host(Protocol):
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""
+
+    def least_ranks(self) -> int:
+        """The fewest ranks with which the function may be called again; -1 if that is not known."""
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
         """Exchanges what the rank assignment needs from the other ranks."""

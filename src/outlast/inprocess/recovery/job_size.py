@@ -44,12 +44,14 @@ class SizeRequirement:
     Attributes:
         full: the number of active ranks at the start; 0 if this process does not know it.
         least: the requirement; 0 if there is none.
+        known: whether the function has called `require`, or has got so far that it never will.
     """
 
     settings: Settings
     launch: Launch
     full: int = 0
     least: int = 0
+    known: bool = False
 
     def started(self, state: State) -> None:
         """Call when this process has got its first rank."""
@@ -65,6 +67,7 @@ class SizeRequirement:
         Raises:
             RestartAbort: if the job is too small already.
         """
+        self.known = True
         if min_ranks is None:
             self.least = 0 if self.settings.await_replacements is not None else self.full
         else:

@@ -111,6 +111,7 @@ class RankHost(RankFaults):
             backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
             await_size=await_size,
             await_seconds=await_seconds,
+            await_chosen=settings.await_replacements is not None,
             repeated=settings.stops_repeated_faults,
         )
         self.ping_timeout = settings.ping_timeout.total_seconds()
@@ -131,6 +132,9 @@ class RankHost(RankFaults):
         if state is RecoveryState.JOIN and not self.joining:
             self.joining = True
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
+
+    def least_ranks(self) -> int:
+        return self.size.least if self.size.known or self.limits.await_chosen else -1
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
         slots = record.slots()
@@ -250,6 +254,8 @@ class RankHost(RankFaults):
                 self.torch_modes.restore()
                 restarts.record()
         self.pings = page.pings
+        # A function that has pinged, and made no `Job`, makes none: it runs with any number.
+        self.size.known |= self.pings > 0
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():

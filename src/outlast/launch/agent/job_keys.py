@@ -7,7 +7,7 @@ import dataclasses
 from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, FaultRecord
+from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, FaultRecord, SizeRecord
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -68,6 +68,15 @@ class JobKeys:
     def end_probe(self, key: str) -> None:
         """Let the members go on that wait for the result under this key."""
         self._store.put(key, b"1")
+
+    def take_back(self, ranks: range) -> None:
+        """These ranks have processes again."""
+        work = MembershipProtocol(Link(), 0).take_back(frozenset(ranks))
+        drive(work, perform_on(self._store))
+
+    def size(self, job: JobRecord) -> SizeRecord | None:
+        """What the members need that hold a restart; `None` if they have never held one."""
+        return drive(_membership(job).size(), perform_on(self._store)) if job.prefix else None
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""

@@ -42,7 +42,8 @@ class HostsSpec:
         lease_s: how long a host may be silent before the others go on without it.
         join_s: how long to wait for the minimum.
         last_call_s: how long to wait for more hosts once the minimum has joined.
-        replacement_s: how long the ranks of a lost host wait for another host.
+        replacement_s: how long the ranks of a lost host wait for another host; `None` for seconds
+            if the job may continue without it, and minutes otherwise.
         conf: further settings of the backend.
     """
 
@@ -56,7 +57,7 @@ class HostsSpec:
     lease_s: float = 5.0
     join_s: float = 600.0
     last_call_s: float = 30.0
-    replacement_s: float = 600.0
+    replacement_s: float | None = None
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -80,7 +81,7 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         times["join_timeout"] = _seconds("timeout", conf.pop("timeout"))
     for name in ("host_timeout", "replacement_timeout"):
         value = getattr(options, name)
-        if not math.isfinite(value) or value <= 0:
+        if value is not None and (not math.isfinite(value) or value <= 0):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
     differ = conf.pop("endpoints", "")
     if differ not in ("", "differ"):

@@ -203,13 +203,15 @@ class RunOptions:
         ),
     ] = 5.0
     replacement_timeout: Annotated[
-        float,
+        float | None,
         _outlast(
             "--replacement-timeout",
             metavar="SECONDS",
-            help="How long the ranks of a lost host wait for another host, in a job with Wrapper.",
+            help="How long the ranks of a lost host wait for another host. Default: 1 if the job "
+            "may continue with the hosts that are left, otherwise 600.",
+            show_default=False,
         ),
-    ] = 600.0
+    ] = None
 
     token_file: Annotated[
         Path | None,

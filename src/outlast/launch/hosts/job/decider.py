@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from outlast.coordination.records import SizeRecord
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
 from outlast.launch.hosts.job.job_plan import (
@@ -26,8 +27,15 @@ from outlast.launch.hosts.job.job_plan import (
     Take,
 )
 from outlast.launch.hosts.job.links import judge
+from outlast.launch.hosts.job.placements import ranks_text
 from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.system.units import duration_text
+
+SMALLER_S, NEEDED_S = 1.0, 600.0
+"""How long the ranks of a lost host wait for another host: if the job may continue without it, and
+if it may not. A job that has continued grows again when a host comes, which costs one restart; so
+the first wait is only for hosts that are about to join. (Spares take the place at once.)
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +47,8 @@ class Limits:
         max_restarts: of all workers, in a job that does not use `Wrapper`.
         last_call_s: how long to wait for more hosts once the minimum has joined.
         join_s: how long to wait for the minimum.
-        replacement_s: how long the ranks of a lost host wait for another host.
+        replacement_s: how long the ranks of a lost host wait for another host, if the user says so.
+        nproc: the number of ranks of each host.
         asked: whether each host has the place that it asks for.
     """
 
@@ -48,7 +57,8 @@ class Limits:
     max_restarts: int = 0
     last_call_s: float = 30.0
     join_s: float = 600.0
-    replacement_s: float = 600.0
+    replacement_s: float | None = None
+    nproc: int = 1
     asked: bool = False
 
 
@@ -62,6 +72,7 @@ class Facts:
         used: replacements of single workers in this attempt.
         suspicion: the key of the last suspicion that a link is broken; empty if there was none.
         links: of the probe that runs, which hosts each host could not reach.
+        size: what the members need that hold a restart; `None` if they have not said so.
     """
 
     job: JobRecord = dataclasses.field(default_factory=JobRecord)
@@ -70,6 +81,20 @@ class Facts:
     used: int = 0
     suspicion: str = ""
     links: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    size: SizeRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """What the job waits for: `what` in words, and until when, by this agent's clock; `None` if
+    that depends on the hosts alone. `then` is what happens at that time. `at_once` is whether to
+    tell it from the first moment on.
+    """
+
+    what: str
+    until: float | None = None
+    then: str = ""
+    at_once: bool = False
 
 
 class Decider:
@@ -109,7 +134,59 @@ class Decider:
         }
         return [(place, losses[host]) for place, host in enumerate(plan.places) if host in losses]
 
+    def wait(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Wait | None:
+        """What the job waits for; call after `next_entry`, which has found nothing to decide."""
+        there = {host.id: host.name for host in group.hosts}
+        busy = [host for host in plan.places if host in there and host not in facts.done]
+        if plan.stage is Stage.CLEARING:
+            busy = [host for host in busy if host not in facts.cleared]
+        if plan.stage in (Stage.CLEARING, Stage.ENDING) and busy:
+            names = ", ".join(there[host] for host in busy[:8])
+            return Wait(f"the workers of {names} to end")
+        if plan.stage in (Stage.FORMING, Stage.CLEARING):
+            return self._wait_for_hosts(plan, group, now)
+        wrapped = facts.job.state is JobState.RUNNING and not facts.job.stopping
+        if plan.stage is Stage.RUNNING and wrapped:
+            return self._wait_for_replacement(plan, group, facts, now)
+        return None
+
     # ------------------------------------------------------------------------- private
+
+    def _wait_for_hosts(self, plan: JobPlan, group: GroupState, now: float) -> Wait:
+        limits, count = self.limits, len(group.hosts)
+        came = f"{count} joined: {', '.join(host.name for host in group.hosts[:8])}"
+        if count < limits.minimum:
+            until = now + limits.join_s - self._seconds("few", now)
+            return Wait(f"{limits.minimum} hosts (--nnodes), {came}", until, "the job ends")
+        more = limits.maximum - count
+        until = now + self._last_call_s(plan) - self._seconds("enough", now)
+        hosts = "1 more host" if more == 1 else f"up to {more} more hosts"
+        return Wait(f"{hosts} (--nnodes), {came}", until, f"the job runs on {count}")
+
+    def _wait_for_replacement(
+        self, plan: JobPlan, group: GroupState, facts: Facts, now: float
+    ) -> Wait | None:
+        missing = self.missing(plan, group)
+        empty = [(place, loss) for place, loss in missing if place not in plan.given_up]
+        if not empty:
+            return None
+        if facts.size is None and self.limits.replacement_s is None:
+            return None  # no restart was held so far: the members go on without these ranks
+        ranks = ", ".join(ranks_text(place, self.limits.nproc) for place, _ in empty)
+        waited_s = max(self._seconds(f"lost {loss.host.id}", now) for _, loss in empty)
+        left, least = len(plan.places) - len(missing), self.limits.minimum
+        if left < least:
+            then = f"the job ends, as --nnodes needs {least} hosts and {left} left"
+        elif self._may_shrink(plan, missing, facts):
+            then = f"the job continues on {left}"
+        elif facts.size is None or facts.size.least < 0:
+            then = f"the job continues on {left}, if the program allows it, which is not known yet"
+        else:
+            then = f"the job ends, as the program needs {facts.size.least} ranks (min_ranks)"
+        until = now + self._replacement_s(plan, missing, facts) - waited_s
+        # A job that is told its limit, or has told what it allows, does not change its mind.
+        known = facts.size is not None or self.limits.replacement_s is not None
+        return Wait(f"a host for {ranks}", until, then, known or left < least)
 
     def _start(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
         limits, count = self.limits, len(group.hosts)
@@ -124,7 +201,7 @@ class Decider:
                 f"only {count} joined: {names}"
             )
         self._forget("few")
-        if count < limits.maximum and self._seconds("enough", now) < limits.last_call_s:
+        if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
         try:
             places = assign(plan.places, group.hosts, limits.maximum, asked=limits.asked)
@@ -158,18 +235,18 @@ class Decider:
                 return Take(place, fit[0].id)
         if spares and len(plan.places) < self.limits.maximum:
             return Take(len(plan.places), spares[0].id)
+        limit_s = self._replacement_s(plan, missing, facts)
         late = [
             (place, loss)
             for place, loss in missing
-            if place not in plan.given_up
-            and self._seconds(f"lost {loss.host.id}", now) >= self.limits.replacement_s
+            if place not in plan.given_up and self._seconds(f"lost {loss.host.id}", now) >= limit_s
         ]
         if not late:
             return None
         left = len(plan.places) - len(missing)
         if left >= self.limits.minimum:
             return GiveUp(tuple(place for place, _ in late))
-        loss, waited = late[0][1], duration_text(self.limits.replacement_s)
+        loss, waited = late[0][1], duration_text(limit_s)
         return End(
             f"{loss_text(loss)}; no other host has joined within {waited}, "
             f"and --nnodes needs {self.limits.minimum}: {left} left"
@@ -193,6 +270,36 @@ class Decider:
             text = f"host {spares[0].name} ({spares[0].address}) has joined: all workers restart"
             return Restart(plan.attempt, text, counts=False)
         return None
+
+    def _last_call_s(self, plan: JobPlan) -> float:
+        """How long to wait for more hosts than the minimum. A plain job that restarts does not wait
+        long: a host that joins later restarts it again, for nothing.
+        """
+        if plan.stage is Stage.FORMING:
+            return self.limits.last_call_s
+        if self.limits.replacement_s is not None:
+            return self.limits.replacement_s
+        return min(self.limits.last_call_s, SMALLER_S)
+
+    def _replacement_s(
+        self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts
+    ) -> float:
+        """How long the ranks of lost hosts wait for others."""
+        if self.limits.replacement_s is not None:
+            return self.limits.replacement_s
+        if not self._may_shrink(plan, missing, facts):
+            return NEEDED_S
+        return max(SMALLER_S, 0.0 if facts.size is None else facts.size.wait_s)
+
+    def _may_shrink(self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts) -> bool:
+        """Whether the job may continue with the hosts that are left: `--nnodes` and the program
+        both allow it. Until the program has said so, it may not.
+        """
+        left, size = len(plan.places) - len(missing), facts.size
+        if left < self.limits.minimum or size is None or size.least < 0:
+            return False
+        # The members may not know yet that another host is lost.
+        return min(size.ranks, left * self.limits.nproc) >= size.least
 
     def _seconds(self, what: str, now: float) -> float:
         return now - self._since.setdefault(what, now)

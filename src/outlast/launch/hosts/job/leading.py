@@ -14,8 +14,7 @@ from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Decider, Facts, Limits, loss_text
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.job_plan import Entry, JobPlan, Stage
-from outlast.launch.hosts.job.placements import ranks_text
-from outlast.system.units import duration_text
+from outlast.launch.hosts.job.notices import WaitNotice
 
 
 class Leading:
@@ -33,7 +32,7 @@ class Leading:
         say: Callable[[str], None],
     ) -> None:
         self._nproc, self._log, self._keys, self._clock = job.nproc, log, keys, clock
-        self._say, self._replacement_s = say, hosts.replacement_s
+        self._waits = WaitNotice(say)
         self._decider = Decider(
             Limits(
                 minimum=hosts.minimum,
@@ -42,20 +41,41 @@ class Leading:
                 last_call_s=hosts.last_call_s,
                 join_s=hosts.join_s,
                 replacement_s=hosts.replacement_s,
+                nproc=job.nproc,
                 asked=hosts.place >= 0,
             )
         )
         self._reported: set[tuple[int, str]] = set()
         self._probe_reported = (-1, "")
 
-    def next_entry(self, plan: JobPlan, group: GroupState) -> Entry | None:
+    def waits(self, plan: JobPlan, group: GroupState) -> bool:
+        """Whether the job may wait for hosts, so that every agent has to look."""
+        missing = {place for place, _ in self._decider.missing(plan, group)}
+        return self._waits.said or (
+            bool(missing - plan.given_up)
+            if plan.stage is Stage.RUNNING
+            else plan.stage is not Stage.FINISHED
+        )
+
+    def next_entry(self, plan: JobPlan, group: GroupState, *, leads: bool) -> Entry | None:
         """The next decision, after the members of the wrapped call have been told which hosts are
-        lost.
+        lost; `None` for an agent that does not lead. Such an agent only says what the job waits
+        for. It counts the time all the same, as it may have to lead in the middle of a wait.
         """
+        now = self._clock.now()
+        if plan.stage is Stage.FINISHED:  # nothing is read: the leader may have left
+            self._waits.waiting(None, now)
+            return None
+        if not leads and not self.waits(plan, group):
+            return None
         facts = self._facts(plan, group)
-        self._report_lost_hosts(plan, group, facts.job)
-        self._report_probe(plan, group)
-        return self._decider.next_entry(plan, group, facts, self._clock.now())
+        if leads:
+            self._report_lost_hosts(plan, group, facts.job)
+            self._report_probe(plan, group)
+        entry = self._decider.next_entry(plan, group, facts, now)
+        if entry is None:
+            self._waits.waiting(self._decider.wait(plan, group, facts, now), now)
+        return entry if leads else None
 
     def _facts(self, plan: JobPlan, group: GroupState) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
@@ -67,8 +87,10 @@ class Leading:
         clears = plan.stage is Stage.CLEARING
         suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
         probe = plan.probe
+        job = self._keys.job() if repairs else JobRecord()
         return Facts(
-            job=self._keys.job() if repairs else JobRecord(),
+            job=job,
+            size=self._keys.size(job) if missing else None,
             cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
             done=self._log.done(plan.attempt),
             used=self._log.replaced(plan.attempt) if clears or repairs else 0,
@@ -109,10 +131,3 @@ class Leading:
             )
             self._keys.host_lost(loss.host.id, ranks, plan.size * self._nproc, fault)
             self._reported.add(known)
-            spare = any(host.id not in plan.places for host in group.hosts)
-            if job.state is JobState.RUNNING and not job.stopping and not spare:
-                limit = duration_text(self._replacement_s)
-                self._say(
-                    f"{ranks_text(place, self._nproc)}: waiting for another host, for at most "
-                    f"{limit} (--replacement-timeout)"
-                )

@@ -55,9 +55,9 @@ from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
-_OFTEN_S, _SELDOM_S = 0.05, 1.0
-"""Between two looks of the leader's agent: while it waits for reports of hosts, and otherwise. One
-read by one host costs less than waking a host at every report.
+_OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
+"""Between two looks: while the leader's agent waits for reports of hosts, while it counts how long
+the job waits, and otherwise. One read by one host costs less than waking a host at every report.
 """
 
 _SHM = "/dev/shm"
@@ -250,7 +250,7 @@ class ManyHosts:
         self._leads = leads
         if leads and not led and self._plan.given_up:
             self._tell_given_up(self._plan.given_up)  # the last leader may not have got to it
-        while leads and (entry := self._leading.next_entry(self._plan, self._state)) is not None:
+        while entry := self._leading.next_entry(self._plan, self._state, leads=leads):
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
             self._finish()
@@ -259,12 +259,15 @@ class ManyHosts:
     def _look_later(self) -> None:
         """Look again after a pause, if this agent waits for something that does not wake it."""
         stage, leads = self._plan.stage, self._state.leader == self.host_id
-        if self._over or not (leads or stage is Stage.FINISHED):
+        waits = self._leading.waits(self._plan, self._state)
+        if self._over or not (leads or waits or stage is Stage.FINISHED):
             return
-        ends = stage in (Stage.CLEARING, Stage.ENDING, Stage.FINISHED) or self._no_worker_left
-        waits = ends or self._plan.probe is not None
-        seldom_s = min(_SELDOM_S, self._hosts.last_call_s / 4 + _OFTEN_S)
-        pause_s = _OFTEN_S if waits else seldom_s
+        ends = leads and stage in (Stage.CLEARING, Stage.ENDING)
+        probes = leads and self._plan.probe is not None
+        if ends or probes or stage is Stage.FINISHED or self._no_worker_left:
+            pause_s = _OFTEN_S
+        else:
+            pause_s = _WAITING_S if leads and waits else _SELDOM_S
         self._timer = self._resources.loop.call_later(pause_s, self._look)
 
     def _propose(self, wanted: Callable[[JobPlan], Entry | None]) -> None:
@@ -315,7 +318,10 @@ class ManyHosts:
         self._workers.close()
         place = plan.place_of(self.host_id)
         if place is None:
-            self._say(f"{len(plan.places)} hosts run the job; this one is a spare, and waits")
+            self._say(
+                f"{len(plan.places)} hosts run the job; this one is a spare, and waits until a "
+                "host is lost or the job ends"
+            )
             self._actions.park()
             return
         self._start_workers(place)
@@ -328,6 +334,9 @@ class ManyHosts:
         host = next((host.name for host in self._state.hosts if host.id == entry.host), entry.host)
         self._say(f"host {host} takes place {entry.place}: {ranks}")
         if entry.host == self.host_id:
+            nproc = self._job.nproc
+            # Before they start, so before anything that is given up of them.
+            self.keys.take_back(range(entry.place * nproc, (entry.place + 1) * nproc))
             self._start_workers(entry.place)
 
     def _start_workers(self, place: int) -> None:
@@ -339,7 +348,8 @@ class ManyHosts:
         nproc = self._job.nproc
         ranks = [ranks_text(place, nproc) for place in entry.places]
         self._say(
-            f"no host has joined to replace {', '.join(ranks)}: the job continues with fewer ranks"
+            f"no host has joined to replace {', '.join(ranks)}: the job continues with fewer ranks "
+            "if the program allows it, and grows again when a host joins"
         )
         if self._state.leader == self.host_id:
             self._tell_given_up(entry.places)

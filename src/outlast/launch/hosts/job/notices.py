@@ -6,7 +6,39 @@ from collections.abc import Callable
 
 from outlast.events import Emitter, HostJoined, HostLost
 from outlast.launch.hosts.host_group import GroupState, HostInfo
-from outlast.launch.hosts.job.decider import loss_text
+from outlast.launch.hosts.job.decider import Wait, loss_text
+from outlast.system.units import duration_text
+
+_LONG_S = 5.0
+"""A wait is told after so long, and again after so long if it has changed."""
+
+
+class WaitNotice:
+    """Lines about what the job waits for: when a wait has lasted a while, and when it is over.
+    `said` is whether a wait was told whose end was not.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._since: float | None = None
+        self._last, self._last_at = "", 0.0
+        self.said = False
+
+    def waiting(self, wait: Wait | None, now: float) -> None:
+        """Tell what the job waits for now; `None` for nothing."""
+        if wait is None:
+            if self.said and self._since is not None:
+                self._say(f"the wait is over, after {duration_text(now - self._since)}")
+            self._since, self.said, self._last = None, False, ""
+            return
+        if self._since is None:
+            self._since = self._last_at = now
+        text = f"{wait.what}; {wait.then}"
+        if text == self._last or (not wait.at_once and now - self._last_at < _LONG_S):
+            return
+        self._last, self._last_at, self.said = text, now, True
+        until = "" if wait.until is None else f"; in {duration_text(wait.until - now)} {wait.then}"
+        self._say(f"waiting for {wait.what}{until}")
 
 
 class GroupNotices:
