@@ -76,6 +76,7 @@ async def hold_for_replacements(
     deadline = now() + limits.await_seconds
     roster, _ = await membership.roster(iteration)
     everyone = frozenset(range(limits.await_size))
+    pause = limits.backstop
     while True:
         # Read before the check: a joiner that the check misses is announced under a later number.
         seen = int(await membership.link.read("joined") or b"0")
@@ -94,6 +95,10 @@ async def hold_for_replacements(
         if await membership.stop_request() is not None:
             return in_vain
         try:
-            await membership.link.wait_for(f"joined/{seen + 1}", max(0.0, deadline - now()))
+            # The backstop: in rare cases the key is gone by now, see `wake_holders`.
+            wait_s = max(0.0, min(pause, deadline - now()))
+            await membership.link.wait_for(f"joined/{seen + 1}", wait_s)
         except KeyTimeout:
-            return in_vain | missing
+            if now() >= deadline:
+                return in_vain | missing
+            pause *= 2

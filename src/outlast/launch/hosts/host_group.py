@@ -14,6 +14,16 @@ from outlast.coordination.stores.store import Store
 from outlast.system.lease_page import LeasePage
 
 
+class PrefixedStore(Store, Protocol):
+    """A store whose keys can be found, and deleted, by how they begin."""
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that start with `prefix`, sorted."""
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Removes the keys that start with `prefix`, in one operation."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """What an agent needs to find its group.
@@ -106,7 +116,7 @@ class HostGroup(Protocol):
         """This host; known after `start`."""
 
     @property
-    def store(self) -> Store:
+    def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
 
     @property

@@ -8,6 +8,13 @@ job/open/A       the workers' store of the host at place 0 serves attempt A
 job/failures     log: deaths of workers from which the job has not recovered
 job/bye          log: hosts that need the store no longer
 job/agreed/NAME  a value that is the same on all hosts              first claim wins
+
+The keys of an attempt A, and those of its workers, `w/A/...`, are deleted when attempt A + 2 starts.
+By then, no process of A is left: A + 1 was started after each host had cleared A, or was lost, and a
+lost host is refused by the store. Only a spare can be so late that it still applies the decisions of
+A. If it leads, it may read these keys, but what it decides then has no effect: the entry that it
+claims is there. The chain stays (about 200 bytes for each attempt), because a host that joins late
+computes the state of the job from all of it, and so does `job/failures`, which is for the report.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from outlast.coordination.records import lines
 from outlast.coordination.stores.store import Store
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
+from outlast.launch.hosts.host_group import PrefixedStore
 
 
 def plan_key(number: int) -> str:
@@ -88,6 +96,17 @@ class JobLog:
             KeyTimeout: after `limit_s` seconds.
         """
         self._store.wait_for(f"job/open/{attempt}", limit_s)
+
+    def forget_before(self, attempt: int, store: PrefixedStore) -> None:
+        """Deletes the keys of the attempts before `attempt`. `job/open/A` at last: by it, the next
+        caller finds what this one has left.
+        """
+        for key in store.keys("job/open/"):
+            ended = int(key.rpartition("/")[2])
+            if ended < attempt:
+                store.delete_prefix(f"w/{ended}/")
+                for name in ("cleared", "done", "replaced", "open"):
+                    store.delete(f"job/{name}/{ended}")
 
     def say_goodbye(self) -> None:
         """This host needs the store no longer."""

@@ -294,6 +294,7 @@ class ManyHosts:
         place = plan.place_of(self.host_id)
         if place == 0:
             self._log.open_attempt(plan.attempt)
+            self._log.forget_before(plan.attempt - 1, self._store)
         if place is None:
             self._say(f"{len(plan.places)} hosts run the job; this one is a spare, and waits")
             self._actions.park()
