@@ -9,12 +9,13 @@ job/failures     log: deaths of workers from which the job has not recovered
 job/bye          log: hosts that need the store no longer
 job/agreed/NAME  a value that is the same on all hosts              first claim wins
 
-The keys of an attempt A, and those of its workers, `w/A/...`, are deleted when attempt A + 2 starts.
-By then, no process of A is left: A + 1 was started after each host had cleared A, or was lost, and a
-lost host is refused by the store. Only a spare can be so late that it still applies decisions of
-A. If it leads, it may read these keys, but what it decides then has no effect: the entry that it
-claims is there. The chain stays (about 200 bytes for each attempt), because a host that joins late
-computes the state of the job from all of it, and so does `job/failures`, which is for the report.
+The keys of an attempt A, and those of its workers, `w/A/...`, are deleted when attempt A + 2
+starts. By then, no process of A is left: A + 1 was started after each host had cleared A, or was
+lost, and a lost host is refused by the store. Only a spare can be so late that it still applies
+decisions of A. If it leads, it may read these keys, but what it decides then has no effect: the
+entry that it claims is there. The chain stays (about 200 bytes for each attempt), because a host
+that joins late computes the state of the job from all of it, and so does `job/failures`, which is
+for the report.
 """
 
 from __future__ import annotations
