@@ -156,6 +156,23 @@ def test_what_is_forgotten_can_neither_be_decided_anew_nor_waited_for() -> None:
     assert not [key for key in call.store.table if key.startswith(("start/0", "fault/0"))]
 
 
+def test_the_keys_of_a_call_do_not_grow_with_its_restarts() -> None:
+    call, sizes = Call(), []
+    call(call.membership.register(0, "a"))
+    for k in range(200):
+        call.start(k, 0, 1)
+        if k % 3 == 0:  # the others end before the function is called
+            call(call.membership.forget(k - 8))
+        call(call.membership.report_fault(killed(k)))
+        for _ in range(2):
+            call(call.membership.wake_holders())
+        call(call.membership.propose(k + 1, grow=True))
+        stays = [key for key in call.store.table if key.startswith(("view/", "over/"))]
+        sizes.append(len(call.store.table) - len(stays))
+    assert max(sizes[100:]) == max(sizes[60:100])
+    assert len(stays) == 2 * 200 + 1  # see `forget`
+
+
 def test_the_member_that_ends_the_job_is_known() -> None:
     call = Call()
     call(call.membership.register(0, "a"))

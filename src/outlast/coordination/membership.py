@@ -59,6 +59,8 @@ from outlast.events.restart_causes import RestartCount, decode_counts
 RESTART = b"restart"
 COMPLETED = b"completed"
 _GONE = "outlast/gone"
+_WAKES = 64
+"""So many of the keys that wake holders are kept, see `wake_holders`."""
 
 
 def resume_key(iteration: int) -> str:
@@ -103,8 +105,15 @@ class MembershipProtocol:
         is decided, the job was told to stop, or the launcher gave up a rank. A holder reads
         `joined`, then looks, then waits for the next number; what it did not see was written after
         its look, and so under that number or a later one.
+
+        Every member of every restart writes such a key, so old ones are deleted. A wait that has
+        begun is answered when its key is set, even if it is deleted then; a holder misses it only
+        if there were `_WAKES` more between its read and its wait. Its backstop looks again then.
         """
-        await self.link.put(f"joined/{await self.link.add('joined', 1)}", b"1")
+        number = await self.link.add("joined", 1)
+        await self.link.put(f"joined/{number}", b"1")
+        if number > _WAKES:
+            await self.link.delete(f"joined/{number - _WAKES}")
 
     async def joiners(self) -> list[Joiner]:
         """All processes that ever asked to join, in that order."""
@@ -257,19 +266,23 @@ class MembershipProtocol:
             await barrier.arrive(self.link, "goodbye", member, view.expected)
 
     async def forget(self, iteration: int) -> None:
-        """Deletes the keys of an iteration that no member can still be in.
+        """Deletes the keys of an iteration that no member can still be in, and of those before it:
+        an iteration that ends before the function is called forgets none.
 
-        An empty view and the end of the iteration stay: a process that was stopped for several
-        iterations must neither decide this one again nor wait for its end.
+        An empty view and the end of the iteration stay, about 130 bytes: a process that was stopped
+        for several iterations must neither decide this one again nor wait for its end.
         """
-        if iteration < 0:
-            return
-        await self.link.put(f"view/{iteration}", ViewRecord(iteration, ()).encode())
-        for name in ("start", "term"):
-            for part in ("arrived", "count", "done"):
-                await self.link.delete(f"{name}/{iteration}/{part}")
-        for key in ("done", "idle", "fault", "history", "resume", "suspect", "links", "store"):
-            await self.link.delete(f"{key}/{iteration}")
+        while iteration >= 0:
+            view = await self.view(iteration)
+            if view is None or not view.expected:
+                return  # and those before it are forgotten too
+            await self.link.put(f"view/{iteration}", ViewRecord(iteration, ()).encode())
+            for name in ("start", "term"):
+                for part in ("arrived", "count", "done"):
+                    await self.link.delete(f"{name}/{iteration}/{part}")
+            for key in ("done", "idle", "fault", "history", "resume", "suspect", "links", "store"):
+                await self.link.delete(f"{key}/{iteration}")
+            iteration -= 1
 
     async def request_stop(self, stop: StopRecord) -> None:
         """Records a request to stop the job; the first one counts. It outlives the member that

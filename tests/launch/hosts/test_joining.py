@@ -10,12 +10,20 @@ import pytest
 
 from outlast.clock import FakeClock
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.replicated.endpoints import Endpoint
 from outlast.launch.hosts.replicated.founding import SILENCE_S
 from outlast.launch.hosts.replicated.joining import Joining
-from outlast.launch.hosts.replicated.messages import AskGrant, Grant, Member, Message, NotYet
-from outlast.launch.hosts.replicated.past import Past
+from outlast.launch.hosts.replicated.messages import (
+    AskGrant,
+    Find,
+    Grant,
+    Member,
+    Message,
+    NotYet,
+)
+from outlast.launch.hosts.replicated.past import Config, Group, Past
 
 LOST_AFTER_S = 6.0
 ENDPOINTS = [Endpoint(f"10.0.0.{i}", 29400, (f"10.0.0.{i}", 29400)) for i in range(3)]
@@ -24,10 +32,9 @@ ENDPOINTS = [Endpoint(f"10.0.0.{i}", 29400, (f"10.0.0.{i}", 29400)) for i in ran
 class Peer:
     """The other end of a connection."""
 
-    def __init__(self, index: int) -> None:
-        self.host = HostInfo(
-            id=f"h{index}", name=f"h{index}", address=f"10.0.0.{index}", port=29400
-        )
+    def __init__(self, index: int, port: int = 29400, name: str = "") -> None:
+        name = name or f"h{index}"
+        self.host = HostInfo(id=name, name=name, address=f"10.0.0.{index}", port=port)
         self.connection = SimpleNamespace(ended_by_peer=False)
         self.got: list[Message] = []
 
@@ -133,3 +140,23 @@ def test_a_leader_that_admits_nobody_is_given_up(third: Third) -> None:
     for _ in range(60):
         third.advance(0.25)
     assert third.sent[-1][0] != ("10.0.0.9", 1)
+
+
+@pytest.mark.parametrize(
+    ("was_at", "is_at", "proves"),
+    [
+        pytest.param(29400, 29400, True, id="the next agent of an endpoint"),
+        pytest.param(29400, 29401, False, id="another agent at the address of an endpoint"),
+        pytest.param(40000, 50000, True, id="the next agent of a host that is no endpoint"),
+    ],
+)
+def test_the_agent_that_follows_another_proves_that_it_has_ended(
+    third: Third, was_at: int, is_at: int, proves: bool
+) -> None:
+    config = Config(0, Voters(Configuration(frozenset(["before"]))))
+    group = Group("before", 1, config, addresses={"before": ("10.0.0.1", was_at)})
+    third.record.past = Past((group,), generation=1)
+    for _ in range(3):
+        third.receive(Peer(1, is_at, "after"), Find(Past()))
+        third.advance(LOST_AFTER_S)
+    assert (third.record.past.groups == ()) is proves

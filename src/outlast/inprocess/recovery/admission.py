@@ -92,6 +92,7 @@ async def hold_for_replacements(
     everyone = frozenset(range(limits.await_size))
     told: SizeRecord | None = None
     spoke = False
+    pause = limits.backstop
     try:
         while True:
             # Read before the check: a joiner that it misses is announced under a later number.
@@ -119,10 +120,15 @@ async def hold_for_replacements(
                 told = size
             until = deadline if spoke or not speaks else min(deadline, speak_at)
             try:
-                await membership.link.wait_for(f"joined/{seen + 1}", max(0.0, until - now()))
+                # The backstop: in rare cases the key is gone by now, see `wake_holders`.
+                wait_s = max(0.0, min(pause, until - now()))
+                await membership.link.wait_for(f"joined/{seen + 1}", wait_s)
             except KeyTimeout:
-                if until == deadline:
+                if now() >= deadline:
                     return in_vain | missing
+                pause *= 2
+                if now() < until:
+                    continue
                 log.warning(
                     "the restart waits for replacements of the ranks %s, for another %s at most",
                     ", ".join(map(str, sorted(missing))),

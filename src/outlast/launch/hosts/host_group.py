@@ -16,6 +16,16 @@ from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
 
 
+class PrefixedStore(Store, Protocol):
+    """A store whose keys can be found, and deleted, by how they begin."""
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that start with `prefix`, sorted."""
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Removes the keys that start with `prefix`, in one operation."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """What an agent needs to find its group.
@@ -114,7 +124,7 @@ class HostGroup(Protocol):
         """This host; known after `start`."""
 
     @property
-    def store(self) -> Store:
+    def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
 
     @property

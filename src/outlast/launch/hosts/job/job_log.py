@@ -6,10 +6,18 @@ job/done/A       log: hosts whose workers have ended in attempt A, with their ex
 job/replaced/A   number of replacements of single workers in attempt A
 job/links/A/KEY  log: hosts that could not be reached in a probe of the links, by each host
 job/link-ports   log: the port of each host to which others connect in a probe
-job/open/A       the workers' store of the host at place 0 serves attempt A
+job/forgotten    the first attempt whose keys are not deleted
 job/failures     log: deaths of workers from which the job has not recovered
 job/bye          log: hosts that need the store no longer
 job/agreed/NAME  a value that is the same on all hosts              first claim wins
+
+The keys of an attempt A, and those of its workers, `w/A/...`, are deleted when attempt A + 2
+starts. By then, no process of A is left: A + 1 was started after each host had cleared A, or was
+lost, and a lost host is refused by the store. Only a spare can be so late that it still applies
+decisions of A. If it leads, it may read these keys, but what it decides then has no effect: the
+entry that it claims is there. The chain stays (about 200 bytes for each attempt), because a host
+that joins late computes the state of the job from all of it, and so does `job/failures`, which is
+for the report.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from outlast.coordination.records import lines
 from outlast.coordination.stores.store import Store
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
+from outlast.launch.hosts.host_group import PrefixedStore
 
 
 def plan_key(number: int) -> str:
@@ -95,6 +104,19 @@ class JobLog:
             Death(**{**death, "decision": Decision(death["decision"]), "when": float(when)})
             for when, death in enumerate(deaths)
         ]
+
+    def forget_before(self, attempt: int, store: PrefixedStore) -> None:
+        """Deletes the keys of the attempts before `attempt`. `job/forgotten` at last: by it, the
+        next caller finds what this one has left.
+        """
+        first = int(store.read("job/forgotten") or b"0")
+        for ended in range(first, attempt):
+            store.delete_prefix(f"w/{ended}/")
+            store.delete_prefix(f"job/links/{ended}/")
+            for name in ("cleared", "done", "replaced"):
+                store.delete(f"job/{name}/{ended}")
+        if attempt > first:
+            store.put("job/forgotten", str(attempt).encode())
 
     def say_goodbye(self) -> None:
         """This host needs the store no longer."""

@@ -317,6 +317,8 @@ class ManyHosts:
         self._group.new_attempt(plan.attempt)
         self._workers.close()
         place = plan.place_of(self.host_id)
+        if place == 0:
+            self._log.forget_before(plan.attempt - 1, self._store)
         if place is None:
             self._say(
                 f"{len(plan.places)} hosts run the job; this one is a spare, and waits until a "

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from outlast.coordination.replicated import hosts as replicated
 from outlast.coordination.replicated.timing import Timing
-from outlast.coordination.stores.store import Store
 from outlast.errors import LaunchError
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo, LostHost
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
@@ -53,7 +52,7 @@ class ReplicatedGroup:
         return _public(self._started().me)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> GroupStore:
         run = f"run {self._spec.run_id!r}"
         return GroupStore(self._started(), run, self._spec.lease_s)
 

@@ -164,16 +164,22 @@ class Joining:
     def _learn(self, peer: Peer, past: Past) -> None:
         """Another agent, which is in no group, has told what it knows.
 
-        It also is the proof that all other agents with its address have ended. If it does not know
+        It also is the proof that the agent before it at its address has ended. If it does not know
         so itself, its disk has lost the record, and with it what that agent knew of its group. Then
         it counts only when there would have been news of a group that lives.
+
+        An agent listens at the port of an endpoint, and then so does the one after it; or at any
+        free port, because it is no endpoint or another agent has that port. So at the address of an
+        endpoint, only an agent with the same port proves something.
         """
         if self._founding is None:
             return
         now = self._loop.clock.now()
-        forgotten = []
-        for host, (address, _) in self._record.past.merged(past).waits_for().items():
-            if address != peer.host.address or host == peer.host.id:
+        fixed = {endpoint.address for endpoint in self.endpoints}
+        here, forgotten = (peer.host.address, peer.host.port), []
+        for host, where in self._record.past.merged(past).waits_for().items():
+            follows = here == where or (here[0] == where[0] and where not in fixed)
+            if not follows or host == peer.host.id:
                 continue
             if now >= self._forgetful.setdefault(host, now) + self._lost_after_s:
                 forgotten.append(host)

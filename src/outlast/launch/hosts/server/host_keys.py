@@ -39,6 +39,11 @@ class Stores:
         handle = keeper.wait(key, done)
         return lambda: keeper.cancel(handle)
 
+    def forget_own(self, namespace: str) -> None:
+        """Deletes the keys of this host in a namespace whose clients are gone."""
+        operation = Operation("delete_prefix", namespace)
+        self._this_host.submit(namespace, operation, lambda _: None)
+
     def _keeper(self, key: str) -> Combiner:
         # After the namespace, `w/ATTEMPT/`, and the "/" of torch's client.
         parts = key.split("/", 3)

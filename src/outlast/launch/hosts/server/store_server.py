@@ -69,8 +69,9 @@ class StoreServer:
         """Gives later clients the keys of this attempt; closes all connections, which are those of
         the workers of the attempt before.
         """
-        self.namespace = self._namespace(attempt)
         self._close_connections("the workers are started again")
+        self._stores.forget_own(self.namespace)
+        self.namespace = self._namespace(attempt)
 
     def fail(self, reason: str) -> None:
         """Stops serving: this host must not act any more. Clients get a `StoreError`."""
