@@ -41,6 +41,8 @@ def trials() -> dict[str, Trial]:
     from .ext4 import try_ext4
     from .failing_calls import try_failing_calls
     from .forged_files import try_forged_files
+    from .hosts.jobs import try_jobs
+    from .hosts.store import try_liveness, try_safety
     from .subjects import checkpointer as c
     from .subjects.elastic_states import JobSubject, RegisteredStates, StateFile
     from .subjects.lightning_pointers import LightningPointers
@@ -76,6 +78,9 @@ def trials() -> dict[str, Trial]:
         "fail:save-recycled": fail(lambda: c.FailingSave("save-recycled", keep=1)),
         "fail:restore": fail(c.FailingRestore),
         "forged:checkpointer": forge,
+        "hosts:safety": try_safety,
+        "hosts:liveness": try_liveness,
+        "hosts:jobs": try_jobs,
     }
 
 
@@ -133,7 +138,7 @@ def _child(name: str, seed: int, seconds: float, most: int | None) -> int:
 
 
 def replay(report: Report) -> str:
-    """The command that runs a trial again, to its end."""
+    """The command that runs a trial again, to its end. (On hosts: the same faults at the same times.)"""
     return (
         f"PYTHONPATH=tests {shlex.quote(sys.executable)} -m torture --only {report.name} "
         f"--seed {report.seed} --once"
@@ -155,6 +160,16 @@ def table(reports: list[Report], base: int) -> str:
     return "\n".join(lines)
 
 
+def _not_possible(names: list[str]) -> dict[str, str]:
+    """The methods among these that cannot be used here, and why."""
+    from . import ext4
+    from .hosts import store
+
+    methods = {"ext4:": ext4.why_not, "hosts:": store.why_not}
+    needed = {m: asked for m, asked in methods.items() if any(n.startswith(m) for n in names)}
+    return {method: why for method, asked in needed.items() if (why := asked())}
+
+
 def main() -> int:
     """The program `python -m torture`; returns its exit code."""
     parser = argparse.ArgumentParser(prog="torture", description=__doc__)
@@ -169,16 +184,14 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         return _child(options.child, options.seed, options.seconds, options.most)
-    from .ext4 import why_not as why_no_mounts
-
     if why := why_not():
         print(f"not possible here: {why}", file=sys.stderr)
         return 2
     only = tuple((options.only or "").split(","))
     names = [name for name in trials() if name.startswith(only)]
-    if (why := why_no_mounts()) and any(name.startswith("ext4:") for name in names):
-        print(f"without ext4: {why}", flush=True)
-        names = [name for name in names if not name.startswith("ext4:")]
+    for method, why in _not_possible(names).items():
+        print(f"without {method} {why}", flush=True)
+        names = [name for name in names if not name.startswith(method)]
     if not names:
         parser.error(f"--only {options.only} is no beginning of one of {', '.join(trials())}")
     slice_s = options.seconds if options.once else min(_SLICE_S, options.seconds)
