@@ -29,7 +29,7 @@ from .failing_calls import Subject as FailingSubject
 
 TESTS = Path(__file__).parents[1]
 _SLICE_S = 25.0
-_NET_S = 300.0
+_NET_S = 600.0
 """How long a trial may take beyond its slice, before it counts as a hang."""
 
 Trial = Callable[[Calls, int, float, "int | None"], Result]

@@ -71,8 +71,8 @@ class Log:
 class Client:
     """Makes random calls, one after another."""
 
-    def __init__(self, settings: Settings, log: Log, name: str) -> None:
-        self._log, self._settings = log, settings
+    def __init__(self, settings: Settings, log: Log, name: str, mix: list[str]) -> None:
+        self._log, self._settings, self._mix = log, settings, mix
         self._name = f"{settings.name}.{settings.number}.{name}"
         self._r = random.Random(f"{settings.seed}/{self._name}")
         self._number = 0
@@ -83,7 +83,7 @@ class Client:
         Raises:
             StoreError: if its outcome is not known.
         """
-        name = self._r.choice(_MIX)
+        name = self._r.choice(self._mix)
         self._one(store, prefix, group, host, name, self._key(name))
         time.sleep(2 * self._settings.pause_s * self._r.random())
 
@@ -128,11 +128,13 @@ _KINDS = {
 }
 _MIX = ["put"] * 3 + ["claim"] * 2 + ["add"] * 2 + ["append"] * 3 + ["read"] * 6
 _MIX += ["delete", "wait_for", "wait_for"]
+_READS = ["read"]
+"""Of one client: on a host that is cut off the first write waits, and no read would be made."""
 
 
 def _worker(settings: Settings, orders: int) -> None:
     """The client process: each order is a line with the group, the host and the port to use."""
-    log, client = Log(settings), Client(settings, Log(settings), "w")
+    log, client = Log(settings), Client(settings, Log(settings), "w", _MIX)
     store: TcpClient | None = None
     group = host = ""
     with selectors.DefaultSelector() as selector:
@@ -239,7 +241,7 @@ def main() -> None:
     os.close(ordered)
     log = Log(settings)
     log.write("start", name=settings.name, pid=os.getpid(), t=log.now())
-    clients = [Client(settings, log, f"a{number}") for number in range(2)]
+    clients = [Client(settings, log, "a", _MIX), Client(settings, log, "r", _READS)]
     while True:
         _take_part(settings, log, clients, orders)
 

@@ -81,8 +81,7 @@ class Hosts:
             pause_s=0.04,
         )
         paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-        env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "TORTURE_CONTROL")}
-        env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
         if (rate := self._rates[host]) != 1.0:
             base = time.monotonic() + self._network[host].clock_offset_s
             env |= clock.environment(self._library, rate, base)
@@ -129,6 +128,8 @@ def one_trial(
     name: str, seed: int, trial: Callable[[Path, random.Random], tuple[int, list[str]]]
 ) -> Result:
     """Makes a trial in a folder of its own, which is kept if it has found a violation."""
+    for variable in ("LD_PRELOAD", "TORTURE_CONTROL"):
+        os.environ.pop(variable, None)  # here, no file-system call is recorded
     folder = Path(tempfile.mkdtemp(prefix="torture-hosts-"))
     try:
         tried, violations = trial(folder, random.Random(f"{name}/{seed}"))
