@@ -1,8 +1,8 @@
 """Random faults of hosts and their network, by seed: planned as a whole, before the first begins.
 
-Kinds: `kill` (the agent is killed and started again), `power` (the host is off for a while), `half`,
-`one-way`, `partial` (one pair) and `flapping` cuts, `pause` (the agent is stopped), `freeze` (the
-whole host is), and `shake` (delay, loss and repetition of packets). They overlap.
+Kinds: `kill` (the agent is killed and started again), `power` (the host is off for a while), cuts
+that are `half`, `one-way`, `partial` (one pair) or `flapping`, `pause` (the agent is stopped),
+`freeze` (the whole host is), and `shake` (delay, loss and repetition of packets). They overlap.
 """
 
 from __future__ import annotations

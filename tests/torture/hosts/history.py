@@ -96,7 +96,7 @@ class History:
             earliest[group] = min(earliest[group], end)
         groups = sorted(latest, key=lambda group: earliest[group])
         return [
-            f"group {one} has acted at {latest[one]:.3f}, and group {other} by {earliest[other]:.3f}"
+            f"group {one} acted at {latest[one]:.3f}, and group {other} by {earliest[other]:.3f}"
             for place, one in enumerate(groups)
             for other in groups[place + 1 :]
             if latest[one] > earliest[other]

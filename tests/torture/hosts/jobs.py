@@ -12,11 +12,13 @@ import itertools
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,11 @@ from . import shaker
 from .faults import Fault, Faults, plan
 from .store import one_trial
 
-FAULTS_S = 25.0
+FAULTS_S = 25
 LAST_STEP = 120
 _END_S = 240.0
 """How long the rest of the training may take once nothing disturbs it: it needs a few seconds, and
 the start of a group, `store.bound_s`."""
-_FREEZES = ("freeze",)
 
 
 class _Agents:
@@ -51,23 +52,23 @@ class _Agents:
 
     def kill(self, host: str) -> None:
         agent = self.running.pop(host).process
-        agent.send_signal(18)  # SIGCONT: `nsenter` must see the end of its child
-        agent.send_signal(9)
+        agent.send_signal(signal.SIGCONT)  # `nsenter` must see the end of its child
+        agent.send_signal(signal.SIGKILL)
         agent.wait()
 
     def pause(self, host: str) -> None:
-        self.running[host].process.send_signal(19)
+        self.running[host].process.send_signal(signal.SIGSTOP)
 
     def resume(self, host: str) -> None:
-        self.running[host].process.send_signal(18)
+        self.running[host].process.send_signal(signal.SIGCONT)
 
 
 def try_jobs(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
-    """One trial."""
-    return one_trial("jobs", seed, _trial)
+    """One trial, with faults for `most` seconds."""
+    return one_trial("jobs", seed, partial(_trial, seconds=most or FAULTS_S))
 
 
-def _trial(folder: Path, r: random.Random) -> tuple[int, list[str]]:
+def _trial(folder: Path, r: random.Random, *, seconds: float) -> tuple[int, list[str]]:
     """One trial: the number of steps that were made, and the violations."""
     names = ["h1", "h2", "h3"]
     found: list[str] = []
@@ -82,12 +83,12 @@ def _trial(folder: Path, r: random.Random) -> tuple[int, list[str]]:
         agents = _Agents(cluster)
         for name in names:
             agents.start(name)
-        planned = plan(r, names, FAULTS_S, LEASE_S)
+        planned = plan(r, names, seconds, LEASE_S)
         (folder / "faults").write_text("\n".join(map(str, planned)))
         faults = Faults(network, shaking, agents, r)
         try:
             cluster.until_step(5)
-            faults.run(planned, FAULTS_S)
+            faults.run(planned, seconds)
             faults.end_all(names)
             cluster.go()
             found += _await_end(agents)
@@ -159,7 +160,7 @@ def check_segments(
     A worker of a frozen host may finish the step whose data it had received before, in the moment
     until it is killed; that step reaches no other rank.
     """
-    frozen = {host for fault in planned if fault.kind in _FREEZES for host in fault.hosts}
+    frozen = {host for fault in planned if fault.kind == "freeze" for host in fault.hosts}
     spans = []
     for (file, host, _), steps in segments.items():
         sure = steps[:-1] if host in frozen else steps
@@ -170,7 +171,9 @@ def check_segments(
         a, b = one[3], other[3]
         same = all(a[name] == b[name] for name in ("iteration", "size")) and a["rank"] != b["rank"]
         if not same and other[0] <= one[1]:
-            found.append(f"two views at a time, until {one[1]:.3f} and from {other[0]:.3f}: {a}, {b}")
+            found.append(
+                f"two views at a time, until {one[1]:.3f} and from {other[0]:.3f}: {a}, {b}"
+            )
     return found
 
 

@@ -6,6 +6,7 @@ this file run as a program, sends each on: late, twice or never.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import heapq
 import os
@@ -101,10 +102,8 @@ def _main(seed: int) -> None:
                 else:
                     return
             while late and late[0][0] <= time.monotonic():
-                try:
+                with contextlib.suppress(OSError):  # the host is gone, or its queue is full
                     os.write(tun, heapq.heappop(late)[2])
-                except OSError:
-                    pass  # as on a line: a host that is gone, or a full queue
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from .host_program import Settings, true_now
 TESTS = Path(__file__).parents[2]
 KEPT = TESTS.parent / "build" / "torture"
 LEASE_S = 2.0
-FAULTS_S = 14.0
+FAULTS_S = 14
 _FIRST_S = 60.0
 _PORT = 29400
 _LOAD = 4
@@ -115,13 +115,13 @@ def why_not() -> str:
 
 
 def try_safety(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
-    """One trial of the safety of the store."""
-    return one_trial("safety", seed, partial(_trial, live=False))
+    """One trial of the safety of the store, with faults for `most` seconds."""
+    return one_trial("safety", seed, partial(_trial, seconds=most or FAULTS_S, live=False))
 
 
 def try_liveness(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
     """One trial of its liveness too."""
-    return one_trial("liveness", seed, partial(_trial, live=True))
+    return one_trial("liveness", seed, partial(_trial, seconds=most or FAULTS_S, live=True))
 
 
 def one_trial(
@@ -144,7 +144,7 @@ def one_trial(
         shutil.rmtree(folder)
 
 
-def _trial(folder: Path, r: random.Random, *, live: bool) -> tuple[int, list[str]]:
+def _trial(folder: Path, r: random.Random, *, seconds: float, live: bool) -> tuple[int, list[str]]:
     """One trial: the number of calls that were made, and the violations."""
     names = [f"h{n + 1}" for n in range(r.choice([3, 5]))]
     history, found = History(folder), []
@@ -159,11 +159,11 @@ def _trial(folder: Path, r: random.Random, *, live: bool) -> tuple[int, list[str
         for name in names:
             hosts.start(name)
         faults = Faults(network, shaking, hosts, r)
-        planned = plan(r, names, FAULTS_S, LEASE_S)
+        planned = plan(r, names, seconds, LEASE_S)
         (folder / "faults").write_text("\n".join(map(str, planned)))
         if (late := _until_all_write(history, names, 0.0, _FIRST_S)) is not None:
             found.append(f"without a fault, {late} within {_FIRST_S} s: {_state(folder)}")
-        faults.run(planned, FAULTS_S)
+        faults.run(planned, seconds)
         if live:
             found += _check_liveness(folder, history, network, faults, r)
         found += [f"the program of {host} has ended: {_state(folder)}" for host in hosts.ended()]
@@ -193,9 +193,7 @@ def _check_liveness(
     return [f"{core} of {network.names} are connected, and {late} in {limit_s} s: {_state(folder)}"]
 
 
-def _until_all_write(
-    history: History, core: list[str], since: float, limit_s: float
-) -> str | None:
+def _until_all_write(history: History, core: list[str], since: float, limit_s: float) -> str | None:
     """Waits until each of these hosts has made a write; what is missing, if it takes too long."""
     deadline = time.monotonic() + limit_s
     while missing := set(core) - history.performed_since(since):
@@ -223,7 +221,9 @@ def _majority(folder: Path, network: Network, r: random.Random) -> list[str]:
         out = frozenset[str]().union(*(known[name].out for name in core))
         groups = everything.merged(Past(out=out)).groups
         if 2 * len(ends & set(core)) > len(ends) and all(
-            half.is_quorum([v for v in half.voters if v in out or _at(v, group, of_address) in core])
+            half.is_quorum(
+                [v for v in half.voters if v in out or _at(v, group, of_address) in core]
+            )
             for group in groups
             for config in (group.committed, *group.accepted)
             for half in (config.voters.new, config.voters.old)
@@ -248,7 +248,9 @@ def _state(folder: Path) -> str:
     """What each host has said last."""
     shown = []
     for path in sorted(folder.glob("*.log")):
-        lines = [x for x in path.read_text().splitlines() if '"call"' not in x and '"done"' not in x]
+        lines = [
+            x for x in path.read_text().splitlines() if '"call"' not in x and '"done"' not in x
+        ]
         shown.append("\n".join([path.stem, *lines[-4:]]))
     for path in sorted(folder.glob("*.out")):
         shown.append(f"{path.name}: {path.read_text(errors='replace')[-1500:]}")

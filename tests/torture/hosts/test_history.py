@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ def _acts(group: str, host: str, *times: float) -> list[dict[str, Any]]:
     return [{"e": "acts", "g": group, "h": host, "t": t} for t in times]
 
 
-def _put(group: str, host: str, begin: float, end: float, number: str = "1") -> list[dict[str, Any]]:
+def _put(
+    group: str, host: str, begin: float, end: float, number: str = "1"
+) -> list[dict[str, Any]]:
     call = {"e": "call", "n": number, "g": group, "h": host, "op": "put", "k": "k", "a": number}
     return [{**call, "t": begin}, {"e": "done", "n": number, "r": None, "t": end}]
 
@@ -27,7 +30,7 @@ def _lost(group: str, host: str, at: float, *, left: bool = False) -> list[dict[
 
 def _violations(folder: Path, *events: list[dict[str, Any]]) -> list[str]:
     history = History(folder)
-    for event in sum(events, []):
+    for event in itertools.chain(*events):
         history.take(event)
     return history.violations()
 
@@ -48,7 +51,11 @@ def test_a_write_is_performed_while_another_group_acts(
 
 @pytest.mark.parametrize(
     ("lost", "allowed"),
-    [(_lost("a", A, 2.5), True), (_lost("a", A, 1.5), False), (_lost("a", A, 1.5, left=True), True)],
+    [
+        (_lost("a", A, 2.5), True),
+        (_lost("a", A, 1.5), False),
+        (_lost("a", A, 1.5, left=True), True),
+    ],
 )
 def test_a_host_acts_although_it_was_declared_lost(
     tmp_path: Path, lost: list[dict[str, Any]], allowed: bool
