@@ -44,6 +44,7 @@ def trials() -> dict[str, Trial]:
     from .forged_files import try_forged_files
     from .subjects import checkpointer as c
     from .subjects.elastic_states import JobSubject, RegisteredStates, StateFile
+    from .subjects.host_record import HostRecord
     from .subjects.lightning_pointers import LightningPointers
     from .subjects.several_ranks import TwoRanks
 
@@ -71,6 +72,7 @@ def trials() -> dict[str, Trial]:
         "crash:states": crash(lambda random: RegisteredStates()),
         "crash:state-file": crash(lambda random: StateFile()),
         "crash:job": crash(lambda random: JobSubject()),
+        "crash:record": crash(lambda random: HostRecord()),
         "ext4:checkpointer": try_ext4,
         "fail:save": fail(lambda: c.FailingSave("save")),
         "fail:save-replaced": fail(lambda: c.FailingSave("save-replaced", replaced=True)),
@@ -82,7 +84,7 @@ def trials() -> dict[str, Trial]:
 
 
 def host_trials() -> dict[str, Trial]:
-    """Those on several hosts. They need no torch in their own process, which takes long to import."""
+    """Those on several hosts. They need no torch in this process: it takes long to import."""
     from .hosts.jobs import try_jobs
     from .hosts.store import try_liveness, try_safety
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from host import _state as process_state
 from network import Network
 
 from hosts.cluster import LEASE_S, TRAIN, Cluster, Started
@@ -34,6 +35,7 @@ from .store import one_trial
 
 FAULTS_S = 25
 LAST_STEP = 120
+_LINGER_S = 60.0
 _END_S = 240.0
 """How long the rest of the training may take once nothing disturbs it: it needs a few seconds, and
 the start of a group, `store.bound_s`."""
@@ -94,7 +96,7 @@ def _trial(folder: Path, r: random.Random, *, seconds: float) -> tuple[int, list
             found += _await_end(agents)
             found += _wrong_weights(cluster, undisturbed)
             if not found:
-                cluster.check_nothing_left()
+                found += _left(network)
         except AssertionError as e:
             found.append(str(e))
         segments = read_segments(cluster.trace, {h.name: h.clock_offset_s for h in network})
@@ -125,6 +127,21 @@ def _await_end(agents: _Agents) -> list[str]:
     said = "\n".join(f"{host}: {each.output[-1500:]}" for host, each in agents.running.items())
     ended = all(code == 0 for code in codes.values())
     return [] if ended else [f"exit codes {codes}, after {_END_S} s at most:\n{said}"]
+
+
+def _left(network: Network) -> list[str]:
+    """Processes that still run; of one that has ended, an entry may stay until it is reaped."""
+    deadline = time.monotonic() + _LINGER_S
+    while True:
+        running = [
+            f"{host.name}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:300]!r}"
+            for host in network
+            for pid in host.pids()
+            if process_state(pid) not in ("", "Z", "X")
+        ]
+        if not running or time.monotonic() > deadline:
+            return [f"processes are left: {running}"] if running else []
+        time.sleep(0.1)
 
 
 def _wrong_weights(cluster: Cluster, undisturbed: subprocess.Popen[str]) -> list[str]:
