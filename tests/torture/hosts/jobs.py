@@ -36,6 +36,7 @@ from .store import one_trial
 FAULTS_S = 25
 LAST_STEP = 120
 _LINGER_S = 60.0
+"""How long processes may take to end after the agents."""
 _END_S = 240.0
 """How long the rest of the training may take once nothing disturbs it: it needs a few seconds, and
 the start of a group, `store.bound_s`."""
@@ -49,7 +50,8 @@ class _Agents:
         self.running: dict[str, Started] = {}
 
     def start(self, host: str) -> None:
-        options = ("--nnodes=2:3", "--replacement-timeout=1", "--max-restarts=1000")
+        # With a minimum of two, the loss of two at a time ends the job, as it must.
+        options = ("--nnodes=1:3", "--replacement-timeout=1", "--max-restarts=1000")
         self.running[host] = self._cluster.agent(host, *options)
 
     def kill(self, host: str) -> None:

@@ -14,7 +14,7 @@ from ..calls import Calls
 
 
 class HostRecord:
-    """A record, in a folder that may not exist. A save is a change; its number is the generation."""
+    """A record, in a folder that may not exist. A save is a change; its number, the generation."""
 
     name = "record"
 
