@@ -126,11 +126,26 @@ class Network:
         """Loses all that these hosts and the other hosts send to each other."""
         self.part(names, [name for name in self._numbers if name not in names])
 
+    def mend(self, source: str, target: str) -> None:
+        """Undoes the cut of one direction."""
+        if (source, target) in self._cuts:
+            self._cuts.remove((source, target))
+            self._switch.ip(f"rule delete {self._direction(source, target)}")
+
     def heal(self) -> None:
         """Undoes all cuts."""
-        for source, target in self._cuts:
-            self._switch.ip(f"rule delete {self._direction(source, target)}")
-        self._cuts.clear()
+        for source, target in list(self._cuts):
+            self.mend(source, target)
+
+    @property
+    def cuts(self) -> frozenset[tuple[str, str]]:
+        """The directions that are cut: source and target."""
+        return frozenset(self._cuts)
+
+    @property
+    def switch(self) -> Namespaces:
+        """What connects the hosts."""
+        return self._switch
 
     # ---------------------------------------------------------------------------- private
 

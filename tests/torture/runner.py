@@ -28,8 +28,9 @@ from .crash_states import Subject as CrashSubject
 from .failing_calls import Subject as FailingSubject
 
 TESTS = Path(__file__).parents[1]
+_HOSTS = "hosts:"
 _SLICE_S = 25.0
-_NET_S = 300.0
+_NET_S = 600.0
 """How long a trial may take beyond its slice, before it counts as a hang."""
 
 Trial = Callable[[Calls, int, float, "int | None"], Result]
@@ -43,6 +44,7 @@ def trials() -> dict[str, Trial]:
     from .forged_files import try_forged_files
     from .subjects import checkpointer as c
     from .subjects.elastic_states import JobSubject, RegisteredStates, StateFile
+    from .subjects.host_record import HostRecord
     from .subjects.lightning_pointers import LightningPointers
     from .subjects.several_ranks import TwoRanks
 
@@ -70,12 +72,26 @@ def trials() -> dict[str, Trial]:
         "crash:states": crash(lambda random: RegisteredStates()),
         "crash:state-file": crash(lambda random: StateFile()),
         "crash:job": crash(lambda random: JobSubject()),
+        "crash:record": crash(lambda random: HostRecord()),
         "ext4:checkpointer": try_ext4,
         "fail:save": fail(lambda: c.FailingSave("save")),
         "fail:save-replaced": fail(lambda: c.FailingSave("save-replaced", replaced=True)),
         "fail:save-recycled": fail(lambda: c.FailingSave("save-recycled", keep=1)),
         "fail:restore": fail(c.FailingRestore),
         "forged:checkpointer": forge,
+        **host_trials(),
+    }
+
+
+def host_trials() -> dict[str, Trial]:
+    """Those on several hosts. They need no torch in this process: it takes long to import."""
+    from .hosts.jobs import try_jobs
+    from .hosts.store import try_liveness, try_safety
+
+    return {
+        "hosts:safety": try_safety,
+        "hosts:liveness": try_liveness,
+        "hosts:jobs": try_jobs,
     }
 
 
@@ -124,19 +140,23 @@ def run_trial(
 
 
 def _child(name: str, seed: int, seconds: float, most: int | None) -> int:
-    initialize()
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(seconds + _NET_S, exit=True)
-    result = trials()[name](Calls.attached(), seed, time.monotonic() + seconds, most)
+    on_hosts = name.startswith(_HOSTS)
+    if not on_hosts:
+        initialize()
+    result = (host_trials() if on_hosts else trials())[name](
+        Calls.attached(), seed, time.monotonic() + seconds, most
+    )
     print(json.dumps(dataclasses.asdict(result)), flush=True)
     return 0
 
 
-def replay(report: Report) -> str:
-    """The command that runs a trial again, to its end."""
+def replay(report: Report, most: int | None = None) -> str:
+    """The command that runs a trial again, to its end; on hosts, with the same planned faults."""
     return (
         f"PYTHONPATH=tests {shlex.quote(sys.executable)} -m torture --only {report.name} "
-        f"--seed {report.seed} --once"
+        f"--seed {report.seed} --once" + (f" --most {most}" if most else "")
     )
 
 
@@ -155,6 +175,16 @@ def table(reports: list[Report], base: int) -> str:
     return "\n".join(lines)
 
 
+def _not_possible(names: list[str]) -> dict[str, str]:
+    """The methods among these that cannot be used here, and why."""
+    from . import ext4
+    from .hosts import store
+
+    methods = {"ext4:": ext4.why_not, _HOSTS: store.why_not}
+    needed = {m: asked for m, asked in methods.items() if any(n.startswith(m) for n in names)}
+    return {method: why for method, asked in needed.items() if (why := asked())}
+
+
 def main() -> int:
     """The program `python -m torture`; returns its exit code."""
     parser = argparse.ArgumentParser(prog="torture", description=__doc__)
@@ -163,22 +193,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", help="names of trials that begin so, with commas between them")
     parser.add_argument("--once", action="store_true", help="each trial once, to its end")
-    parser.add_argument("--most", type=int, help="states or failures of a trial")
+    parser.add_argument("--most", type=int, help="states, failures or seconds of a trial")
     parser.add_argument("--markdown", type=Path, help="also writes the table to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return _child(options.child, options.seed, options.seconds, options.most)
-    from .ext4 import why_not as why_no_mounts
-
     if why := why_not():
         print(f"not possible here: {why}", file=sys.stderr)
         return 2
     only = tuple((options.only or "").split(","))
-    names = [name for name in trials() if name.startswith(only)]
-    if (why := why_no_mounts()) and any(name.startswith("ext4:") for name in names):
-        print(f"without ext4: {why}", flush=True)
-        names = [name for name in names if not name.startswith("ext4:")]
+    known = host_trials() if all(name.startswith(_HOSTS) for name in only) else trials()
+    names = [name for name in known if name.startswith(only)]
+    for method, why in _not_possible(names).items():
+        print(f"without {method} {why}", flush=True)
+        names = [name for name in names if not name.startswith(method)]
     if not names:
         parser.error(f"--only {options.only} is no beginning of one of {', '.join(trials())}")
     slice_s = options.seconds if options.once else min(_SLICE_S, options.seconds)
@@ -197,7 +226,7 @@ def main() -> int:
         for text in report.violations[:5]:
             print(f"    {text}", flush=True)
         if report.violations:
-            print(f"    replay: {replay(report)}", flush=True)
+            print(f"    replay: {replay(report, options.most)}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         number = 0

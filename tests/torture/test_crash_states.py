@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
                 "states",
                 "state-file",
                 "job",
+                "record",
                 "lightning-epochs",
                 "lightning-last",
             )

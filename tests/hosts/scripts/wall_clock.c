@@ -1,8 +1,11 @@
-/* A preloaded library that moves the wall clock of its processes, and no other clock.
+/* A preloaded library that moves the wall clock of its processes, or changes the rate of the others.
  *
  * The file named by WALL_CLOCK_FILE holds how many seconds the clock is ahead, as a 64-bit integer in
  * the machine's byte order; a change takes effect at once. Deadlines by this clock are moved back
  * when a wait begins.
+ *
+ * With MONOTONIC_RATE, the monotonic and the boot-time clock run at this rate from MONOTONIC_BASE
+ * seconds on. CLOCK_MONOTONIC_RAW stays true. A wait for a span (of epoll, say) stays a true one.
  *
  * libfaketime does this too, but its clock_nanosleep (0.9.10, of Debian 12) fails for the monotonic
  * clock with EINVAL unless it fakes that one as well, so that Python's time.sleep fails.
@@ -21,8 +24,14 @@
 
 static volatile int64_t none;
 static volatile int64_t *ahead = &none;
+static long double rate = 1, base_ns = 0;
 
 __attribute__((constructor)) static void open_file(void) {
+    const char *rate_text = getenv("MONOTONIC_RATE"), *base_text = getenv("MONOTONIC_BASE");
+    if (rate_text && base_text) {
+        rate = strtold(rate_text, NULL);
+        base_ns = strtold(base_text, NULL) * 1e9L;
+    }
     const char *path = getenv("WALL_CLOCK_FILE");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0)
@@ -37,10 +46,23 @@ static int is_wall(clockid_t clock) {
     return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE;
 }
 
+static int has_rate(clockid_t clock) {
+    return rate != 1 && (clock == CLOCK_MONOTONIC || clock == CLOCK_MONOTONIC_COARSE ||
+                         clock == CLOCK_BOOTTIME);
+}
+
+/* The time at which a clock shows `at` if it runs `factor` times as fast from the base on. */
+static struct timespec scaled(const struct timespec *at, long double factor) {
+    int64_t ns = (int64_t)(base_ns + (at->tv_sec * 1e9L + at->tv_nsec - base_ns) * factor);
+    return (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+}
+
 static struct timespec real(clockid_t clock, const struct timespec *deadline) {
     struct timespec moved = *deadline;
     if (is_wall(clock))
         moved.tv_sec -= *ahead;
+    else if (has_rate(clock))
+        moved = scaled(deadline, 1 / rate);
     return moved;
 }
 
@@ -57,6 +79,8 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
     int failed = system_gettime(clock, now);
     if (!failed && is_wall(clock))
         now->tv_sec += *ahead;
+    else if (!failed && has_rate(clock))
+        *now = scaled(now, rate);
     return failed;
 }
 

@@ -7,6 +7,7 @@ before this host acts on what it says, and removed when the host has left its gr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -150,7 +151,10 @@ def _make_private(folder: Path) -> None:
     Raises:
         PermissionError: if another user has made it.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    # Also a folder that is there: who has made it may have ended before its name was durable.
+    fsync_folder(folder.parent)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a private folder of this user")

@@ -1,0 +1,257 @@
+"""Store histories: real agents' groups in network namespaces, random calls on their store, and
+random faults; see `history` for what is checked.
+
+In the *live* mode, a majority of the hosts is connected at the end and all others stay cut off or
+without power. Each host of the majority must then perform a write within `bound_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from host import HostProcess
+from network import Network, unavailable
+
+from outlast.coordination.replicated.timing import Timing
+from outlast.launch.hosts.replicated.past import Group, Past
+
+from ..calls import Calls
+from ..crash_states import Result
+from . import clock, shaker
+from .faults import Faults, plan
+from .history import History
+from .host_program import Settings, true_now
+
+TESTS = Path(__file__).parents[2]
+KEPT = TESTS.parent / "build" / "torture"
+LEASE_S = 2.0
+FAULTS_S = 14
+_FIRST_S = 60.0
+_PORT = 29400
+_LOAD = 4
+"""How much slower than an idle machine this one may be."""
+
+
+def bound_s(lease_s: float) -> float:
+    """How long a connected majority may take, on an idle machine. In the worst case: its leases of
+    the old group end; what was last founded is over, and its leases too, before endpoints found
+    another; and the address of each host is free again. Each takes as long as a host may be silent.
+    One more for what was sent into a cut and is sent again, and one for the election.
+    """
+    return 5 * Timing(lease=lease_s).lost_after
+
+
+class Hosts:
+    """The host programs of a trial; see `faults.Agents`."""
+
+    def __init__(self, network: Network, folder: Path, seed: int, library: str) -> None:
+        self._network, self._folder, self._seed = network, folder, seed
+        self._processes: dict[str, HostProcess] = {}
+        self._starts = 0
+        self._library = library
+        r = random.Random(f"rates/{seed}")
+        # The product promises to stand rates that differ by a fifth.
+        slow = library and r.random() < 0.6
+        self._rates = {n: r.choice([0.92, 1.0, 1.09]) if slow else 1.0 for n in network.names}
+
+    def start(self, host: str) -> None:
+        self._starts += 1
+        settings = Settings(
+            name=host,
+            number=self._starts,
+            seed=self._seed,
+            endpoints=[(name, _PORT) for name in self._network.names[:3]],
+            lease_s=LEASE_S,
+            record_dir=str(self._folder / "records" / host),
+            log=str(self._folder / f"{host}.log"),
+            clock_offset_s=self._network[host].clock_offset_s,
+            pause_s=0.04,
+        )
+        paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
+        if (rate := self._rates[host]) != 1.0:
+            base = time.monotonic() + self._network[host].clock_offset_s
+            env |= clock.environment(self._library, rate, base)
+        command = [sys.executable, "-m", "torture.hosts.host_program"]
+        command.append(json.dumps(dataclasses.asdict(settings)))
+        with (self._folder / f"{host}.out").open("ab") as out:
+            self._processes[host] = self._network[host].start(
+                command, env, self._folder, stdout=out, stderr=out
+            )
+
+    def kill(self, host: str) -> None:
+        process = self._processes[host]
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def pause(self, host: str) -> None:
+        self._processes[host].send_signal(signal.SIGSTOP)
+
+    def resume(self, host: str) -> None:
+        self._processes[host].send_signal(signal.SIGCONT)
+
+    def ended(self) -> list[str]:
+        """The hosts that are on and whose program has ended by itself."""
+        return [h.name for h in self._network if self._processes[h.name].poll() is not None]
+
+
+def why_not() -> str:
+    """Why there can be no such trial here; an empty string if there can."""
+    return unavailable()
+
+
+def try_safety(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
+    """One trial of the safety of the store, with faults for `most` seconds."""
+    return one_trial("safety", seed, partial(_trial, seconds=most or FAULTS_S, live=False))
+
+
+def try_liveness(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
+    """One trial of its liveness too."""
+    return one_trial("liveness", seed, partial(_trial, seconds=most or FAULTS_S, live=True))
+
+
+def one_trial(
+    name: str, seed: int, trial: Callable[[Path, random.Random], tuple[int, list[str]]]
+) -> Result:
+    """Makes a trial in a folder of its own, which is kept if it has found a violation."""
+    for variable in ("LD_PRELOAD", "TORTURE_CONTROL"):
+        os.environ.pop(variable, None)  # here, no file-system call is recorded
+    folder = Path(tempfile.mkdtemp(prefix="torture-hosts-"))
+    try:
+        tried, violations = trial(folder, random.Random(f"{name}/{seed}"))
+        if violations:
+            kept = KEPT / f"hosts-{name}-{seed}"
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept)
+            (kept / "violations").write_text("\n\n".join(violations))
+            violations = [f"{text[:3000]}\n    logs: {kept}" for text in violations]
+        return Result(tried, violations)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _trial(folder: Path, r: random.Random, *, seconds: float, live: bool) -> tuple[int, list[str]]:
+    """One trial: the number of calls that were made, and the violations."""
+    names = [f"h{n + 1}" for n in range(r.choice([3, 5]))]
+    history, found = History(folder), []
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(names))
+        shaking = None
+        if not shaker.why_not():
+            shaking = shaker.Shaker(network, r.randrange(1 << 30))
+            stack.callback(shaking.close)
+        library = stack.enter_context(clock.library())
+        hosts = Hosts(network, folder, r.randrange(1 << 30), library)
+        for name in names:
+            hosts.start(name)
+        faults = Faults(network, shaking, hosts, r)
+        planned = plan(r, names, seconds, LEASE_S)
+        (folder / "faults").write_text("\n".join(map(str, planned)))
+        if (late := _until_all_write(history, names, 0.0, _FIRST_S)) is not None:
+            found.append(f"without a fault, {late} within {_FIRST_S} s: {_state(folder)}")
+        faults.run(planned, seconds)
+        if live:
+            found += _check_liveness(folder, history, network, faults, r)
+        found += [f"the program of {host} has ended: {_state(folder)}" for host in hosts.ended()]
+    history.read()
+    found += history.violations()
+    return len(history.calls), found
+
+
+def _check_liveness(
+    folder: Path, history: History, network: Network, faults: Faults, r: random.Random
+) -> list[str]:
+    """Heals only a connected majority, and requires progress of each of its hosts."""
+    faults.isolate_all()
+    time.sleep(0.2)  # what is on its way arrives
+    core = _majority(folder, network, r)
+    for name in network.names:
+        if name not in core and network[name].on and r.random() < 0.5:
+            network[name].power_off()
+    began = true_now(0.0)
+    faults.end_all(core)
+    limit_s = _LOAD * bound_s(LEASE_S)
+    late = _until_all_write(history, core, began, limit_s)
+    took_s = true_now(0.0) - began
+    (folder / "liveness").write_text(f"{core} of {network.names}: {took_s:.1f} s\n")
+    if late is None:
+        return []
+    return [f"{core} of {network.names} are connected, and {late} in {limit_s} s: {_state(folder)}"]
+
+
+def _until_all_write(history: History, core: list[str], since: float, limit_s: float) -> str | None:
+    """Waits until each of these hosts has made a write; what is missing, if it takes too long."""
+    deadline = time.monotonic() + limit_s
+    while missing := set(core) - history.performed_since(since):
+        if time.monotonic() > deadline:
+            return f"{', '.join(sorted(missing))} has made no write"
+        time.sleep(0.1)
+        history.read()
+    return None
+
+
+def _majority(folder: Path, network: Network, r: random.Random) -> list[str]:
+    """A majority that can go on: of the hosts, of the endpoints, and of the voters of every group
+    that may still act as far as the records of its own hosts say. Silence of a voter proves
+    nothing; so without a majority of the voters nobody may go on, by design.
+    """
+    names = list(network.names)
+    ends = set(names[:3])
+    of_address = {network.address(name): name for name in names}
+    known = {name: _past(folder / "records" / name) for name in names}
+    everything = Past()
+    for past in known.values():
+        everything = everything.merged(Past(past.groups))
+    for _ in range(20):
+        core = sorted(r.sample(names, len(names) // 2 + 1))
+        out = frozenset[str]().union(*(known[name].out for name in core))
+        groups = everything.merged(Past(out=out)).groups
+        if 2 * len(ends & set(core)) > len(ends) and all(
+            half.is_quorum(
+                [v for v in half.voters if v in out or _at(v, group, of_address) in core]
+            )
+            for group in groups
+            for config in (group.committed, *group.accepted)
+            for half in (config.voters.new, config.voters.old)
+            if half is not None
+        ):
+            return core
+    return names
+
+
+def _at(voter: str, group: Group, of_address: dict[str, str]) -> str:
+    address, _ = group.addresses.get(voter, ("", 0))
+    return of_address.get(address, "")
+
+
+def _past(folder: Path) -> Past:
+    for path in folder.glob("*.json"):
+        return msgspec.convert(json.loads(path.read_bytes())["past"], Past)
+    return Past()
+
+
+def _state(folder: Path) -> str:
+    """What each host has said last."""
+    shown = []
+    for path in sorted(folder.glob("*.log")):
+        lines = [
+            x for x in path.read_text().splitlines() if '"call"' not in x and '"done"' not in x
+        ]
+        shown.append("\n".join([path.stem, *lines[-4:]]))
+    for path in sorted(folder.glob("*.out")):
+        shown.append(f"{path.name}: {path.read_text(errors='replace')[-1500:]}")
+    return "\n".join(shown)
