@@ -52,7 +52,7 @@ class FoundingSchedule:
     delays: float = 0.0
     latency_s: float = 0.01
     faults_s: float = 10.0
-    timing: Timing = VariedTiming()
+    timing: Timing = dataclasses.field(default_factory=VariedTiming)
 
     @classmethod
     def of(cls, seed: int) -> FoundingSchedule:

@@ -16,14 +16,14 @@ Why two groups never act at the same time:
   an endpoint that granted the last one. That endpoint knows the group, and does not grant until it
   is over.
 
-A candidate may die with grants. Nothing that an endpoint can see by itself shows that the group was
-not founded, or that it took nobody in: the end of a connection, even one that the candidate's kernel
-has closed, also follows a handshake whose answer was lost while the candidate lives. So the
+A candidate may die with grants. Nothing that an endpoint can see by itself shows that the group
+was not founded, or that it took nobody in: the end of a connection, even one that the candidate's
+kernel has closed, also follows a handshake whose answer was lost while the candidate lives. So the
 endpoints wait for news from its address, and say so. This cannot be avoided: to an endpoint, a
 candidate that died before it heard of its last grant, and one that founded the group and is cut off
 with it, are the same. But it is rare. A candidate first asks who *would* grant, which binds nobody,
-and asks for grants only when these are a quorum: the wait for the other endpoints, which may be long,
-leaves nothing behind; what remains is the time between the first grant and the first announcement.
+and asks for grants only when these are a quorum: the wait for the other endpoints, which may be
+long, leaves nothing behind; what remains is the time between the first grant and the first announcement.
 
 What remains for two groups: endpoints that have lost the record with their disk, or have removed it
 because they left the group in order. Then the older group survives when they meet.

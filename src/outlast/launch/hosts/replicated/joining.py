@@ -223,7 +223,9 @@ class Joining:
         if founding.founds():
             self._end(self._founded)
         elif founding.candidate(now):
-            self._tell_endpoints(AskGrant(self._own, founding.attempt, self._record.past, founding.sure(now)))
+            self._tell_endpoints(
+                AskGrant(self._own, founding.attempt, self._record.past, founding.sure(now))
+            )
 
     def _tell_endpoints(self, message: Message) -> None:
         for index, endpoint in enumerate(self.endpoints):

@@ -64,8 +64,8 @@ class Member(_Message, frozen=True):
 
 
 class AskGrant(_Message, frozen=True):
-    """Endpoint `endpoint` wants to found the group; `attempt` counts its attempts. Unless `sure`, it
-    only asks whether the receiver would grant.
+    """Endpoint `endpoint` wants to found the group; `attempt` counts its attempts. Unless `sure`,
+    it only asks whether the receiver would grant.
     """
 
     endpoint: int
