@@ -23,7 +23,7 @@ endpoints wait for news from its address, and say so. This cannot be avoided: to
 candidate that died before it heard of its last grant, and one that founded the group and is cut off
 with it, are the same. But it is rare. A candidate first asks who *would* grant, which binds nobody,
 and asks for grants only when these are a quorum: the wait for the other endpoints, which may be
-long, leaves nothing behind; what remains is the time between the first grant and the first announcement.
+long, leaves nothing behind; what remains is from the first grant to the first announcement.
 
 What remains for two groups: endpoints that have lost the record with their disk, or have removed it
 because they left the group in order. Then the older group survives when they meet.

@@ -291,8 +291,8 @@ class Membership:
             return
         if not self.directory.known:
             return  # it asks again
-        # One that was lost before it heard of its admission never comes back under its id. Told now,
-        # it has no lease, and joins again as another host.
+        # One that was lost before it heard of its admission never comes back under its id. Told
+        # now, it has no lease, and joins again as another host.
         lost = any(gone.host.id == candidate.id for gone in self.directory.gone)
         if lost or candidate.id in self.directory.hosts:
             self._admit(peer)
