@@ -334,7 +334,7 @@ def test_a_program_that_opens_many_connections_does_not_push_out_others() -> Non
         listener = socket.create_server(("127.0.0.1", 0))
         nothing: Any = lambda *_: None  # noqa: E731
         peers = peer_connections.PeerConnections(
-            loop, Hello(PROTOCOL, "r", me), listener, 600.0, nothing, nothing, nothing, RIGHT
+            loop, Hello(PROTOCOL, "r", me), listener, 600.0, nothing, nothing, RIGHT
         )
         stack.callback(peers.close)
         where = listener.getsockname()

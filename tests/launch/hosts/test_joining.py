@@ -35,7 +35,6 @@ class Peer:
     def __init__(self, index: int, port: int = 29400, name: str = "") -> None:
         name = name or f"h{index}"
         self.host = HostInfo(id=name, name=name, address=f"10.0.0.{index}", port=port)
-        self.connection = SimpleNamespace(ended_by_peer=False)
         self.got: list[Message] = []
 
     def send(self, message: Message) -> None:
@@ -73,9 +72,6 @@ class Third:
     def receive(self, peer: Any, message: Message) -> None:
         self.joining.receive(peer, message)
 
-    def ended(self, peer: Any) -> None:
-        self.joining.ended(peer)
-
     def advance(self, seconds: float) -> None:
         self._clock.advance(seconds)
         self._loop.call_later(0.0, lambda: None)
@@ -91,21 +87,35 @@ def third() -> Iterator[Third]:
         third.joining.close()
 
 
-def test_a_grant_is_released_when_its_holder_has_ended(third: Third) -> None:
-    first, second = Peer(0), Peer(1)
-    third.receive(second, AskGrant(1, 1, Past()))
-    assert second.got == [Grant(2, 1)]
-    third.ended(second)  # the network fails: the holder may have founded the group
-    third.advance(10 * SILENCE_S)
-    third.receive(first, AskGrant(0, 1, Past()))
-    assert first.got == []
-    second.connection.ended_by_peer = True
-    third.ended(second)
-    third.receive(first, AskGrant(0, 1, Past()))
-    assert first.got == []  # it would have announced its group by now only if it lived
+def test_a_grant_is_kept_until_the_address_of_its_holder_tells_news(third: Third) -> None:
+    first, second, restarted = Peer(0), Peer(1), Peer(1)
+    third.receive(first, AskGrant(0, 1, Past(), sure=False))  # binds nobody
+    third.receive(second, AskGrant(1, 1, Past(), sure=False))
+    third.receive(second, AskGrant(1, 1, Past(), sure=True))
+    assert second.got == [Grant(2, 1, sure=False), Grant(2, 1, sure=True)]
+    third.advance(10 * LOST_AFTER_S)
+    for sure in (False, True):
+        third.receive(first, AskGrant(0, 1, Past(), sure))
+    assert first.got == [Grant(2, 1, sure=False)]
+    assert "waits for 10.0.0.1:29400" in third.joining.problem()
+    restarted.host = HostInfo(id="again", name="h1", address="10.0.0.1", port=29400)
+    third.receive(restarted, Find(Past(out=frozenset(["h1"]))))
+    third.receive(first, AskGrant(0, 1, Past(), sure=True))
+    assert first.got[1:] == [Grant(2, 1, sure=True)]
+
+
+def test_a_candidate_asks_for_grants_when_a_quorum_would_give_them(third: Third) -> None:
     third.advance(LOST_AFTER_S)
-    third.receive(first, AskGrant(0, 1, Past()))
-    assert first.got == [Grant(2, 1)]
+
+    def asked() -> list[bool]:
+        return [m.sure for where, m in third.sent if isinstance(m, AskGrant)]
+
+    assert set(asked()) == {False}
+    third.receive(Peer(1), Grant(1, 1, sure=False))
+    assert asked()[-1]
+    assert third.results == []
+    third.receive(Peer(1), Grant(1, 1, sure=True))
+    assert third.results == ["founded"]
 
 
 def test_news_of_a_group_ends_the_founding(third: Third) -> None:

@@ -8,4 +8,6 @@ its seed; to replay it::
     from outlast.testing.hosts.simulate import simulate_hosts
 
     simulate_hosts(4711)
+
+`outlast.testing.hosts.founding` does the same for launchers that found and join groups.
 """

@@ -11,9 +11,6 @@ In every step it checks what must hold:
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +24,7 @@ from outlast.coordination.replicated.timing import Timing
 from outlast.testing.hosts.history import FOREVER, Model, check
 from outlast.testing.hosts.schedule import HostSchedule
 from outlast.testing.hosts.simulated_host import SimulatedHost
+from outlast.testing.hosts.world import World
 
 SETTLE_S = 40.0
 
@@ -48,38 +46,18 @@ class HostsResult:
     events: int
 
 
-class HostSimulation:
-    """The network, the clocks, and the hosts. Events happen in the order of one true time."""
+class HostSimulation(World):
+    """The network, the clocks, and the hosts."""
 
     def __init__(self, seed: int, schedule: HostSchedule) -> None:
-        self.random = random.Random(seed)
+        super().__init__(seed)
         self.schedule = schedule
         self.timing: Timing = schedule.timing
-        self.now = 0.0
         self.hosts: dict[str, SimulatedHost] = {}
         self.committed: list[tuple[int, Change]] = []
         self.model = Model()
-        self.cut: set[tuple[str, str]] = set()
         self.leaders: set[tuple[int, str]] = set()
-        self.sometimes: Counter[str] = Counter()
-        self.events = 0
-        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._count = 0
         self._started = 0
-
-    def at(self, when: float, what: Callable[..., object], *args: Any) -> None:
-        """Plans an event."""
-        self._count += 1
-        heapq.heappush(self._queue, (when, self._count, what, args))
-
-    def run(self, until: float) -> None:
-        """Lets all events happen up to a time."""
-        queue = self._queue
-        while queue and queue[0][0] <= until:
-            self.now, _, what, args = heapq.heappop(queue)
-            self.events += 1
-            what(*args)
-        self.now = until
 
     # ------------------------------------------------------------------ hosts
     def start_host(self, founding: bool = False) -> SimulatedHost:
@@ -186,10 +164,6 @@ class HostSimulation:
             host.go_on()
 
     # ------------------------------------------------------------------ what must hold
-    def must(self, holds: bool, what: str) -> None:
-        """Ends the run if an invariant is broken."""
-        assert holds, f"{what} (at {self.now:.3f} s)"
-
     def saw_leader(self, host: SimulatedHost, term: int) -> None:
         """A leader acts: no other may."""
         self.leaders.add((term, host.name))

@@ -61,7 +61,6 @@ class Connection:
     ) -> None:
         self.limit = STRANGER_BYTES
         self.not_proved = ""  # why the handshake has failed, if the secrets are not the same
-        self.ended_by_peer = False  # its kernel closed the connection, so its process ended
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
@@ -174,11 +173,9 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as e:
-            self.ended_by_peer = isinstance(e, ConnectionResetError)
             self._end(_reason(e))
             return
         if not data:
-            self.ended_by_peer = True
             self._end("the connection was closed")
             return
         if self.not_proved:

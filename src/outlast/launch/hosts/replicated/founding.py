@@ -3,8 +3,8 @@
 An endpoint is *fresh* while it knows of no group. It becomes a candidate when it has heard nothing
 of a group for a while (a living group announces itself to the endpoints more often), no endpoint
 with a lower index is fresh, and every group that the run had before is known to be over (`past`).
-A candidate founds the group with the grants of a quorum of the endpoints, its own included. A grant
-tells the candidate's past as well, and is given only if all groups in it are over.
+A candidate founds the group with the grants of a quorum of the endpoints, its own included. To ask
+for a grant tells the candidate's past as well, and it is given only if all groups in it are over.
 
 Why two groups never act at the same time:
 
@@ -16,12 +16,17 @@ Why two groups never act at the same time:
   an endpoint that granted the last one. That endpoint knows the group, and does not grant until it
   is over.
 
-What remains: the kernel of the candidate's host has closed its connection, so its process has
-ended; a group that it had to itself has ended with it, and the endpoint may grant again when it has
-heard of no group for `lost_after`. If the candidate had taken in others within the half second
-before its first announcement, and the network is cut between these and the endpoint ever since,
-there are two groups until it heals: then the older one survives. The same holds for an endpoint
-whose disk is lost.
+A candidate may die with grants. Nothing that an endpoint can see by itself shows that the group
+was not founded, or that it took nobody in: the end of a connection, even one that the candidate's
+kernel has closed, also follows a handshake whose answer was lost while the candidate lives. So the
+endpoints wait for news from its address, and say so. This cannot be avoided: to an endpoint, a
+candidate that died before it heard of its last grant, and one that founded the group and is cut off
+with it, are the same. But it is rare. A candidate first asks who *would* grant, which binds nobody,
+and asks for grants only when these are a quorum: the wait for the other endpoints, which may be
+long, leaves nothing behind; what remains is from the first grant to the first announcement.
+
+What remains for two groups: endpoints that have lost the record with their disk, or have removed it
+because they left the group in order. Then the older group survives when they meet.
 """
 
 from __future__ import annotations
@@ -80,6 +85,7 @@ class Founding:
         self._fresh: dict[int, float] = {}
         self._given: _Given | None = None
         self._grants: set[int] = set()
+        self._would: dict[int, float] = {}
         self.attempt = 1
 
     def heard_of_group(self, now: float) -> None:
@@ -127,6 +133,28 @@ class Founding:
             self._given = _Given(self._own, self.attempt, self._me)
         granted = {str(index) for index in {*self._grants, self._own}}
         return self._given.host == self._me and self._quorum.is_quorum(granted)
+
+    def would_get(self, endpoint: int, now: float) -> bool:
+        """`endpoint` would grant; whether enough do to ask for grants."""
+        self._would[endpoint] = now
+        return self.sure(now)
+
+    def sure(self, now: float) -> bool:
+        """Whether this candidate asks for grants, or only who would grant. Once it has one, it has
+        nothing to lose.
+        """
+        would = {index for index, heard in self._would.items() if now - heard < STALE_S}
+        named = {str(index) for index in {*would, *self._grants, self._own}}
+        return bool(self._grants) or self._quorum.is_quorum(named)
+
+    def would_grant(
+        self, endpoint: int, attempt: int, host: str, address: tuple[str, int], past: Past
+    ) -> bool:
+        """Whether `asked` would return `True` now."""
+        given = self._given
+        if given is not None and given.host != host:
+            return False
+        return not self._record.past.without_group(host).merged(past).groups
 
     def asked(
         self, endpoint: int, attempt: int, host: str, address: tuple[str, int], past: Past

@@ -64,29 +64,12 @@ class ReplicatedGroup:
         limit = time.monotonic() + self._spec.join_limit_s
         try:
             endpoints = self._resolved(limit)
-            place = listen(endpoints, self._spec.local_addr)
             if self._page is None:
                 self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
             self._page.renew(0.0, term=0)  # none is held yet, and no worker runs
-            folder = self._spec.conf.get("record_dir", "")
-            record = self._record = open_record(
-                self._spec.run_id, self._spec.endpoints, place.address, folder
-            )
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            service = HostService(
-                self._spec.run_id,
-                self._describe(),
-                endpoints,
-                place,
-                self._timing,
-                self._page,
-                self._wake,
-                record,
-                self._spec.secret,
-            )
-            self._service = service
-            service.start()
-            self._await_join(service, endpoints, limit)
+            while not self._await_join(self._serve(endpoints, self._page), endpoints, limit):
+                pass  # as another host
             self._wake()  # the first state, of which `_await_join` has taken the event
         except BaseException:
             self.close(leave=True)
@@ -154,10 +137,39 @@ class ReplicatedGroup:
             settings=settings,
         )
 
-    def _await_join(self, service: HostService, endpoints: list[Endpoint], limit: float) -> None:
+    def _serve(self, endpoints: list[Endpoint], page: LeasePage) -> HostService:
+        place = listen(endpoints, self._spec.local_addr)
+        if self._record is None:
+            folder = self._spec.conf.get("record_dir", "")
+            run = self._spec.run_id, self._spec.endpoints
+            self._record = open_record(*run, place.address, folder)
+        service = self._service = HostService(
+            self._spec.run_id,
+            self._describe(),
+            endpoints,
+            place,
+            self._timing,
+            page,
+            self._wake,
+            self._record,
+            self._spec.secret,
+        )
+        service.start()
+        return service
+
+    def _await_join(self, service: HostService, endpoints: list[Endpoint], limit: float) -> bool:
+        """Returns whether this host has joined, or `False` if it must join again.
+
+        Raises:
+            LaunchError: if it cannot join.
+        """
         look = time.monotonic() + _LOOK_S
         say_at, said = time.monotonic() + _SAY_S, ""
         while not service.joined:
+            if service.error is not None and service.joins_again():
+                self._spec.say(f"{service.error}; it looks for the group again")
+                service.close(leave=False)
+                return False
             if service.error is not None:
                 raise LaunchError(f"cannot join run {self._spec.run_id!r}: {service.error}")
             now = time.monotonic()
@@ -175,6 +187,7 @@ class ReplicatedGroup:
                 look = now + _LOOK_S
                 self._resolve_again(service, endpoints)
             self._sleep(min(limit, look) - now)
+        return True
 
     def _resolve_again(self, service: HostService, endpoints: list[Endpoint]) -> None:
         unknown = [i for i, e in enumerate(endpoints) if e.address is None]

@@ -124,13 +124,17 @@ class Joining:
         elif isinstance(message, AskGrant):
             self._learn(peer, message.past)
             address = (peer.host.address, peer.host.port)
-            if founding is not None and founding.asked(
-                message.endpoint, message.attempt, peer.host.id, address, message.past
-            ):
-                peer.send(Grant(self._own, message.attempt))
+            if founding is None:
+                return
+            asked = message.endpoint, message.attempt, peer.host.id, address, message.past
+            if founding.asked(*asked) if message.sure else founding.would_grant(*asked):
+                peer.send(Grant(self._own, message.attempt, message.sure))
         elif isinstance(message, Grant):
             if founding is not None:
-                founding.granted(message.endpoint, message.attempt)
+                if message.sure:
+                    founding.granted(message.endpoint, message.attempt)
+                elif not founding.would_get(message.endpoint, self._loop.clock.now()):
+                    return  # too few so far: the next step asks again
                 self._try_founding()
         elif isinstance(message, Withdraw):
             if founding is not None:
@@ -150,16 +154,6 @@ class Joining:
             self._end(lambda: self._refused(message.reason))
         elif isinstance(message, Admitted):
             self._end(lambda: self._admitted(peer, message))
-
-    def ended(self, peer: Peer) -> None:
-        """A connection has ended. If its process has ended, the grant to it is released; after a
-        while, in which it could announce a group if the connection alone has ended.
-        """
-        founding = self._founding
-        if founding is None or not peer.connection.ended_by_peer:
-            return
-        out = Past(out=frozenset([peer.host.id]))
-        self._loop.call_later(self._lost_after_s, lambda: founding.learned(out))
 
     def _learn(self, peer: Peer, past: Past) -> None:
         """Another agent, which is in no group, has told what it knows.
@@ -250,7 +244,9 @@ class Joining:
         if founding.founds():
             self._end(self._founded)
         elif founding.candidate(now):
-            self._tell_endpoints(AskGrant(self._own, founding.attempt, self._record.past))
+            self._tell_endpoints(
+                AskGrant(self._own, founding.attempt, self._record.past, founding.sure(now))
+            )
 
     def _tell_endpoints(self, message: Message) -> None:
         for index, endpoint in enumerate(self.endpoints):

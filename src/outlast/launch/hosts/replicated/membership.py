@@ -43,6 +43,10 @@ _OVER = "this host has left the group"
 class Membership:
     """From the admission of this host until it leaves, or its lease is over.
 
+    Attributes:
+        unheard: whether it has ended because it never had a lease: the leader has not come back
+            since it has admitted this host.
+
     Args:
         group: the id of the host that founded the group.
         generation: how many groups the run had before.
@@ -90,6 +94,10 @@ class Membership:
         self._done: dict[int, Done] = {}
         self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the directory
         self._lease_until = float("-inf")
+        # A host that gets no lease until then is lost, if the leader that has admitted it lives. It
+        # may have died at once, with all who knew of this host: then nobody will ever come.
+        self._lease_by = loop.clock.now() + 2 * replica.timing.lost_after
+        self.unheard = False
         self._over = False
         self._submitted = False
         self._leaving = False
@@ -133,6 +141,10 @@ class Membership:
                     f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach more "
                     "than half of the hosts"
                 )
+                return
+            if self._lease_until == float("-inf") and now > self._lease_by:
+                self.unheard = True
+                self._end("no leader of the group has answered since this host was admitted")
                 return
             if now >= self._replica.next_tick() or self._tick_soon:
                 self._tick_soon = False
@@ -229,7 +241,8 @@ class Membership:
             self._changed()
 
     def _schedule(self) -> None:
-        due = min(self._replica.next_tick(), self._lease_until_or_never())
+        lease_end = self._lease_until if self._lease_until > float("-inf") else self._lease_by
+        due = min(self._replica.next_tick(), lease_end)
         # A timer that is early costs less than one for each round of the loop.
         if self._timer.pending and self._timer_at <= due:
             return
@@ -238,9 +251,6 @@ class Membership:
             self._timer_at = due
             delay_s = max(0.0, due - self._loop.clock.now())
             self._timer = self._loop.call_later(delay_s, lambda: None)
-
-    def _lease_until_or_never(self) -> float:
-        return self._lease_until if self._lease_until > float("-inf") else float("inf")
 
     def _end(self, reason: str) -> None:
         if self._over:
@@ -281,7 +291,10 @@ class Membership:
             return
         if not self.directory.known:
             return  # it asks again
-        if candidate.id in self.directory.hosts:
+        # One that was lost before it heard of its admission never comes back under its id. Told
+        # now, it has no lease, and joins again as another host.
+        lost = any(gone.host.id == candidate.id for gone in self.directory.gone)
+        if lost or candidate.id in self.directory.hosts:
             self._admit(peer)
             return
         hosts, limit_s = self.directory.hosts.values(), self._replica.timing.lost_after

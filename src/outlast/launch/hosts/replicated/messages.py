@@ -15,7 +15,7 @@ import msgspec
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.replicated.past import Group, Past
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Grows with every change of these messages or of those of the consensus."""
 
 
@@ -64,18 +64,22 @@ class Member(_Message, frozen=True):
 
 
 class AskGrant(_Message, frozen=True):
-    """Endpoint `endpoint` wants to found the group; `attempt` counts its attempts."""
+    """Endpoint `endpoint` wants to found the group; `attempt` counts its attempts. Unless `sure`,
+    it only asks whether the receiver would grant.
+    """
 
     endpoint: int
     attempt: int
     past: Past
+    sure: bool
 
 
 class Grant(_Message, frozen=True):
-    """The sender, an endpoint, lets the receiver found the group."""
+    """The sender, an endpoint, lets the receiver found the group; or it would, unless `sure`."""
 
     endpoint: int
     attempt: int
+    sure: bool
 
 
 class Withdraw(_Message, frozen=True):

@@ -67,7 +67,6 @@ class PeerConnections:
         hello: what this host says about itself.
         patience_s: how long a network may be silent before a connection is given up.
         on_message: called for each message of a peer.
-        on_ended: called when a peer's connection has ended.
         on_refused: called when a host was refused, with a line that says which and why.
         secret: of the job; `None` if it has none.
     """
@@ -79,7 +78,6 @@ class PeerConnections:
         listener: socket.socket,
         patience_s: float,
         on_message: Callable[[Peer, Message], None],
-        on_ended: Callable[[Peer], None],
         on_refused: Callable[[str], None],
         secret: Secret | None = None,
     ) -> None:
@@ -89,7 +87,6 @@ class PeerConnections:
         self._listener = listener
         self._patience_s = patience_s
         self._on_message = on_message
-        self._on_ended = on_ended
         self._on_refused = on_refused
         self._secret = secret
         self._dials: dict[Address, _Dial] = {}
@@ -307,7 +304,6 @@ class PeerConnections:
             others.remove(peer)
             if not others:
                 del self._by_host[peer.host.id]
-            self._on_ended(peer)
 
     def _failed(self, dial: _Dial, reason: str) -> None:
         dial.connection = dial.peer = None

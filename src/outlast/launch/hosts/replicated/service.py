@@ -95,6 +95,7 @@ class HostService:
         self._changed = changed
         self._record = record
         self._secret = secret
+        self._random = random.Random()
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
         self._server: StoreServer
@@ -121,6 +122,12 @@ class HostService:
         """What has kept this host from joining so far."""
         joining = self._joining
         return "" if joining is None else joining.problem()
+
+    def joins_again(self) -> bool:
+        """Whether it has ended because the group that has admitted it is gone: the same launcher
+        may join again, as another host.
+        """
+        return self._membership is not None and self._membership.unheard
 
     def resolved(self, endpoints: Sequence[Endpoint]) -> None:
         """Names of endpoints were resolved."""
@@ -207,31 +214,17 @@ class HostService:
 
     def _serve(self, loop: EventLoop) -> None:
         server = self._server = StoreServer(loop, self)
-        peers = self._peers = PeerConnections(
+        peers = PeerConnections(
             loop,
             self._hello(server.port),
             self._place.listener,
             PATIENCE_SHARE * self._timing.lease,
             self._on_message,
-            self._on_peer_ended,
             self._on_host_refused,
             self._secret,
         )
         try:
-            with self._lock:
-                self._loop = loop
-            self._joining = Joining(
-                loop,
-                peers,
-                self._endpoints,
-                self._place.own,
-                self.me,
-                self._timing.lost_after,
-                self._record,
-                self._on_founded,
-                self._on_admitted,
-                self._end,
-            )
+            self._begin(loop, peers)
             self._ready.set()
             while not self._over:
                 if self._membership is not None:
@@ -245,6 +238,24 @@ class HostService:
             peers.close()
             self._joining = None
             self._make_calls()  # those that came before the end: their operations fail
+
+    def _begin(self, loop: EventLoop, peers: PeerConnections) -> None:
+        """Look for the group; `outlast.testing.hosts` calls it with a loop and peers of its own."""
+        self._peers = peers
+        with self._lock:
+            self._loop = loop
+        self._joining = Joining(
+            loop,
+            peers,
+            self._endpoints,
+            self._place.own,
+            self.me,
+            self._timing.lost_after,
+            self._record,
+            self._on_founded,
+            self._on_admitted,
+            self._end,
+        )
 
     def _hello(self, store_port: int) -> Hello:
         address, port = self._place.address, self._place.port
@@ -270,10 +281,6 @@ class HostService:
         elif self._joining is not None:
             self._joining.receive(peer, message)
 
-    def _on_peer_ended(self, peer: Peer) -> None:
-        if self._joining is not None:
-            self._joining.ended(peer)
-
     def _on_host_refused(self, line: str) -> None:
         if line not in self.refused and len(self.refused) < MAX_REFUSED:
             self.refused = (*self.refused, line)
@@ -281,11 +288,11 @@ class HostService:
 
     def _on_founded(self) -> None:
         founding = Configuration(frozenset({self.me.id}))
-        replica = Replica(self.me.id, self._timing, random.Random(), founding=founding)
+        replica = Replica(self.me.id, self._timing, self._random, founding=founding)
         self._enter(replica, self.me.id, self._record.past.generation + 1, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
-        replica = Replica(self.me.id, self._timing, random.Random(), founding=None)
+        replica = Replica(self.me.id, self._timing, self._random, founding=None)
         self._enter(replica, admitted.group, admitted.generation, admitted.hosts)
 
     def _enter(

@@ -1,0 +1,162 @@
+"""One launcher of a simulated run: the real `HostService` without its thread and its sockets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.launch.event_loop import Timer
+from outlast.launch.hosts.replicated.endpoints import Place
+from outlast.launch.hosts.replicated.messages import Message
+from outlast.launch.hosts.replicated.record import Record
+from outlast.launch.hosts.replicated.service import PATIENCE_SHARE, HostService
+from outlast.testing.hosts.simulated_network import End, SimulatedPeers
+
+if TYPE_CHECKING:
+    from outlast.testing.hosts.founding import FoundingSimulation, Machine
+
+RUN = "run"
+
+
+class PowerLost(BaseException):
+    """The host has lost its power in the middle of something; no code of the product goes on."""
+
+
+class _Record(Record):
+    """A record whose host may lose its power before or after the file is replaced."""
+
+    power_fails: Callable[[], bool] = staticmethod(lambda: False)
+
+    def _write(self) -> None:
+        if self.power_fails():
+            raise PowerLost
+        super()._write()
+        if self.power_fails():
+            raise PowerLost
+
+
+class _Loop:
+    """`EventLoop` of one launcher, on the clock of its host."""
+
+    def __init__(self, owner: SimulatedLauncher) -> None:
+        self._owner = owner
+        self.clock = SimpleNamespace(now=self._now)
+
+    def _now(self) -> float:
+        return self._owner.machine.clock(self._owner.world.now)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """See `EventLoop`."""
+        timer, owner = Timer(callback), self._owner
+        # A little later, because a rounded time may be a little early, and nothing due yet.
+        when = owner.world.now + seconds / owner.machine.rate + 1e-6
+        owner.world.at(when, lambda: owner.guard(timer.fire) if timer.pending else None)
+        return timer
+
+
+class _Page:
+    """The `LeasePage`."""
+
+    def __init__(self, owner: SimulatedLauncher) -> None:
+        self._owner = owner
+        self.deadline = 0.0
+
+    def valid(self) -> bool:
+        """Whether this host holds a lease now."""
+        return self._owner.machine.clock(self._owner.world.now) < self.deadline
+
+    def renew(self, deadline: float, term: int) -> None:
+        """Sets the deadline; at its end, the service gives the time of the real clock."""
+        self.deadline = 0.0 if self._owner._over else deadline
+        if self.valid():
+            self._owner.world.saw_lease(self._owner)
+
+
+class SimulatedLauncher(HostService):
+    """Runs on a machine until it is killed, or its service is over.
+
+    Attributes:
+        dead: whether nothing of it acts any more.
+    """
+
+    def __init__(self, world: FoundingSimulation, machine: Machine, number: int) -> None:
+        self.world = world
+        self.machine = machine
+        self.dead = False
+        self.patience_s = PATIENCE_SHARE * world.timing.lease / machine.rate
+        port = 29400 if machine.own >= 0 else 40000 + number
+        record = _Record(Path(machine.disk), RUN)
+        record.power_fails = world.power_fails
+        none: Any = None
+        page: Any = _Page(self)
+        super().__init__(
+            RUN,
+            HostInfo(f"l{number}", machine.name),
+            world.endpoints,
+            Place(none, machine.address, port, machine.own),
+            world.timing,
+            page,
+            lambda: None,
+            record,
+            None,
+        )
+        self._random = random.Random(world.random.random())
+        self._hello(0)
+        self.peers = SimulatedPeers(self)
+
+    def launch(self) -> None:
+        """What the thread does first."""
+        loop: Any = _Loop(self)
+        peers: Any = self.peers
+
+        def begin() -> None:
+            self._record.begin(self.me.id)
+            self._begin(loop, peers)
+
+        self.guard(begin)
+
+    @property
+    def group(self) -> str:
+        """The group that this host is in."""
+        return "" if self._membership is None else self._membership.group
+
+    @property
+    def lease_end(self) -> float:
+        """Until when it may act, by the true clock."""
+        return float("-inf") if self.dead else self.machine.true(self._page.deadline)
+
+    def guard(self, work: Callable[[], None]) -> None:
+        """One round of the loop."""
+        if self.dead:
+            return
+        was = self._membership
+        try:
+            work()
+            if self._membership is not None and not self._over:
+                self._membership.pump()
+        except PowerLost:
+            self.world.sometimes["power lost at a write"] += 1
+            self.machine.power_off()
+            return
+        if was is None and self._membership is not None:
+            self.world.entered(self)
+        if self._over and not self.dead:
+            self.stop()
+            self.world.over(self)
+
+    def stop(self) -> None:
+        """Ends as the kernel ends a process."""
+        self.dead = True
+        self._record.close()
+        self.peers.close()
+        if self.machine.launcher is self:
+            self.machine.launcher = None
+
+    def receive(self, end: End, message: Message) -> None:
+        """A message has arrived."""
+        peer: Any = end
+        self._on_message(peer, message)
