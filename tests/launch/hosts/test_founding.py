@@ -96,9 +96,13 @@ def test_a_grant_is_given_once_and_outlives_the_process() -> None:
     again = founding(3, 2, record=record)
     assert not asked(again, 0, attempt=1)
     assert not again.candidate(LOST_AFTER_S)
-    part.withdrawn("h1", attempt=0)  # an old message
+    part.learned(Past(withdrawn={"h1": 0}))  # of an earlier attempt
     assert not asked(part, 0, attempt=1)
-    part.withdrawn("h1", attempt=1)
+    before = record.past
+    part.learned(Past(withdrawn={"h1": 1}))
+    assert not asked(part, 1, attempt=1)  # an old message
+    part.learned(before)  # another endpoint, which does not know yet
+    assert not record.past.groups
     assert asked(part, 0, attempt=1)
 
 
@@ -132,10 +136,9 @@ def test_a_grant_of_an_earlier_process_can_be_withdrawn() -> None:
     assert asked(founding(3, 0, record=record), 1, attempt=1)
     again = founding(3, 0, record=record)  # it was away, and is the one to found now
     assert not again.candidate(LOST_AFTER_S)
-    for now in (LOST_AFTER_S, LOST_AFTER_S + 0.25):  # told more than once: it may come back later
-        first.is_fresh(0, now)
-        assert first.withdraw(now) == 1
-    again.withdrawn("h1", attempt=1)
+    first.is_fresh(0, LOST_AFTER_S)
+    first.withdraw(LOST_AFTER_S)
+    again.learned(first._record.past)
     assert again.candidate(2 * LOST_AFTER_S)
 
 
@@ -153,7 +156,8 @@ def test_late_grants_to_a_withdrawn_attempt_do_not_count() -> None:
     part = founding(3, 1)
     assert not part.founds()
     part.is_fresh(0, now=SILENCE_S)
-    assert part.withdraw(SILENCE_S) == 1
+    part.withdraw(SILENCE_S)
+    assert part.attempt == 2
     part.granted(2, attempt=1)
     assert part.holder() is None
     assert not part.founds()
@@ -212,9 +216,9 @@ class Endpoints:
         if index in self.founders:
             return
         self.messages += [("fresh", index, other, 0) for other in others]
-        withdrawn = part.withdraw(self.now)
-        if withdrawn:
-            self.messages += [("withdraw", index, other, withdrawn) for other in others]
+        part.withdraw(self.now)
+        if part.attempt > 1:
+            self.messages += [("withdraw", index, other, part.attempt - 1) for other in others]
         if part.candidate(self.now):
             if part.founds():
                 self.founders.add(index)
@@ -232,7 +236,7 @@ class Endpoints:
         elif kind == "grant":
             part.granted(sender, attempt)
         elif kind == "withdraw":
-            part.withdrawn(f"h{sender}", attempt)
+            part.learned(Past(withdrawn={f"h{sender}": attempt}))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])

@@ -114,18 +114,15 @@ class Founding:
             return SILENCE_S
         return max(SILENCE_S, self._lost_after_s)
 
-    def withdraw(self, now: float) -> int:
-        """Give up the grants that this endpoint has, if one with a lower index is fresh. Returns
-        the number of the attempt to withdraw, or 0; again at each call, because an endpoint that
-        has granted may have been away.
+    def withdraw(self, now: float) -> None:
+        """Give up the grants that this endpoint has, if one with a lower index is fresh. The others
+        learn of it with what this endpoint knows of the past.
         """
-        if not self._lower(now):
-            return 0
-        if self._given is not None and self._given.host == self._me:
+        if self._lower(now) and self._given is not None and self._given.host == self._me:
             self._given = None
             self._grants.clear()
+            self._record.set(self._record.past.with_withdrawn(self._me, self.attempt))
             self.attempt += 1
-        return self.attempt - 1
 
     def founds(self) -> bool:
         """Grant to itself, unless another has the grant; whether this endpoint founds the group."""
@@ -163,10 +160,10 @@ class Founding:
         given = self._given
         if given is None or (given.host == host and attempt > given.attempt):
             known = self._record.past.without_group(host).merged(past)
-            if known.groups:
+            if known.groups or attempt <= known.withdrawn.get(host, 0):
                 return False
-            voters = Voters(Configuration(frozenset([host])))
-            group = Group(host, known.generation + 1, Config(0, voters), addresses={host: address})
+            config = Config(0, Voters(Configuration(frozenset([host]))))
+            group = Group(host, known.generation + 1, config, (), {host: address}, attempt)
             self._record.set(known.with_group(group))
             self._given = given = _Given(endpoint, attempt, host)
         return given == _Given(endpoint, attempt, host)
@@ -176,18 +173,10 @@ class Founding:
         if attempt == self.attempt:
             self._grants.add(endpoint)
 
-    def withdrawn(self, host: str, attempt: int) -> None:
-        """The candidate `host` will not use grants up to this attempt."""
-        given = self._given
-        # Without a grant in memory, the record may have one that an earlier process has given.
-        if host != self._me and (
-            given is None or (given.host == host and given.attempt <= attempt)
-        ):
-            self._record.set(self._record.past.without_group(host))
-            self._given = None
-
     def learned(self, past: Past) -> None:
-        """Another agent has told what it knows. The grant to a candidate ends with its group."""
+        """Another agent has told what it knows. The grant to a candidate ends with its group, or
+        with the attempt.
+        """
         # The grants that this endpoint has are no group as long as it has not founded it.
         known = self._record.past.merged(past).without_group(self._me)
         self._record.set(known)

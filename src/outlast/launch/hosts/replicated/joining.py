@@ -19,7 +19,6 @@ from outlast.launch.hosts.replicated.messages import (
     Message,
     NotYet,
     Refused,
-    Withdraw,
 )
 from outlast.launch.hosts.replicated.past import Past
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
@@ -136,9 +135,6 @@ class Joining:
                 elif not founding.would_get(message.endpoint, self._loop.clock.now()):
                     return  # too few so far: the next step asks again
                 self._try_founding()
-        elif isinstance(message, Withdraw):
-            if founding is not None:
-                founding.withdrawn(peer.host.id, message.attempt)
         elif isinstance(message, Member):
             if founding is not None:
                 founding.heard_of_group(self._loop.clock.now())
@@ -236,9 +232,7 @@ class Joining:
         founding, now = self._founding, self._loop.clock.now()
         if self._over or self._target is not None or founding is None:
             return
-        withdrawn = founding.withdraw(now)
-        if withdrawn:
-            self._tell_endpoints(Withdraw(self._own, withdrawn))
+        founding.withdraw(now)
         if not founding.candidate(now):
             return
         if founding.founds():

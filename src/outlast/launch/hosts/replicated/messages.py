@@ -2,7 +2,7 @@
 
 The first message of each side is `Hello`; the listener may answer `Refused` instead. A finder sends
 `Find` to the endpoints, and learns that an agent is as fresh as itself (`Fresh`) or is in a group
-(`Member`). `AskGrant`, `Grant`, `Withdraw` decide who founds the group; `Join` is answered with
+(`Member`). `AskGrant` and `Grant` decide who founds the group; `Join` is answered with
 `Admitted`, `NotYet` or `Refused`. `Replicated` carries a message of the consensus.
 """
 
@@ -82,13 +82,6 @@ class Grant(_Message, frozen=True):
     sure: bool
 
 
-class Withdraw(_Message, frozen=True):
-    """Endpoint `endpoint` will not use grants of this attempt, or earlier ones, any more."""
-
-    endpoint: int
-    attempt: int
-
-
 class Join(_Message, frozen=True):
     """Asks the leader to admit the sender."""
 
@@ -129,7 +122,6 @@ Message: TypeAlias = (
     | Member
     | AskGrant
     | Grant
-    | Withdraw
     | Join
     | Admitted
     | NotYet

@@ -39,6 +39,7 @@ class Group(msgspec.Struct, frozen=True):
         committed: the last configuration that is known to be agreed on.
         accepted: later ones, which may be.
         addresses: of the voters, by id: address and port.
+        attempt: of its founder, to which a grant was given; 0 if it is known to be founded.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Group(msgspec.Struct, frozen=True):
     committed: Config
     accepted: tuple[Config, ...] = ()
     addresses: dict[str, tuple[str, int]] = {}
+    attempt: int = 0
 
     def merged(self, other: Group) -> Group:
         """Everything that either knows."""
@@ -57,6 +59,7 @@ class Group(msgspec.Struct, frozen=True):
             committed,
             tuple(sorted(later, key=lambda config: config.index)),
             self.addresses | other.addresses,
+            max(self.attempt, other.attempt) if self.attempt and other.attempt else 0,
         )
 
     @property
@@ -83,29 +86,45 @@ class Past(msgspec.Struct, frozen=True):
         groups: those that may still act.
         out: ids of hosts that will never vote again.
         generation: of the latest group.
+        withdrawn: the last attempt that a candidate has withdrawn, by its id. What was withdrawn
+            must be told like everything else: others would bring a group back that one forgets.
     """
 
     groups: tuple[Group, ...] = ()
     out: frozenset[str] = frozenset()
     generation: int = 0
+    withdrawn: dict[str, int] = {}
 
     def merged(self, other: Past) -> Past:
-        """Everything that either knows, without groups that are over."""
+        """Everything that either knows, without groups that are over or were never founded."""
         groups = {group.id: group for group in self.groups}
         for group in other.groups:
             known = groups.get(group.id)
             groups[group.id] = group if known is None else known.merged(group)
         out = self.out | other.out
         generations = (group.generation for group in groups.values())
+        withdrawn = {
+            host: max(self.withdrawn.get(host, 0), other.withdrawn.get(host, 0))
+            for host in (self.withdrawn.keys() | other.withdrawn.keys()) - out
+        }
         return Past(
-            tuple(group for group in groups.values() if not group.is_over(out)),
+            tuple(
+                group
+                for group in groups.values()
+                if not group.is_over(out) and not 0 < group.attempt <= withdrawn.get(group.id, 0)
+            ),
             out,
             max(self.generation, other.generation, *generations),
+            withdrawn,
         )
 
     def with_out(self, hosts: Iterable[str]) -> Past:
         """The same, and these hosts are out."""
         return self.merged(Past(out=frozenset(hosts)))
+
+    def with_withdrawn(self, host: str, attempt: int) -> Past:
+        """The same, and this candidate will use no grant of this attempt, or of an earlier one."""
+        return self.merged(Past(withdrawn={host: attempt}))
 
     def with_group(self, group: Group) -> Past:
         """The same, and this group."""
