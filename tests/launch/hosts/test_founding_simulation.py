@@ -90,13 +90,6 @@ MUTATIONS: dict[str, tuple[int, Callable[..., Any], str, str, str]] = {
         "return 0.1",
         "has a lease in the group of",
     ),
-    "a launcher does not say for whom it waits": (
-        448,
-        Joining.problem,
-        "if missing:",
-        "if False:",
-        "does not say that it waits",
-    ),
 }
 
 

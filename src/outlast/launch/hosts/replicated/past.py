@@ -86,14 +86,16 @@ class Past(msgspec.Struct, frozen=True):
         groups: those that may still act.
         out: ids of hosts that will never vote again.
         generation: of the latest group.
-        withdrawn: the last attempt that a candidate has withdrawn, by its id. What was withdrawn
-            must be told like everything else: others would bring a group back that one forgets.
+        withdrawn: the last attempt that a candidate has withdrawn, by its id.
+        over: ids of groups that can never act again. This and what was withdrawn must be told like
+            everything else: others, which know less, would bring a group back that one forgets.
     """
 
     groups: tuple[Group, ...] = ()
     out: frozenset[str] = frozenset()
     generation: int = 0
     withdrawn: dict[str, int] = {}
+    over: frozenset[str] = frozenset()
 
     def merged(self, other: Past) -> Past:
         """Everything that either knows, without groups that are over or were never founded."""
@@ -107,15 +109,18 @@ class Past(msgspec.Struct, frozen=True):
             host: max(self.withdrawn.get(host, 0), other.withdrawn.get(host, 0))
             for host in (self.withdrawn.keys() | other.withdrawn.keys()) - out
         }
+        ended = {group.id for group in groups.values() if group.is_over(out)}
+        over = self.over | other.over | ended
         return Past(
             tuple(
                 group
                 for group in groups.values()
-                if not group.is_over(out) and not 0 < group.attempt <= withdrawn.get(group.id, 0)
+                if group.id not in over and not 0 < group.attempt <= withdrawn.get(group.id, 0)
             ),
             out,
             max(self.generation, other.generation, *generations),
             withdrawn,
+            over,
         )
 
     def with_out(self, hosts: Iterable[str]) -> Past:

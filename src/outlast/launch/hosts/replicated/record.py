@@ -73,7 +73,8 @@ class Record:
         self._me = me
         if len(self.past.out) > _MOST_OUT:
             named = frozenset().union(*(group.voters for group in self.past.groups))
-            self.past = msgspec.structs.replace(self.past, out=self.past.out & named)
+            out = self.past.out & named
+            self.past = msgspec.structs.replace(self.past, out=out, over=frozenset())
         self._write()
 
     def ended(self) -> None:
