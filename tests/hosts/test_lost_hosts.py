@@ -65,7 +65,7 @@ def test_without_another_host_the_others_go_on_if_that_is_allowed(
 
 
 @pytest.mark.usefixtures("_allowed")
-@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("etcd", marks=pytest.mark.exhaustive)])
 def test_by_default_the_job_goes_on_smaller_and_grows_again_each_time(
     tmp_path: Path, weights: str, backend: str
 ) -> None:
