@@ -58,8 +58,8 @@ class Agreement:
         self._ledger = ledger
         self._timeout = timeout_s
         self._where = where
-        self._steps = 0
-        self._in_step = False
+        self._steps = 0  # begun
+        self._ended = 0  # of those; so an interrupt finds this rank before, in or after a step
         self._concludes = False  # whether the others wait for this rank's result of the step
         self._depth = 0
         self._shared: BaseException | None = None  # raised on all ranks
@@ -124,11 +124,10 @@ class Agreement:
                 except OSError as e:
                     raise CheckpointError(f"rank 0: {e}") from e
                 return result  # type: ignore[no-any-return]
-            index, ledger = self._begin(), self._ledger
+            index, ledger = self._begin(concludes=self.rank == 0), self._ledger
             ledger.finish(index, json.dumps(part).encode())
             if self.rank == 0:
                 failure = self._await(lambda: ledger.await_verdict(index, self._timeout)).failure
-                self._concludes = True
                 answer: dict[str, Any] = {}
                 try:
                     if failure is None:
@@ -138,7 +137,6 @@ class Agreement:
                 except (CheckpointError, OSError) as e:
                     answer = {"error": f"rank 0: {e}", "kind": type(e).__name__}
                 ledger.conclude(index, json.dumps(answer).encode())
-                self._concludes = False
             said = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
             self._end()
             if "error" in said:
@@ -150,13 +148,13 @@ class Agreement:
         """The parts of all ranks in their order, on every rank."""
         return self.gather(part, list)
 
-    def _begin(self) -> int:
+    def _begin(self, *, concludes: bool = False) -> int:
+        self._concludes = concludes
         self._steps += 1
-        self._in_step, self._concludes = True, False
         return self._steps
 
     def _end(self) -> None:
-        self._in_step = False
+        self._ended = self._steps
         self._ledger.forget(self._steps)
 
     def _as_shared(self, error: CheckpointError) -> CheckpointError:
@@ -184,7 +182,7 @@ class Agreement:
             failure = CallFailure.of(error, self._steps, _LEFT, self.rank)
         # A store that is out of reach is out of reach for the others too.
         with contextlib.suppress(StoreError):
-            if not (self._in_step and self._fail_step(failure)):
+            if not (self._ended < self._steps and self._fail_step(failure)):
                 self._begin()
                 self._fail_step(failure)
 
@@ -199,10 +197,13 @@ class Agreement:
         # An interrupt may have come after the result was sent.
         if told is None and self._concludes and ledger.conclusion(index) is None:
             told = failure
-        if told is not None:
-            ledger.conclude(index, json.dumps({"error": _text(told)}).encode())
+        if told is None:
+            # Its keys stay: the coordinator may not have read this rank's part yet.
+            self._ended = index
+            return False
+        ledger.conclude(index, json.dumps({"error": _text(told)}).encode())
         self._end()
-        return told is not None
+        return True
 
 
 def _text(failure: CallFailure) -> str:
