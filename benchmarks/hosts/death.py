@@ -46,7 +46,7 @@ class _Job:
 
     def first_step(self, after: float, size: int) -> dict[str, Any]:
         """The first step with `size` ranks after a time."""
-        return _until(
+        found: dict[str, Any] = _until(
             lambda: min(
                 (
                     s
@@ -58,6 +58,7 @@ class _Job:
             ),
             f"a step with {size} ranks",
         )
+        return found
 
     def event(self, kind: str, after: float) -> float | None:
         """When the first event of this kind came after a time."""

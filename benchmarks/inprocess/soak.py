@@ -1,4 +1,6 @@
-"""A thousand restarts in a row: descriptors, threads, children and memory must not grow."""
+"""A thousand restarts in a row: descriptors, threads, children and memory must not grow, and the
+store by two short keys a restart only.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.lib.faults import part
 from benchmarks.lib.rank_processes import RankProcesses, wrapped
@@ -23,6 +26,7 @@ __all__ = ["run", "sheets"]
 
 RANKS = 2
 WHAT = ("descriptors", "threads", "children", "memory, MiB", "memory of its own, MiB")
+STORE = ("keys", "bytes of the keys and their values")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -38,6 +42,7 @@ def run(quick: bool) -> dict[str, Any]:
             for slot in range(RANKS)
             for who in ("rank", "monitor")
         }
+        samples["store"] = json.loads((processes.folder / "store0.json").read_text())
     restart = []
     for iteration in range(board.newest):
         fault = board.fault(iteration)
@@ -49,6 +54,8 @@ def run(quick: bool) -> dict[str, Any]:
 def _rank(board: TimestampBoard, slot: int, restarts: int, every: int, folder: str) -> None:
     mine: list[list[float]] = []
     monitors: list[list[float]] = []
+    store: list[list[float]] = []
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # of the job, before a call
 
     def train(call: inprocess.CallWrapper) -> None:
         iteration = call.iteration
@@ -57,6 +64,8 @@ def _rank(board: TimestampBoard, slot: int, restarts: int, every: int, folder: s
             mine.append([iteration, *_sample(os.getpid())])
             if call.monitor_pid is not None:
                 monitors.append([iteration, *_sample(call.monitor_pid)])
+            if slot == 0:
+                store.append([iteration, *_size_of_store(*address)])
         dist.init_process_group("gloo")
         data = torch.ones(1 << 10)
         dist.all_reduce(data)
@@ -71,6 +80,7 @@ def _rank(board: TimestampBoard, slot: int, restarts: int, every: int, folder: s
     wrapped(train, inprocess.Wrapper(repeated_faults=None))()
     Path(folder, f"rank{slot}.json").write_text(json.dumps(mine))
     Path(folder, f"monitor{slot}.json").write_text(json.dumps(monitors))
+    Path(folder, f"store{slot}.json").write_text(json.dumps(store))
 
 
 def _sample(pid: int) -> list[float]:
@@ -82,6 +92,12 @@ def _sample(pid: int) -> list[float]:
         process.memory_info().rss / 2**20,
         process.memory_full_info().uss / 2**20,
     ]
+
+
+def _size_of_store(address: str, port: int) -> list[float]:
+    store = TCPStore(address, port, is_master=False)
+    keys = store.list_keys()
+    return [len(keys), sum(len(key) + len(store.get(key)) for key in keys)]
 
 
 def slope(samples: list[list[float]], column: int) -> float:
@@ -98,7 +114,7 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     rows = []
     for who, samples in data["samples"].items():
         early = samples[min(1, len(samples) - 1)]
-        for column, what in enumerate(WHAT, start=1):
+        for column, what in enumerate(STORE if who == "store" else WHAT, start=1):
             rows.append(
                 (
                     f"{who}: {what}",

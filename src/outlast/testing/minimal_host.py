@@ -30,6 +30,9 @@ class MinimalHost:
     def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         return None
 
+    def least_ranks(self) -> int:
+        return 0
+
     def progress(self) -> tuple[int, int]:
         return 0, 0
 

@@ -78,9 +78,6 @@ class SimulatedMember(MinimalHost):
         elif state is RecoveryState.DONE:
             self.inside = False
 
-    def least_ranks(self) -> int:
-        return 0
-
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         self.iteration = record.iteration
         self.invariants.decided(record)
