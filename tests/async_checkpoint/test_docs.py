@@ -13,6 +13,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "async_calls.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_an_example_runs(example: str, tmp_path: Path) -> None:
     program = tmp_path / "example.py"

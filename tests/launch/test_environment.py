@@ -27,7 +27,7 @@ OURS = {"OUTLAST_AGENT", "OUTLAST_REPLACEMENT", "OUTLAST_JOB", "OUTLAST_TEST_ID"
 OF_ONE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_as_torchrun_has_it(tmp_path: Path, nproc: int, zygote: Zygote) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

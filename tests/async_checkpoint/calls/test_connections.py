@@ -36,6 +36,7 @@ def test_a_job_a_checkpointer_and_a_queue_share_one_all_reduce_and_few_connectio
                 assert line["after"] == line["before"], "they end with the last ledger"
 
 
+@pytest.mark.slow
 def test_waits_of_two_ledgers_do_not_hold_up_each_other(ranks: Ranks) -> None:
     with ranks("connections", "waits_do_not_hold_up_each_other", "", nprocs=2) as job:
         ends_well(job)

@@ -243,6 +243,7 @@ def test_in_the_foreground(ranks: Ranks, how: str) -> None:
             assert "failed on rank 1" in raised(job, 0)[0]
 
 
+@pytest.mark.slow
 def test_a_function_of_the_program_itself(ranks: Ranks, kind: str) -> None:
     with ranks("calls", "of_this_program", kind) as job:
         job.start_all()

@@ -93,6 +93,7 @@ def test_a_fork_has_none_of_the_parents_connections(tmp_path: Path) -> None:
         assert collected(runner, 1) == {0: Outcome()}
 
 
+@pytest.mark.slow
 def test_output_is_written_once(tmp_path: Path) -> None:
     code = (
         "from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest\n"

@@ -139,6 +139,7 @@ def test_a_process_that_wakes_up_commits_nothing(hosts: Hosts, tmp_path: Path, l
     check_restored(hosts, url)
 
 
+@pytest.mark.slow
 def test_a_commit_after_all_is_not_believed(hosts: Hosts, tmp_path: Path) -> None:
     """The first process is stopped between the check and the commit: here, it cannot be refused."""
     url, plan = in_place(tmp_path), Plan(tmp_path / "plan")

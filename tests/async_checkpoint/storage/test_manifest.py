@@ -291,6 +291,7 @@ def test_parts_that_no_cut_separates() -> None:
     assert not is_covered([3, 3], [*around[:4], ((0, 1), (1, 1))])
 
 
+@pytest.mark.slow
 def test_many_parts_take_little_time() -> None:
     """Quadratic work on a million parts would take hours: the limit of the test run is the net."""
     side = 300

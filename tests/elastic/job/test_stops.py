@@ -103,10 +103,11 @@ def check(
     ("told", "fails"),
     [
         (0, 1),
-        pytest.param(1, 0, marks=pytest.mark.slow),
-        pytest.param(0, 0, marks=pytest.mark.slow),
+        (1, 0),
+        (0, 0),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_and_an_exception_in_the_same_step(
     training: Training, reference: list[Line], told: int, fails: int
 ) -> None:
@@ -169,7 +170,8 @@ def test_a_signal_between_two_iterations(training: Training, reference: list[Lin
     check(training, codes, lines, reference)
 
 
-@pytest.mark.parametrize("at", ["begin", pytest.param("restored", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["begin", "restored"])
 def test_a_job_that_fails_in_every_iteration_ends(
     training: Training, reference: list[Line], at: str
 ) -> None:

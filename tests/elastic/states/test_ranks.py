@@ -37,7 +37,8 @@ def said(job: Job, event: str, field: str) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param("", marks=pytest.mark.slow), "yes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["", "yes"])
 def test_saved_by_n_and_loaded_by_m(run: Callable[..., Job], asynchronous: str) -> None:
     for before, after in ((3, 1), (1, 2), (2, 3)):
         args = ("saves", asynchronous) if asynchronous else ("saves",)

@@ -66,6 +66,7 @@ def test_a_worker_that_fails_after_it_has_completed_fails_the_job(tmp_path: Path
     assert "not replaced, the job is completed" in run.err
 
 
+@pytest.mark.slow
 def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) -> None:
     with Run(tmp_path, CANNOT_WORK, "--nproc-per-node=3") as run:
         assert run.wait() == 93

@@ -87,6 +87,7 @@ def test_the_script_sees_no_difference(tmp_path: Path, how: str) -> None:
     assert run.out.count("[1] side was imported") == 2
 
 
+@pytest.mark.slow
 def test_several_dead_workers_and_a_successor(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3", "--standby=2") as run:
         first = run.start_job(3)
