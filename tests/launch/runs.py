@@ -39,13 +39,16 @@ from procs import MARKER, NET_S, marked, torch_noise
 WORKER = '''
 """Reports that it is ready, then exits on a signal: SIGUSR1 with 0, SIGUSR2 with 3."""
 import json, os, signal, sys
+woken, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
 names = [n for n in os.environ if n.startswith(("OUTLAST_", "TORCHELASTIC_", "MASTER_", "RANK"))]
 env = {n: os.environ[n] for n in names}
 print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": env}), flush=True)
 while True:
-    signal.pause()
+    os.read(woken, 1)  # not `signal.pause`, which does not see a signal that came just before it
 '''
 
 
