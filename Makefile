@@ -96,13 +96,14 @@ services:
 	.ci/services
 
 # With AFTER_TEST=1, as in CI: without those that `make test` runs, and without `exhaustive` ones. The
-# last environment is installed while the tests with hosts run, and the tests in it run at the same
-# time: these mostly wait.
+# last environment is installed while the tests with hosts run. A cluster of Ray has dozens of processes
+# that import for a minute, so nothing runs beside it.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
 		$(if $(AFTER_TEST),-m 'slow and not exhaustive')
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
-	$(MAKE) --jobs 2 --output-sync=target test-ports test-ray
+	$(MAKE) test-ports
+	$(MAKE) test-ray
 
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services

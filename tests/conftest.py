@@ -27,6 +27,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_SLOW_LIMIT_S = 600
+
 # No deadline: the machine is shared, and a property is true or false at any speed.
 _PROFILE = {"deadline": None, "print_blob": True}
 hypothesis.settings.register_profile("some", max_examples=25, derandomize=True, **_PROFILE)
@@ -101,9 +103,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects slow tests unless `--all` is given; skips GPU tests without a GPU."""
+    """Deselects slow tests unless `--all` is given, and gives them a longer limit, which is only a
+    net against hangs; skips GPU tests without a GPU.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    for item in slow:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
     if not config.getoption("--all"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     if torch.cuda.is_available():

@@ -28,7 +28,14 @@ _CHUNK = 500
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(0, SEEDS, _CHUNK)],
+    [
+        0,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(_CHUNK, SEEDS // 2, _CHUNK)),
+        *(
+            pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for n in range(SEEDS // 2, SEEDS, _CHUNK)
+        ),
+    ],
 )
 def test_no_schedule_breaks_what_must_always_hold(first: int) -> None:
     # R1, R2 and R5 are checked in every step; a failure names the seed that replays it.

@@ -16,17 +16,16 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
         "checkpointer-first",
         *(
             pytest.param(name, marks=pytest.mark.slow)
+            for name in ("checkpointer-replaced", "two-ranks", "job", "record", "lightning-last")
+        ),
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for name in (
                 "checkpointer",
-                "checkpointer-replaced",
                 "checkpointer-recycled",
-                "two-ranks",
                 "states",
                 "state-file",
-                "job",
-                "record",
                 "lightning-epochs",
-                "lightning-last",
             )
         ),
     ],
