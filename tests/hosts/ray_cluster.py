@@ -15,7 +15,7 @@ from host import Host
 from network import Network
 
 PORT = 6379
-_READY_S = 120.0
+_READY_S = 300.0  # a net: on two busy cores, a node takes most of a minute
 _COUNT = """
 import ray
 ray.init(address="{address}", _node_ip_address="{own}", logging_level="ERROR")
