@@ -64,7 +64,7 @@ def run(
     source = (SCRIPTS / f"{script}.py").read_text()
     while not result.codes or result.codes[-1] == 143:
         with Run(folder, source, *options, args=[argument], env=environment) as job:
-            result.codes.append(job.wait())
+            result.codes.append(job.wait(400.0))
             result.lines += [json.loads(line) for line in _LINE.findall(job.out)]
             result.errors += job.err
         options[0] = f"--nproc-per-node={then}"
