@@ -14,7 +14,14 @@ SEED = int(os.environ.get("TORTURE_SEED", "0"))
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("most", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "most",
+    [
+        150,
+        pytest.param(1500, marks=pytest.mark.slow),
+        pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_no_forged_file_is_believed(most: int) -> None:
     """In a process of its own: a crash, a hang and a limit of its memory are its own too."""
     program = (

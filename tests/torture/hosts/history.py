@@ -84,6 +84,7 @@ class History:
                     found.append(f"key {key} of group {group} is not linearizable:\n{shown}")
             except TooLong:
                 self.undecided += 1
+                print(f"undecided: {len(calls)} calls of key {key} of group {group}", flush=True)
         return found
 
     def _two_groups(self) -> list[str]:
