@@ -28,6 +28,9 @@ TORCH ?= $(DEFAULT_TORCH)
 TORCH_PACKAGE := $(if $(filter 0 1 2 3 4 5 6 7 8 9,$(firstword $(subst ., ,$(TORCH)))),torch==$(TORCH),$(TORCH))
 TORCH_FOLDER := $(if $(filter $(DEFAULT_TORCH),$(TORCH_PACKAGE)),,-$(notdir $(subst ==,,$(TORCH_PACKAGE))))
 
+# Compiled once: the tests start hundreds of processes, in some places with this variable set.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The number of processes that run tests.
 WORKERS ?= 3
 
