@@ -210,7 +210,15 @@ class SaveCancelled(CheckpointError, CancelledError):
 
 
 class FolderInUse(CheckpointError):
-    """Another job saves into the same folder; names the lock holder."""
+    """Another job saves into the same folder; names the lock holder.
+
+    Attributes:
+        another_group: whether that is the same run, in a group of hosts that this one has not met.
+    """
+
+    def __init__(self, message: str, *, another_group: bool = False) -> None:
+        super().__init__(message)
+        self.another_group = another_group
 
 
 class RankShouldRestart(BaseException):

@@ -71,3 +71,34 @@ def test_all_hosts_go_on_after_most_have_lost_their_power(
     cluster.go()
     assert cluster.wait(*again, agents["h4"], agents["h5"]) == [0] * 5, cluster.output()
     cluster.check(weights, first=before)
+
+
+def test_when_two_groups_meet_the_hosts_of_one_join_the_other(
+    five: Network, tmp_path: Path, weights: str
+) -> None:
+    """Two groups, which only endpoints that have lost their disks can found: the younger one waits
+    for the folder of the checkpoints instead of ending with 93.
+    """
+    cluster, agents = _train(five, tmp_path)
+    before = len(cluster.steps())
+    five.part(["h2", "h3"], ["h1", "h4", "h5"])
+    again = []
+    for name in ("h2", "h3"):
+        five[name].power_off()
+        agents[name].process.wait()
+    for record in (tmp_path / "records").iterdir():
+        record.unlink()
+    for name in ("h2", "h3"):
+        five.boot(name)
+    five.part(["h2", "h3"], ["h1", "h4", "h5"])
+    again = [cluster.agent(name, *OPTIONS) for name in ("h2", "h3")]
+    cluster.until_said("It has the same run id: training waits here", *again)
+    kept = [agents[name] for name in ("h1", "h4", "h5")]
+    five.heal()
+    cluster.until_said("takes no part in the job any longer: there is another group", *again)
+    for agent in again:
+        cluster.until_said("this one is a spare", agent)
+    cluster.go()
+    assert cluster.wait(*kept, *again) == [0] * 5, cluster.output()
+    assert not any(step.host in ("h2", "h3") for step in cluster.steps()[before + 50 :])
+    cluster.check(weights)

@@ -212,3 +212,14 @@ def test_a_lock_file_that_was_replaced_while_it_was_opened(
     assert os.path.samestat(os.fstat(descriptor), path.stat())
     assert path.read_text() == "me"
     os.close(descriptor)
+
+
+def test_the_lock_of_another_group_of_the_same_run(page: LeasePage) -> None:
+    mine = at(page, 0, 0, 1, run="job-second")
+    assert mine.in_another_group(at(page, 0, 0, 4, run="job-first").signature)
+    others = (at(page, 0, run="job-second"), at(page, 0, run="task-first"), at(page, 0, run="job"))
+    for other in others:
+        assert not mine.in_another_group(other.signature)
+    for text in ("", "{}", "[1]", "process 1 on a"):
+        assert not mine.in_another_group(text)
+        assert not mine.replaces(text)

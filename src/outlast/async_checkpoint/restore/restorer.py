@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -31,16 +32,21 @@ from outlast.async_checkpoint.restore.verified_read import StorageSource, check_
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
+from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Storage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
 from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError, FolderInUse
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
 from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.checkpoint")
+
+_MEETING_S = 0.5
+"""Between two attempts to lock a directory that another group of hosts has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +121,7 @@ class Restorer:
             mine = position()
             if not ours:
                 storage.prepare()
-                storage.lock(owner, position=mine)
+                _lock(storage, owner, mine)
                 self._session.locked = True
             for folder, cause in stale(storage).items():
                 log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
@@ -338,3 +344,26 @@ class Restorer:
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
         return found
+
+
+def _lock(storage: Storage, owner: str, mine: Position | None) -> None:
+    """Locks the storage. While another group of hosts of this run has it, waits: one of the two
+    groups ends when they meet, and its hosts join the other.
+    """
+    said = False
+    while True:
+        try:
+            storage.lock(owner, position=mine)
+        except FolderInUse as e:
+            if not e.another_group:
+                raise
+            if not said:
+                log.warning(
+                    "%s. It has the same run id: training waits here until that job has ended, or "
+                    "the hosts of both have met",
+                    e,
+                )
+            said = True
+            time.sleep(_MEETING_S)
+        else:
+            return

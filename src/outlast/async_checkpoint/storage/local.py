@@ -195,10 +195,11 @@ class LocalStorage:
                     path, text, replaces=lambda s: position.replaces(s.partition("\n")[2])
                 )
         except FileLocked as e:
-            holder = str(e).partition("\n")[0] or "which left no name"
+            holder, _, signature = str(e).partition("\n")
             raise FolderInUse(
-                f"{self.where} is in use by another job ({holder}); two jobs that save into one "
-                "folder would overwrite each other's checkpoints"
+                f"{self.where} is in use by another job ({holder or 'which left no name'}); two "
+                "jobs that save into one folder would overwrite each other's checkpoints",
+                another_group=position is not None and position.in_another_group(signature),
             ) from None
         # The caller removes what killed saves have left. A checkpoint that such a save has
         # replaced, but not durably, must not be removed before that.

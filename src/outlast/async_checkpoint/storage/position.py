@@ -12,7 +12,8 @@ class Position:
     """A position in a job on many hosts.
 
     Attributes:
-        run: identifies the job.
+        run: identifies the job. What is before a `-` is the same in two groups of hosts that run
+            one job at the same time because they could not find each other.
         order: attempt, call and iteration; later ones compare greater.
         lease: the path of the host's lease page.
     """
@@ -31,13 +32,27 @@ class Position:
         All processes that take part in the job now have opened the storage together, and the one
         that held the lock before has released it: so this one takes part no longer.
         """
-        try:
-            said = json.loads(holder)
-            return bool(said["run"] == self.run and tuple(said["order"]) < self.order)
-        except (ValueError, KeyError, TypeError):
-            return False
+        run, order = _said(holder)
+        return bool(order) and run == self.run and order < self.order
+
+    def in_another_group(self, holder: str) -> bool:
+        """Whether another group of hosts with the same run id wrote this `signature`. One of the
+        two ends when they meet.
+        """
+        job, separator, group = _said(holder)[0].partition("-")
+        own, _, mine = self.run.partition("-")
+        return bool(separator) and job == own and group != mine
 
     @property
     def signature(self) -> str:
         """For a lock."""
         return json.dumps({"run": self.run, "order": self.order})
+
+
+def _said(holder: str) -> tuple[str, tuple[int, ...]]:
+    """The run and the order in a signature; empty if it is none."""
+    try:
+        said = json.loads(holder)
+        return str(said["run"]), tuple(int(number) for number in said["order"])
+    except (ValueError, KeyError, TypeError):
+        return "", ()

@@ -102,7 +102,9 @@ class RemoteLock:
             doubt = "" if alive else ", as far as one can know from here"
             raise FolderInUse(
                 f"{self._where} is in use by another job ({_owner(holder)}){doubt}; two jobs "
-                "that save into one folder would remove each other's checkpoints"
+                "that save into one folder would remove each other's checkpoints",
+                another_group=position is not None
+                and position.in_another_group(str(holder.get("position"))),
             )
         if alive is None:
             log.warning(

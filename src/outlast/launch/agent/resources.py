@@ -107,7 +107,8 @@ class JobResources:
         self.coordinator = self._open_coordinator()
         stack.callback(self.coordinator.close)
         if job.hosts is not None:
-            job = dataclasses.replace(job, token=self.coordinator.agree("run", job.mark))
+            mark = f"{job.hosts.job_mark(job.run_id)}-{job.mark}"
+            job = dataclasses.replace(job, token=self.coordinator.agree("run", mark))
         folder = self._folder(stack)
         sink: Sink = NullSink()
         events_dir: Path | None = None
