@@ -25,17 +25,23 @@ from outlast.coordination.replicated.timing import Timing
 class Group:
     """Replicas that get all messages at once; they are encoded on the way."""
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, *, durable: bool = False) -> None:
         self.now = 0.0
         names = [f"h{n}" for n in range(hosts)]
         founding = Configuration(frozenset(names[:1]))
         self.replicas = {
             name: Replica(
-                name, Timing(), random.Random(0), founding=founding if name == "h0" else None
+                name,
+                Timing(),
+                random.Random(0),
+                founding=founding if name == "h0" else None,
+                durable=durable,
             )
             for name in names
         }
         self.results: dict[tuple[str, int], Result] = {}
+        if durable:
+            self.wrote("h0")
         self.run(0.0)
         for name in names:
             self.replicas["h0"].add_host(HostInfo(name, nproc=2), self.now)
@@ -65,6 +71,11 @@ class Group:
             if to in self.replicas:
                 self.replicas[to].receive(sender, decode(encode(message)), self.now)
         return bool(sent)
+
+    def wrote(self, *names: str) -> None:
+        """The disks of these have everything."""
+        for name in names:
+            self.replicas[name].wrote(self.replicas[name].configurations)
 
     def start(self, host: str, *args: Any, **kwargs: Any) -> tuple[str, int]:
         return host, self.replicas[host].submit(Operation(*args, **kwargs), self.now)
@@ -166,3 +177,26 @@ def test_a_sum_of_more_than_64_bits_is_refused() -> None:
     refused = group.do("h1", "add", "n", amount=1)
     assert isinstance(refused, Failed)
     assert "64 bits" in refused.reason
+
+
+def test_a_configuration_counts_when_a_quorum_has_it_on_disk() -> None:
+    group = Group(3, durable=True)
+    group.wrote("h1", "h2")  # that h0 votes alone
+    put = group.start("h1", "put", "k", b"v")
+    group.run(20.0)
+    assert put not in group.results
+    leader, *others = group.replicas.values()
+    assert leader.voters == frozenset(), "they change"
+    assert all(r.lease_until > group.now for r in group.replicas.values())
+    group.wrote("h0")  # of h0 alone, and h0, h1 and h2
+    group.run(0.0)
+    assert leader.voters == frozenset()
+    group.wrote("h1")
+    group.run(0.0)
+    group.wrote("h0", "h1")  # the second half of the change
+    group.run(0.0)
+    assert group.results[put] is None
+    assert leader.voters == {"h0", "h1", "h2"}
+    group.wrote("h2")
+    group.run(1.0)
+    assert others[1].voters == {"h0", "h1", "h2"}

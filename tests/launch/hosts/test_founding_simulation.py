@@ -11,6 +11,7 @@ import pytest
 from inprocess.mutations import mutate
 from outlast.launch.hosts.replicated.founding import Founding
 from outlast.launch.hosts.replicated.joining import Joining
+from outlast.launch.hosts.replicated.membership import Membership
 from outlast.testing.hosts.founding import FoundingResult, FoundingSchedule, simulate_founding
 
 _CHUNK = 500
@@ -26,7 +27,7 @@ def _vary(results: list[FoundingResult]) -> None:
     assert set(reached) >= {
         *("granted", "granted again", "founded", "admitted", "service over"),
         *("power lost at a write", "ended by peer", "gave up"),
-        "waited for a host that is away",
+        *("waited for a host that is away", "a slow disk"),
     }
 
 
@@ -63,6 +64,13 @@ MUTATIONS: dict[str, tuple[int, Callable[..., Any], str, str, str]] = {
         "self._record.set(known.with_group(group))",
         "self._record.past = known.with_group(group)",
         "have the grant",
+    ),
+    "a configuration counts before it is on disk": (
+        500,
+        Membership._keep_voters,
+        "self._record.set_later(past, lambda: self._loop.call_from_thread(wrote))",
+        "self._record.set_later(past, lambda: None); wrote()",
+        "have the grant|has a lease in the group of",
     ),
     "an endpoint grants to all that ask": (
         790,

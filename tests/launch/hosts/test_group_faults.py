@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +132,25 @@ def test_hosts_die_one_after_the_other_and_others_come(run: MakeRun) -> None:
         assert survivor.ask("store", "add", "n", 1) == round_number + 1
         hosts[number] = here.host(number, silence_s=1.5)
         hosts[number].joined()
+
+
+def test_no_lease_waits_for_a_slow_disk(run: MakeRun, tmp_path: Path) -> None:
+    here = run(LEASE_S)
+    hosts = here.start(2, 3)
+    fifo = str(tmp_path / "disk")
+    os.mkfifo(fifo)
+    for host in hosts:
+        host.ask("slow_disk", fifo)
+    joined = here.host(4).joined()
+    assert hosts[0].ask("until", hosts=["127.0.0.2", "127.0.0.3", "127.0.0.4"])["lease_ok"]
+    page = LeasePage.open(Path(joined["page"]))
+    enough = page.deadline + 2 * LEASE_S
+    while page.deadline < enough:
+        states = [host.ask("state") for host in hosts]
+        assert all(state["lease_ok"] for state in states), states
+        assert 3 not in [state["voters"] for state in states], "the disk has not written that"
+    page.close()
+    disk = os.open(fifo, os.O_RDWR)
+    assert hosts[0].ask("until", voters=3)["lease_ok"]
+    hosts[0].ask("store", "put", "k", "v")
+    os.close(disk)

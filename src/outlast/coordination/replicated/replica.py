@@ -63,6 +63,7 @@ class Replica:
             of the job when the leader calls `add_host` for them.
         kept: how many entries of the log are kept at least for voters that lag behind; a voter that
             lags further gets the whole table.
+        durable: whether a configuration counts only when `wrote` says that it is on disk.
     """
 
     def __init__(
@@ -73,10 +74,13 @@ class Replica:
         *,
         founding: Configuration | None,
         kept: int = KEPT,
+        durable: bool = False,
     ) -> None:
         self.me = me
         self.timing = timing
         self._voter = Voter(me, timing, founding, kept)
+        if durable:
+            self._voter.durable = frozenset()
         self._host = OwnHost(me, timing, founder=founding is not None)
         self._campaigns = Campaigns(self._voter, rng)
         self._election: Election | None = None
@@ -126,6 +130,12 @@ class Replica:
         latest that is. None on a host that never was a voter.
         """
         return self._voter.log.configurations(self._voter.commit)
+
+    def wrote(self, configurations: tuple[tuple[int, Voters, bool], ...]) -> None:
+        """These `configurations` are on disk."""
+        said = self._voter.wrote(frozenset((index, voters) for index, voters, _ in configurations))
+        if said is not None:
+            self._outbox.append(said)
 
     @property
     def joined(self) -> bool:

@@ -38,6 +38,7 @@ class FoundingSchedule:
         away: how many hosts stay away at the end.
         aimed: the chance of a fault at each grant, founding, and admission.
         power_fails: the chance that the power fails before or after a record is written.
+        slow_disks: the chance that a host in a group waits for its record, for up to three leases.
     """
 
     hosts: int = 5
@@ -48,6 +49,7 @@ class FoundingSchedule:
     away: int = 0
     aimed: float = 0.0
     power_fails: float = 0.0
+    slow_disks: float = 0.0
     loss: float = 0.0
     repeats: float = 0.0
     delays: float = 0.0
@@ -71,6 +73,7 @@ class FoundingSchedule:
             away=r.choice([0, 0, 1, 2]),
             aimed=r.choice([0, 0.02, 0.1, 0.3]),
             power_fails=r.choice([0, 0, 0.01, 0.05]),
+            slow_disks=random.Random(f"disks {seed}").choice([0, 0, 0.1, 0.5]),
             loss=r.choice([0, 0, 0.05, 0.2]),
             repeats=r.choice([0, 0, 0.1]),
             delays=r.choice([0, 0, 0.05, 0.2]),
@@ -168,6 +171,15 @@ class FoundingSimulation(World):
         r, plan = self.random, self.schedule
         late = 3 * r.random() ** 3 if plan.delays and r.random() < plan.delays else 0.0
         return plan.latency_s * (0.5 + r.random()) + late
+
+    def disk_s(self, machine: Machine) -> float:
+        """How long a disk takes to write. The host may have a fault meanwhile."""
+        plan, r = self.schedule, self.random
+        if not plan.slow_disks or r.random() >= plan.slow_disks:
+            return 0.01 * r.random()
+        self.sometimes["a slow disk"] += 1
+        self._aim(machine)
+        return 3 * plan.timing.lease * r.random()
 
     def later(self, what: object, within_s: float) -> None:
         """Plans an event within a time."""

@@ -70,6 +70,7 @@ class HostSchedule:
         loss, repeats, delays: of messages. `delays`: much longer than the others, so that later
             messages overtake them.
         kept: the entries of the log that are kept; few, so that snapshots are needed.
+        disk_s: how long a configuration is on its way to the disk, at most.
         faults_s: faults begin within this time.
         timing: the durations of the protocol.
     """
@@ -86,6 +87,7 @@ class HostSchedule:
     delays: float = 0.0
     latency_s: float = 0.01
     kept: int = 100
+    disk_s: float = 0.0
     faults_s: float = 12.0
     timing: Timing = VariedTiming()
 
@@ -115,4 +117,5 @@ class HostSchedule:
                 faults_s=r.choice([2.0, 5.0, 10.0]),
             )
         timing = VariedTiming.of(random.Random(f"timing {seed}"), plan.latency_s)
-        return dataclasses.replace(plan, timing=timing)
+        disk_s = random.Random(f"disks {seed}").choice([0, 0, 0.01, 0.5, 5.0])
+        return dataclasses.replace(plan, timing=timing, disk_s=disk_s)

@@ -15,7 +15,7 @@ from outlast.coordination.replicated.messages import (
     VoteAnswer,
 )
 from outlast.coordination.replicated.operations import Failed, Operation
-from outlast.coordination.replicated.quorum import Configuration
+from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.coordination.replicated.replica import Replica
 from outlast.testing.hosts.history import Call
 from outlast.testing.hosts.workload import next_operation
@@ -46,6 +46,7 @@ class SimulatedHost:
         self._offset = 1000 * r.random()
         self._open: dict[int, Call] = {}
         self._waiting: list[tuple[str, Any]] = []
+        self._waiting_for_disk: list[tuple[tuple[int, Voters, bool], ...]] = []
         self._tick_at = float("inf")
         self._checked = 0
         self._left = sim.schedule.operations
@@ -55,7 +56,10 @@ class SimulatedHost:
             random.Random(r.random()),
             founding=founding,
             kept=sim.schedule.kept,
+            durable=True,
         )
+        self._configurations: object = None
+        self._disk_idle_at = 0.0
 
     def clock(self, true: float) -> float:
         """What the clock of this host shows."""
@@ -109,6 +113,9 @@ class SimulatedHost:
             self._tick(self._tick_at)
         for sender, message in waiting:
             self.deliver(sender, message)
+        written, self._waiting_for_disk = self._waiting_for_disk, []
+        for found in written:
+            self._wrote(found)
         self._tick(self._tick_at)
         self._plan_operation()
 
@@ -153,6 +160,7 @@ class SimulatedHost:
         sim, replica = self.sim, self.replica
         for to, message in replica.outbox():
             sim.send(self.name, to, message)
+        self._keep(replica.configurations)
         for ticket, result in replica.results():
             call = self._open.pop(ticket)
             call.failed = isinstance(result, Failed)
@@ -167,6 +175,22 @@ class SimulatedHost:
         if due < self._tick_at:
             self._tick_at = due
             sim.at(due, self._tick, due)
+
+    def _keep(self, found: tuple[tuple[int, Voters, bool], ...]) -> None:
+        if found == self._configurations:
+            return
+        self._configurations = found
+        delay_s = self.sim.schedule.disk_s * self.sim.random.random() ** 2
+        self._disk_idle_at = max(self._disk_idle_at, self.sim.now) + delay_s
+        self.sim.at(self._disk_idle_at, self._wrote, found)
+
+    def _wrote(self, found: tuple[tuple[int, Voters, bool], ...]) -> None:
+        """The disk goes on while the host is stopped, and tells it afterwards."""
+        if self.paused:
+            self._waiting_for_disk.append(found)
+        elif self.alive:
+            self.replica.wrote(found)
+            self.end_round()
 
     def _observe(self) -> None:
         sim, replica = self.sim, self.replica

@@ -12,6 +12,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.event_loop import Timer
 from outlast.launch.hosts.replicated.endpoints import Place
 from outlast.launch.hosts.replicated.messages import Message
+from outlast.launch.hosts.replicated.past import Past
 from outlast.launch.hosts.replicated.record import Record
 from outlast.launch.hosts.replicated.service import PATIENCE_SHARE, HostService
 from outlast.testing.hosts.simulated_network import End, SimulatedPeers
@@ -29,13 +30,27 @@ class PowerLost(BaseException):
 class _Record(Record):
     """A record whose host may lose its power before or after the file is replaced."""
 
-    power_fails: Callable[[], bool] = staticmethod(lambda: False)
+    def __init__(self, owner: SimulatedLauncher) -> None:
+        super().__init__(Path(owner.machine.disk), RUN)
+        self._owner = owner
+        self._idle_at = 0.0
 
-    def _write(self) -> None:
-        if self.power_fails():
+    def set_later(self, past: Past, written: Callable[[], None]) -> None:
+        self.past = past
+        world = self._owner.world
+
+        def write() -> None:
+            self._write()
+            written()
+
+        self._idle_at = max(self._idle_at, world.now) + world.disk_s(self._owner.machine)
+        world.at(self._idle_at, self._owner.guard, write)
+
+    def _replace(self) -> None:
+        if self._owner.world.power_fails():
             raise PowerLost
-        super()._write()
-        if self.power_fails():
+        super()._replace()
+        if self._owner.world.power_fails():
             raise PowerLost
 
 
@@ -56,6 +71,10 @@ class _Loop:
         when = owner.world.now + seconds / owner.machine.rate + 1e-6
         owner.world.at(when, lambda: owner.guard(timer.fire) if timer.pending else None)
         return timer
+
+    def call_from_thread(self, callback: Callable[[], None]) -> None:
+        """See `EventLoop`; this one is only called in a round."""
+        callback()
 
 
 class _Page:
@@ -89,8 +108,7 @@ class SimulatedLauncher(HostService):
         self.dead = False
         self.patience_s = PATIENCE_SHARE * world.timing.lease / machine.rate
         port = 29400 if machine.own >= 0 else 40000 + number
-        record = _Record(Path(machine.disk), RUN)
-        record.power_fails = world.power_fails
+        record = _Record(self)
         none: Any = None
         page: Any = _Page(self)
         super().__init__(

@@ -7,6 +7,7 @@ a JSON line.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,6 +69,16 @@ class Commands:
                 return state
             # The voters change without a notice.
             readable(self.group.wakeup_fd(), timeout=0.05 if "voters" in wanted else None)
+
+    def slow_disk(self, fifo: str) -> None:
+        """From now on, all files become durable only when somebody writes into a named pipe."""
+        fsync = os.fsync
+
+        def slow(descriptor: int) -> None:
+            os.close(os.open(fifo, os.O_RDONLY))
+            fsync(descriptor)
+
+        os.fsync = slow  # type: ignore[assignment]
 
     def new_attempt(self, attempt: int) -> None:
         """The workers' keys."""

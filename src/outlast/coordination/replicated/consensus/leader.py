@@ -160,8 +160,8 @@ class Leader:
         if peer is None:
             return
         peer.acked = max(peer.acked, said.sent)
-        if said.match >= peer.match:
-            peer.busy = NEVER
+        if said.match > peer.match or (said.match == peer.match and not said.accepted):
+            peer.busy = NEVER  # else they are on their way, or the voter's disk is slow
         if said.accepted:
             peer.match = max(peer.match, said.match)
             peer.next = peer.match + 1
@@ -181,7 +181,7 @@ class Leader:
 
         def has(voter: str) -> float:
             if voter == self._voter.me:
-                return self._voter.log.last
+                return self._voter.has
             return self._peers[voter].match if voter in self._peers else 0
 
         index = int(self.voters.reached_by_quorum(has))

@@ -33,6 +33,7 @@ class Voter:
         heard: when a leader was last heard.
         voted_at: when it last voted for another.
         commit: up to here the log is agreed on; up to `applied` it is in the table.
+        durable: the configurations that are on disk; `None` if none has to be.
     """
 
     def __init__(self, me: str, timing: Timing, founding: Configuration | None, kept: int) -> None:
@@ -47,11 +48,41 @@ class Voter:
         self.commit = 0
         self.applied = 0
         self.table = Table()
+        self.durable: frozenset[tuple[int, Voters]] | None = None
+        self._partial: tuple[str, AppendAnswer] | None = None
 
     @property
     def others(self) -> list[str]:
         """The other voters, as far as this host knows."""
         return [] if self.log.voters is None else sorted(self.log.voters.all - {self.me})
+
+    # ------------------------------------------------------------------ the disk
+    @property
+    def has(self) -> int:
+        """Up to here this voter counts for what a quorum has: a configuration, and what follows it,
+        only when it is on disk. That may take longer than a lease, so no lease waits for it.
+        """
+        if self.durable is not None:
+            for index, voters, _ in self.log.configurations(self.commit):
+                if (index, voters) not in self.durable:
+                    return index - 1
+        return self.log.last
+
+    def wrote(self, configurations: frozenset[tuple[int, Voters]]) -> tuple[str, Message] | None:
+        """These are on disk; what the leader is to be told."""
+        self.durable = configurations
+        if self._partial is None:
+            return None
+        (leader, full), self._partial = self._partial, None
+        if (leader, full.term) != (self.leader, self.term):
+            return None
+        return leader, self._as_far_as_durable(leader, full)
+
+    def _as_far_as_durable(self, leader: str, full: AppendAnswer) -> AppendAnswer:
+        if full.match <= self.has:
+            return full
+        self._partial = leader, full
+        return AppendAnswer(full.term, full.sent, True, self.has)
 
     # ------------------------------------------------------------------ terms and votes
     def enter(self, term: int) -> None:
@@ -109,7 +140,7 @@ class Voter:
             # The leader may try after the last entry that is surely equal. A new host needs all.
             last = -1 if self.log.voters is None else self.commit
             return AppendAnswer(self.term, said.sent, False, last)
-        return AppendAnswer(self.term, said.sent, True, match)
+        return self._as_far_as_durable(sender, AppendAnswer(self.term, said.sent, True, match))
 
     def _accept(self, said: Append) -> int | None:
         log, previous = self.log, said.prev_index

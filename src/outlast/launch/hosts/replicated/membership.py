@@ -205,11 +205,18 @@ class Membership:
         self._replica.receive(peer.host.id, message, self._loop.clock.now())
 
     def _keep_voters(self) -> None:
-        """Makes a new configuration durable before any message says that this host has it."""
+        """Makes a new configuration durable; until then it does not count that this host has it."""
         found = self._replica.configurations
-        if found and found != self._recorded:
-            self._recorded = found
-            self._record.set(self._record.past.with_group(self._known(found)))
+        if not found or found == self._recorded:
+            return
+        self._recorded = found
+
+        def wrote() -> None:
+            if not self._over:
+                self._replica.wrote(found)
+
+        past = self._record.past.with_group(self._known(found))
+        self._record.set_later(past, lambda: self._loop.call_from_thread(wrote))
 
     def _known(self, found: tuple[tuple[int, Voters, bool], ...]) -> Group:
         configs = [Config(index, voters) for index, voters, _ in found]

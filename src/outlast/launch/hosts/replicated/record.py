@@ -3,6 +3,9 @@
 One small file for each run and address, in a private folder of `/var/tmp`, which is local and stays
 when the host starts again, or in the folder of `--rdzv-conf record_dir`. It is replaced durably
 before this host acts on what it says, and removed when the host has left its group in order.
+
+A disk that is busy with a checkpoint may take longer than a lease. In a group, a thread waits for
+it, and only the agreement on other voters waits for that thread.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import stat
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +31,8 @@ FOLDERS = ("/var/tmp", tempfile.gettempdir())
 
 _MOST_OUT = 256
 """Of so many ids, most are of groups that are over."""
+_CLOSING_S = 5.0
+"""How long the end of a launcher waits for the disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +58,9 @@ class Record:
         self._run_id = run_id
         self._me = ""
         self._lock = -1
+        self._writing = threading.Lock()
+        self._written: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         try:
             _make_private(path.parent)
             # Without it, a second agent of this address would say that the first has ended.
@@ -88,23 +98,45 @@ class Record:
             self.past = past
             self._write()
 
+    def set_later(self, past: Past, written: Callable[[], None]) -> None:
+        """Calls `written`, from another thread, when it is durable."""
+        self.past = past
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="outlast-record")
+            self._thread.daemon = True  # the disk may hang
+            self._thread.start()
+        self._written.put(written)
+
     def close(self) -> None:
         """Releases the file."""
+        if self._thread is not None:
+            self._written.put(None)
+            self._thread.join(_CLOSING_S)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def remove(self) -> None:
         """This host has left in order: the others have agreed that it is none of them."""
-        self.past, self._me = Past(), ""
-        if self.durable:
+        with self._writing:
+            self.past, self._me = Past(), ""
+            durable, self.durable = self.durable, False
+        if durable:
             self._path.unlink(missing_ok=True)
             self._path.with_suffix(".lock").unlink(missing_ok=True)
             fsync_folder(self._path.parent)
 
+    def _write_all(self) -> None:
+        while (written := self._written.get()) is not None:
+            self._write()
+            written()
+
     def _write(self) -> None:
-        if not self.durable:
-            return
+        with self._writing:
+            if self.durable:
+                self._replace()
+
+    def _replace(self) -> None:
         new = self._path.with_suffix(".new")
         content = msgspec.json.encode(_Content(self._run_id, self._me, self.past))
         try:

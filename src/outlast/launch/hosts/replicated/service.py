@@ -288,11 +288,11 @@ class HostService:
 
     def _on_founded(self) -> None:
         founding = Configuration(frozenset({self.me.id}))
-        replica = Replica(self.me.id, self._timing, self._random, founding=founding)
+        replica = Replica(self.me.id, self._timing, self._random, founding=founding, durable=True)
         self._enter(replica, self.me.id, self._record.past.generation + 1, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
-        replica = Replica(self.me.id, self._timing, self._random, founding=None)
+        replica = Replica(self.me.id, self._timing, self._random, founding=None, durable=True)
         self._enter(replica, admitted.group, admitted.generation, admitted.hosts)
 
     def _enter(
