@@ -20,7 +20,7 @@ import torch
 import leaks
 from leaks import LeakError, Snapshot, no_leaks, settled_leaks
 
-SLEEPER = [sys.executable, "-c", "input()"]
+SLEEPER = [sys.executable, "-c", "print(flush=True); input()"]
 
 
 @contextmanager
@@ -48,7 +48,9 @@ def leaked_socket() -> Iterator[str]:
 
 @contextmanager
 def leaked_child() -> Iterator[str]:
-    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.read(1)  # a process that has just been executed has no command line yet
         yield rf"child process {child.pid}, .*input"
 
 
