@@ -167,6 +167,8 @@ def _trial(folder: Path, r: random.Random, *, seconds: float, live: bool) -> tup
         if live:
             found += _check_liveness(folder, history, network, faults, r)
         found += [f"the program of {host} has ended: {_state(folder)}" for host in hosts.ended()]
+        if any("cannot be kept" in path.read_text() for path in folder.glob("*.out")):
+            found.append(f"hosts without a record show less: {_state(folder)}")
     history.read()
     found += history.violations()
     return len(history.calls), found

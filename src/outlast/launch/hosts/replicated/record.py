@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.launch.hosts.replicated.past import Past
-from outlast.system.files import FileLocked, fsync_folder, lock_file
+from outlast.system.files import FileLocked, fsync_folder, lock_file, make_folder
 
 FOLDERS = ("/var/tmp", tempfile.gettempdir())
 
@@ -184,6 +184,7 @@ def _make_private(folder: Path) -> None:
     Raises:
         PermissionError: if another user has made it.
     """
+    make_folder(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     # Also a folder that is there: who has made it may have ended before its name was durable.
