@@ -93,7 +93,7 @@ class Hosts:
             )
 
     def kill(self, host: str) -> None:
-        process = self._processes[host]
+        process = self._processes.pop(host)
         process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -106,7 +106,8 @@ class Hosts:
 
     def ended(self) -> list[str]:
         """The hosts that are on and whose program has ended by itself."""
-        return [h.name for h in self._network if self._processes[h.name].poll() is not None]
+        running = self._processes.items()
+        return [h for h, p in running if self._network[h].on and p.poll() is not None]
 
 
 def why_not() -> str:
