@@ -40,7 +40,6 @@ class Lease:
         self.ttl_s = max(1, math.ceil(lease_s * (1 + MARGIN)))
         self.id = 0
         self._error = ""
-        self.term = 1
         self._deadline = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast etcd lease", daemon=True)
@@ -93,7 +92,7 @@ class Lease:
             return False
         self._deadline = sent + self._lease_s
         if self._page is not None:
-            self._page.renew(self._deadline, self.term)
+            self._page.renew(self._deadline)
         return now() < self._deadline
 
     def _run(self) -> None:

@@ -190,7 +190,6 @@ class Membership:
             hosts = self._read()
         self._hosts = hosts
         self._refused |= dict.fromkeys(hosts.refused)
-        self._lease.term = 1 + len(hosts.lost)
         self._on_change()
 
     def _read(self) -> Hosts:

@@ -66,7 +66,7 @@ class ReplicatedGroup:
             endpoints = self._resolved(limit)
             if self._page is None:
                 self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
-            self._page.renew(0.0, term=0)  # none is held yet, and no worker runs
+            self._page.renew(0.0)  # none is held yet, and no worker runs
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             while not self._await_join(self._serve(endpoints, self._page), endpoints, limit):
                 pass  # as another host

@@ -53,7 +53,7 @@ class Membership:
         record: where the voters of the group are kept.
         endpoints: the addresses of the endpoints other than this host.
         known: hosts whose addresses are known already.
-        renewed: called with the deadline of the lease and its term when they change.
+        renewed: called with the deadline of the lease when it changes.
         changed: called when the hosts, the leader or the term have changed.
         ended: called once, with the reason; it is empty if this host has left in order.
         host_refused: called with a line about a host that was not admitted.
@@ -70,7 +70,7 @@ class Membership:
         record: Record,
         endpoints: Iterable[Address],
         known: Iterable[HostInfo],
-        renewed: Callable[[float, int], None],
+        renewed: Callable[[float], None],
         changed: Callable[[], None],
         ended: Callable[[str], None],
         host_refused: Callable[[str], None],
@@ -238,11 +238,11 @@ class Membership:
             self._end("" if left else f"the others went on without it: {replica.refused.reason}")
             return
         leader = replica.leader or ""
-        if replica.lease_until != self._lease_until or replica.term != self.term:
+        if replica.lease_until != self._lease_until:
             self._lease_until = replica.lease_until
             if self._lease_until > float("-inf"):
                 self.directory.start()  # before, no leader would answer
-                self._renewed(self._lease_until, replica.term)
+                self._renewed(self._lease_until)
         if (leader, replica.term) != (self.leader, self.term):
             self.leader, self.term = leader, replica.term
             self._changed()

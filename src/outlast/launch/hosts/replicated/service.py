@@ -321,8 +321,8 @@ class HostService:
         for peer, message in self._early:
             self._membership.receive(peer, message)
 
-    def _on_renewed(self, deadline: float, term: int) -> None:
-        self._page.renew(deadline, term)
+    def _on_renewed(self, deadline: float) -> None:
+        self._page.renew(deadline)
         self._on_changed()
 
     def _on_changed(self) -> None:
@@ -353,7 +353,7 @@ class HostService:
         if self._page.valid():
             # Without workers, there is no lease to keep; otherwise they must end now.
             orderly = self.error == _CLOSED
-            self._page.renew(0.0 if orderly else lease_page.now(), self.term)
+            self._page.renew(0.0 if orderly else lease_page.now())
         if reason:
             self._record.ended()
         else:
