@@ -10,7 +10,7 @@ from outlast.coordination.replicated import messages as consensus
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.replicated.quorum import Voters
-from outlast.coordination.replicated.replica import Replica, Role
+from outlast.coordination.replicated.replica import Replica
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.replicated.admission import objection
 from outlast.launch.hosts.replicated.directory import Directory
@@ -289,7 +289,7 @@ class Membership:
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
-        if self._replica.role is not Role.LEADER:
+        if not self._replica.elected:
             introduction = self._introduction()
             if introduction.leader is None or introduction.leader.id == self._me.id:
                 peer.send(NotYet("the group is choosing a leader"))

@@ -37,10 +37,9 @@ _log = logging.getLogger(__name__)
 class Peer:
     """The other end of a connection that has said who it is."""
 
-    def __init__(self, connection: Connection, hello: Hello, dialed: Address | None) -> None:
+    def __init__(self, connection: Connection, hello: Hello) -> None:
         self.connection = connection
         self.host = hello.host
-        self.dialed = dialed
 
     def send(self, message: Message) -> None:
         """Send a message, or drop it if the connection has ended."""
@@ -250,7 +249,7 @@ class PeerConnections:
         self._strangers.pop(connection).cancel()
         self._came_from.pop(connection, None)
         connection.limit = FRAME_BYTES
-        peer = self._peers[connection] = Peer(connection, message, address)
+        peer = self._peers[connection] = Peer(connection, message)
         self._by_host.setdefault(message.host.id, []).append(peer)
         if dial is None:
             connection.send(self._hello)
