@@ -221,7 +221,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
                     lost.add(loss.host.id)
                     orderly = loss.left
                     log.write("lost", g=name, h=loss.host.id, left=orderly, t=log.now())
-            if not state.lease_ok:
+            if state.error:
                 break
             selector.select(_LOOK_S)
     log.write("over", g=name, h=me.id, why=state.error, t=log.now())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 from outlast.coordination.stores.store import Store
-from outlast.errors import StoreError
 from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
 
@@ -98,8 +97,7 @@ class GroupState:
         leader: id of the host that decides for the group; empty if this host knows of none. Two
             hosts may see different leaders for a moment: a decision is a claim in the store.
         term: of the leader.
-        lease_ok: whether this host may act. Once false, it never becomes true again.
-        error: why it must not act, if so.
+        error: why this host must not act any more; empty while it may.
         refused: lines about hosts that this host did not admit, with the setting that is wrong.
     """
 
@@ -107,13 +105,8 @@ class GroupState:
     lost: tuple[LostHost, ...] = ()
     leader: str = ""
     term: int = 0
-    lease_ok: bool = True
     error: str = ""
     refused: tuple[str, ...] = ()
-
-
-class LeaseLost(StoreError):
-    """This host may no longer act: others may have replaced it."""
 
 
 class HostGroup(Protocol):

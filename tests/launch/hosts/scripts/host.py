@@ -49,7 +49,7 @@ class Commands:
             "left": [lost.host.address for lost in state.lost if lost.left],
             "leader": next((h.address for h in state.hosts if h.id == state.leader), ""),
             "voters": self.voters(),
-            "lease_ok": state.lease_ok,
+            "lease_ok": not state.error,
             "error": state.error,
             "refused": list(state.refused),
         }

@@ -148,7 +148,7 @@ class Membership:
 
     def state(self) -> GroupState:
         """The hosts as this host last read them."""
-        hosts, error = self._hosts, self._lease.error
+        hosts = self._hosts
         live = hosts.live
         return GroupState(
             hosts=live,
@@ -157,8 +157,7 @@ class Membership:
             # when another host follows.
             leader=live[0].id if live else "",
             term=1 + len(hosts.lost),
-            lease_ok=not error,
-            error=error,
+            error=self._lease.error,
             refused=tuple(self._refused),
         )
 

@@ -91,7 +91,6 @@ class ReplicatedGroup:
             lost=tuple(lost),
             leader=service.leader,
             term=service.term,
-            lease_ok=service.error is None,
             error=service.error or "",
             refused=service.refused,
         )
