@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from etcd_cluster import NET_S, Cluster, require_etcd
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError
-from outlast.launch.hosts.etcd.group import open_group
+from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
+from outlast.system.lease_page import LeasePage
 from procs import free_port
 
 RunFactory = Callable[..., Any]
@@ -165,9 +167,11 @@ def test_an_endpoint_that_is_no_etcd_is_named(on: RunFactory, etcd: Cluster) -> 
         ({"protocol": "http", "cacert": "ca.pem"}, "protocol=http conflicts with cacert"),
     ],
 )
-def test_wrong_settings_are_named(conf: dict[str, str], expected: str) -> None:
+def test_wrong_settings_are_named(conf: dict[str, str], expected: str, tmp_path: Path) -> None:
+    page = LeasePage.create(tmp_path)
     with pytest.raises(LaunchError, match=re.escape(expected)):
-        open_group(GroupSpec(run_id="r", endpoints=(("127.0.0.1", 2379),), conf=conf))
+        EtcdGroup(GroupSpec(run_id="r", endpoints=(("127.0.0.1", 2379),), page=page, conf=conf))
+    page.close()
 
 
 @pytest.mark.slow

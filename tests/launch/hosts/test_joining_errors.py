@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,19 +145,24 @@ def _until_closed(stranger: socket.socket) -> None:
             pass
 
 
-def test_a_name_of_this_host_that_is_a_loopback_address() -> None:
+def test_a_name_of_this_host_that_is_a_loopback_address(tmp_path: Path) -> None:
     code = """
 import socket, sys
+from pathlib import Path
 known = socket.getaddrinfo
 def resolve(host, port, **kwargs):
     return known("127.0.1.1" if host == "node1" else host, port, **kwargs)
 socket.getaddrinfo = resolve
-from outlast.launch.hosts.replicated.group import open_group
+from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.host_group import GroupSpec
-open_group(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),))).start()
+from outlast.system.lease_page import LeasePage
+page = LeasePage.create(Path(sys.argv[2]))
+ReplicatedGroup(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),), page=page)).start()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(free_port())], capture_output=True, text=True
+        [sys.executable, "-c", code, str(free_port()), str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     assert "node1 resolves to the loopback address 127.0.1.1" in done.stderr
     assert done.returncode == 1

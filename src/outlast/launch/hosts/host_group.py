@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
 from outlast.coordination.stores.store import Store
@@ -32,6 +31,7 @@ class GroupSpec:
     Attributes:
         run_id: the group's name; hosts with another run id are never members of it.
         endpoints: host and port of each, in the order of the command line.
+        page: the lease page that the group renews.
         local_addr: the address of this host for the others; `None` finds it from the routes.
         lease_s: how long a host may be silent before the others go on without it.
         join_limit_s: how long `HostGroup.start` tries.
@@ -40,21 +40,19 @@ class GroupSpec:
             that differs.
         place: the place that this host asks for (`--node-rank`); -1 for any.
         conf: further settings of the backend (`--rdzv-conf`).
-        page: the lease page that the group renews, which the agent keeps for all groups that it
-            joins one after another; `None` makes one for this group.
         say: prints a line for the user.
         secret: of the job, for the connections between hosts; `None` if it has none.
     """
 
     run_id: str
     endpoints: tuple[tuple[str, int], ...]
+    page: LeasePage
     local_addr: str | None = None
     lease_s: float = 5.0
     join_limit_s: float = 600.0
     settings: tuple[tuple[str, str], ...] = ()
     place: int = -1
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    page: LeasePage | None = None
     say: Callable[[str], None] = lambda line: None
     secret: Secret | None = None
 
@@ -119,10 +117,6 @@ class HostGroup(Protocol):
     @property
     def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
-
-    @property
-    def lease_page(self) -> Path | None:
-        """The file with the deadline of the lease, for the orphan killer and for workers."""
 
     def start(self) -> None:
         """Join the group, or found it.

@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import time
-from pathlib import Path
 
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
@@ -28,22 +27,16 @@ from outlast.launch.hosts.etcd.security import security_of
 from outlast.launch.hosts.etcd.server_thread import ServerThread
 from outlast.launch.hosts.etcd.upstream import EtcdUpstream
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo
-from outlast.system.lease_page import LeasePage
 
 _LEAVE_S = 2.0
 
 
-def open_group(spec: GroupSpec) -> EtcdGroup:
-    """The group of `spec`; `start` connects.
+class EtcdGroup:
+    """A `HostGroup` over etcd; `start` connects.
 
     Raises:
         LaunchError: if a setting is wrong.
     """
-    return EtcdGroup(spec)
-
-
-class EtcdGroup:
-    """A `HostGroup` over etcd."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec, self._security = spec, security_of(spec.conf)
@@ -69,10 +62,6 @@ class EtcdGroup:
             raise ValueError("the group has not been started")
         return self._store
 
-    @property
-    def lease_page(self) -> Path | None:
-        return None if self._spec.page is None else self._spec.page.path
-
     def start(self) -> None:
         with contextlib.ExitStack() as stack:
             self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -90,10 +79,9 @@ class EtcdGroup:
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         spec = self._spec
-        page: LeasePage | None = spec.page
         attempt_s = max(0.1, spec.lease_s / 5)
         renewing = EtcdClient(self._endpoints, self._security, attempt_s)
-        self._lease = lease = Lease(renewing, spec.lease_s, page, self._lease_ended)
+        self._lease = lease = Lease(renewing, spec.lease_s, spec.page, self._lease_ended)
         stack.callback(lease.close)
         lease.grant(min(spec.lease_s, spec.join_limit_s))
         address = spec.local_addr or self._address()

@@ -6,9 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-import tempfile
 import time
-from pathlib import Path
 
 from outlast.coordination.replicated import hosts as replicated
 from outlast.coordination.replicated.timing import Timing
@@ -18,7 +16,6 @@ from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.group_store import GroupStore
 from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
-from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 
 _LOOK_S = 1.0
@@ -30,20 +27,13 @@ _ALL_NAMES_S = 10.0
 _LEASE_SETTING = "--host-timeout"
 
 
-def open_group(spec: GroupSpec) -> ReplicatedGroup:
-    """The group of `spec`, which `start` joins."""
-    return ReplicatedGroup(spec)
-
-
 class ReplicatedGroup:
-    """A `HostGroup` whose store lives in the agents."""
+    """A `HostGroup` whose store lives in the agents. `start` joins it."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
         self._timing = Timing(lease=spec.lease_s)
         self._service: HostService | None = None
-        self._own_page: LeasePage | None = None
-        self._page = spec.page
         self._wakeup = -1
         self._record: Record | None = None
 
@@ -56,19 +46,13 @@ class ReplicatedGroup:
         run = f"run {self._spec.run_id!r}"
         return GroupStore(self._started(), run, self._spec.lease_s)
 
-    @property
-    def lease_page(self) -> Path | None:
-        return None if self._page is None else self._page.path
-
     def start(self) -> None:
         limit = time.monotonic() + self._spec.join_limit_s
         try:
             endpoints = self._resolved(limit)
-            if self._page is None:
-                self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
-            self._page.renew(0.0)  # none is held yet, and no worker runs
+            self._spec.page.renew(0.0)  # none is held yet, and no worker runs
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            while not self._await_join(self._serve(endpoints, self._page), endpoints, limit):
+            while not self._await_join(self._serve(endpoints), endpoints, limit):
                 pass  # as another host
             self._wake()  # the first state, of which `_await_join` has taken the event
         except BaseException:
@@ -106,9 +90,6 @@ class ReplicatedGroup:
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
-        if self._own_page is not None:
-            self._own_page.remove()
-            self._page = self._own_page = None
 
     # ------------------------------------------------------------------ parts of `start`
     def _resolved(self, limit: float) -> list[Endpoint]:
@@ -136,7 +117,7 @@ class ReplicatedGroup:
             settings=settings,
         )
 
-    def _serve(self, endpoints: list[Endpoint], page: LeasePage) -> HostService:
+    def _serve(self, endpoints: list[Endpoint]) -> HostService:
         place = listen(endpoints, self._spec.local_addr)
         if self._record is None:
             folder = self._spec.conf.get("record_dir", "")
@@ -148,7 +129,7 @@ class ReplicatedGroup:
             endpoints,
             place,
             self._timing,
-            page,
+            self._spec.page,
             self._wake,
             self._record,
             self._spec.secret,
