@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outlast.coordination.records import SizeRecord
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
-from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.hosts.host_group import GroupState, LostHost
 from outlast.launch.hosts.job.decider import Decider, Facts, Limits, Wait
 from outlast.launch.hosts.job.job_plan import (
     End,
@@ -89,7 +91,7 @@ def test_a_host_takes_the_place_that_it_asks_for() -> None:
     limits = dataclasses.replace(LIMITS, minimum=3, asked=True)
     there = group("ac", lost="b")
     for place, entry in ((0, None), (1, Take(1, "d"))):
-        spare = dataclasses.replace(info("d"), place=place)
+        spare = structs.replace(info("d"), place=place)
         joined = dataclasses.replace(there, hosts=(*there.hosts, spare))
         assert first(running("abc"), joined, limits=limits) == entry
 

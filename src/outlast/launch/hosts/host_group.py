@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
@@ -55,25 +56,6 @@ class GroupSpec:
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     secret: Secret | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostInfo:
-    """One agent of the group.
-
-    Attributes:
-        id: unique for each agent process; never used again after the agent has ended.
-        name: the host name.
-        address: where the other hosts reach it.
-        store_port: of the store server for the workers of this host, at its loopback address.
-        place: the place that it asks for; -1 for any.
-    """
-
-    id: str
-    name: str
-    address: str
-    store_port: int
-    place: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.layout import Json
 from outlast.errors import LaunchError
 from outlast.launch.hosts.etcd import membership
 from outlast.launch.hosts.etcd.membership import Hosts
-from outlast.launch.hosts.host_group import HostInfo
 from outlast.system.sockets import is_loopback
 
 LIMIT_S = 10.0
@@ -128,7 +128,7 @@ class Admission:
         return [
             layout.put(membership.host_key(root, me.id), b"", self._lease),
             layout.put(
-                membership.log_entry(root, membership.JOINED, me.id), membership.joined_line(me)
+                membership.log_entry(root, membership.JOINED, me.id), f"{me.encode()}\n".encode()
             ),
         ]
 

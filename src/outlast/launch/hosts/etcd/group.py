@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Endpoint, Refused
@@ -26,7 +27,8 @@ from outlast.launch.hosts.etcd.membership import Membership, host_key
 from outlast.launch.hosts.etcd.security import security_of
 from outlast.launch.hosts.etcd.server_thread import ServerThread
 from outlast.launch.hosts.etcd.upstream import EtcdUpstream
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo
+from outlast.launch.hosts.host_group import GroupSpec, GroupState
+from outlast.launch.hosts.replicated.endpoints import own_address
 
 _LEAVE_S = 2.0
 
@@ -84,7 +86,7 @@ class EtcdGroup:
         self._lease = lease = Lease(renewing, spec.lease_s, spec.page, self._lease_ended)
         stack.callback(lease.close)
         lease.grant(min(spec.lease_s, spec.join_limit_s))
-        address = spec.local_addr or self._address()
+        address = self._address() if spec.local_addr is None else own_address(spec.local_addr)
         upstream = EtcdUpstream(self._workers_store, lambda call: server.call(call))
         stack.callback(upstream.close)
         server = ServerThread(upstream)

@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from outlast.coordination.records import SizeRecord
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
-from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.hosts.host_group import GroupState, LostHost
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,

@@ -8,10 +8,10 @@ import secrets
 import socket
 import time
 
-from outlast.coordination.replicated import hosts as replicated
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.timing import Timing
 from outlast.errors import LaunchError
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo, LostHost
+from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.group_store import GroupStore
 from outlast.launch.hosts.replicated.record import Record, open_record
@@ -39,7 +39,7 @@ class ReplicatedGroup:
 
     @property
     def me(self) -> HostInfo:
-        return _public(self._started().me)
+        return self._started().me
 
     @property
     def store(self) -> GroupStore:
@@ -65,19 +65,7 @@ class ReplicatedGroup:
     def poll(self) -> GroupState:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
-        service = self._started()
-        lost = [
-            LostHost(host=_public(gone.host), reason=gone.reason, left=gone.orderly)
-            for gone in service.gone
-        ]
-        return GroupState(
-            hosts=tuple(map(_public, service.hosts)),
-            lost=tuple(lost),
-            leader=service.leader,
-            term=service.term,
-            error=service.error or "",
-            refused=service.refused,
-        )
+        return self._started().state
 
     def new_attempt(self, attempt: int) -> None:
         self._started().new_attempt(attempt)
@@ -106,11 +94,11 @@ class ReplicatedGroup:
                 raise LaunchError(f"--rdzv-endpoint: no endpoint can be reached: {problems}")
             time.sleep(_LOOK_S)
 
-    def _describe(self) -> replicated.HostInfo:
+    def _describe(self) -> HostInfo:
         name = socket.gethostname()
         settings = dict(self._spec.settings)
         settings.setdefault(_LEASE_SETTING, f"{self._spec.lease_s:g}")
-        return replicated.HostInfo(
+        return HostInfo(
             id=f"{name}-{secrets.token_hex(6)}",
             name=name,
             place=self._spec.place,
@@ -146,12 +134,13 @@ class ReplicatedGroup:
         look = time.monotonic() + _LOOK_S
         say_at, said = time.monotonic() + _SAY_S, ""
         while not service.joined:
-            if service.error is not None and service.joins_again():
-                self._spec.say(f"{service.error}; it looks for the group again")
+            error = service.state.error
+            if error and service.joins_again():
+                self._spec.say(f"{error}; it looks for the group again")
                 service.close(leave=False)
                 return False
-            if service.error is not None:
-                raise LaunchError(f"cannot join run {self._spec.run_id!r}: {service.error}")
+            if error:
+                raise LaunchError(f"cannot join run {self._spec.run_id!r}: {error}")
             now = time.monotonic()
             if now >= limit:
                 raise LaunchError(
@@ -187,13 +176,3 @@ class ReplicatedGroup:
         if self._service is None:
             raise ValueError("the group was not started")
         return self._service
-
-
-def _public(host: replicated.HostInfo) -> HostInfo:
-    return HostInfo(
-        id=host.id,
-        name=host.name,
-        address=host.address,
-        store_port=host.store_port,
-        place=host.place,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import selectors
@@ -18,7 +19,7 @@ from outlast.coordination.replicated.replica import Replica
 from outlast.coordination.replicated.timing import Timing
 from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.hosts.replicated.directory import Gone
+from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
@@ -42,20 +43,12 @@ _CLOSED = "this host has left the group"
 _log = logging.getLogger(__name__)
 
 
-class LeaseClock:
-    """The clock of the lease page, for the event loop."""
-
-    def now(self) -> float:
-        """The time, in seconds."""
-        return lease_page.now()
-
-
 class HostService:
     """Owns the thread. Methods may be called from any thread unless they say otherwise.
 
-    Attributes of its state, written by the thread: `hosts`, `gone`, `leader`, `term`, `joined`,
-    `error` (why it is over; `None` while it is not), `refused`. Each is replaced as a whole, so a
-    reader sees the old value or the new one.
+    Attributes, written by the thread:
+        state: replaced as a whole, so a reader sees the old one or the new one.
+        joined: whether this host is in the group.
 
     Args:
         run_id: the name of the group.
@@ -80,13 +73,8 @@ class HostService:
         secret: Secret | None,
     ) -> None:
         self.me = me
-        self.hosts: tuple[HostInfo, ...] = ()
-        self.gone: tuple[Gone, ...] = ()
-        self.leader = ""
-        self.term = 0
+        self.state = GroupState()
         self.joined = False
-        self.error: str | None = None
-        self.refused: tuple[str, ...] = ()
         self._run_id = run_id
         self._endpoints = tuple(endpoints)
         self._place = place
@@ -201,7 +189,7 @@ class HostService:
     def _run(self) -> None:
         try:
             self._record.begin(self.me.id)
-            with EventLoop(clock=LeaseClock(), selector=selectors.EpollSelector()) as loop:
+            with EventLoop(clock=lease_page, selector=selectors.EpollSelector()) as loop:
                 self._serve(loop)
         except Exception as e:  # noqa: BLE001 - reported by `error`
             self._fail(e)
@@ -234,7 +222,7 @@ class HostService:
         except Exception as e:  # noqa: BLE001 - reported by `error`
             self._fail(e)
         finally:
-            server.fail(self.error or _CLOSED)
+            server.fail(self.state.error or _CLOSED)
             peers.close()
             self._joining = None
             self._make_calls()  # those that came before the end: their operations fail
@@ -282,8 +270,9 @@ class HostService:
             self._joining.receive(peer, message)
 
     def _on_host_refused(self, line: str) -> None:
-        if line not in self.refused and len(self.refused) < MAX_REFUSED:
-            self.refused = (*self.refused, line)
+        refused = self.state.refused
+        if line not in refused and len(refused) < MAX_REFUSED:
+            self.state = dataclasses.replace(self.state, refused=(*refused, line))
             self._changed()
 
     def _on_founded(self) -> None:
@@ -330,13 +319,17 @@ class HostService:
         if membership is None:
             return  # its constructor is running
         directory = membership.directory
-        state = self.hosts, self.gone, self.leader, self.term, self.joined
-        self.hosts = tuple(directory.hosts.values())
-        self.gone = tuple(directory.gone)
-        self.leader, self.term = membership.leader, membership.term
+        before = self.state, self.joined
+        self.state = dataclasses.replace(
+            self.state,
+            hosts=tuple(directory.hosts.values()),
+            lost=tuple(directory.gone),
+            leader=membership.leader,
+            term=membership.term,
+        )
         held = self._page.valid()
         self.joined = self.joined or (held and self.me.id in directory.hosts)
-        if state != (self.hosts, self.gone, self.leader, self.term, self.joined):
+        if before != (self.state, self.joined):
             self._changed()
 
     def _end(self, reason: str) -> None:
@@ -345,14 +338,14 @@ class HostService:
             if self._over:
                 return
             self._over = True
-        self.error = reason or _CLOSED
+        self.state = dataclasses.replace(self.state, error=reason or _CLOSED)
         if self._joining is not None:
             self._joining.close()
         if self._membership is not None:
             self._membership.close()
         if self._page.valid():
             # Without workers, there is no lease to keep; otherwise they must end now.
-            orderly = self.error == _CLOSED
+            orderly = self.state.error == _CLOSED
             self._page.renew(0.0 if orderly else lease_page.now())
         if reason:
             self._record.ended()
