@@ -29,6 +29,7 @@ from outlast.launch.hosts.etcd.server_thread import ServerThread
 from outlast.launch.hosts.etcd.upstream import EtcdUpstream
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import own_address
+from outlast.system.sockets import address_towards
 
 _LEAVE_S = 2.0
 
@@ -99,10 +100,10 @@ class EtcdGroup:
             address=address,
             store_port=server.port,
             place=spec.place,
+            settings=dict(spec.settings),
         )
         patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
-        settings = spec.settings
-        joining = Admission(self._client, spec.run_id, me, lease.id, settings, patience_s)
+        joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
         fence = Fence(host_key(root, me.id), lease.id)
         for number, suffix in enumerate(("agent", "workers")):
@@ -204,12 +205,7 @@ class EtcdGroup:
         problem = ""
         for endpoint in self._endpoints:
             try:
-                family, _, _, _, address = socket.getaddrinfo(
-                    endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-                )[0]
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # sends nothing: it only looks up the route
-                    return str(probe.getsockname()[0])
+                return address_towards((endpoint.host, endpoint.port))
             except OSError as e:
                 problem = f"{endpoint}: {e.strerror}"
         raise LaunchError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outlast.errors import LaunchError
 from outlast.launch.hosts.replicated.peer_connections import Address
-from outlast.system.sockets import is_loopback
+from outlast.system.sockets import address_towards, is_loopback
 
 _BACKLOG = 4096
 
@@ -116,13 +116,10 @@ def _facing(endpoints: Sequence[Endpoint]) -> str:
         problem = f"{endpoint}: {endpoint.problem}"
         if endpoint.address is None:
             continue
-        with socket.socket(_family(endpoint.address[0]), socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(endpoint.address)  # sends nothing: it only looks up the route
-            except OSError as e:
-                problem = f"{endpoint}: {e.strerror}"
-                continue
-            return str(probe.getsockname()[0])
+        try:
+            return address_towards(endpoint.address)
+        except OSError as e:
+            problem = f"{endpoint}: {e.strerror}"
     raise LaunchError(
         f"this host ({socket.gethostname()}) has no route to any endpoint: {problem}; "
         "see --rdzv-endpoint and --local-addr"
