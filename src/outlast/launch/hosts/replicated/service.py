@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from msgspec import structs
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.operations import Failed, Operation
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.replica import Replica
 from outlast.coordination.replicated.timing import Timing
@@ -89,10 +89,7 @@ class HostService:
         self._server: StoreServer
         self._joining: Joining | None = None
         self._membership: Membership | None = None
-        self._waiting: dict[int, tuple[Operation, Done]] = {}  # the workers' before the first lease
         self._early: deque[tuple[Peer, Message]] = deque(maxlen=_EARLY)
-        self._tickets: dict[int, Hashable] = {}
-        self._next_handle = 0
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # guards `_over`, and appending to `_calls` while it is false
         self._over = False
@@ -159,31 +156,16 @@ class HostService:
 
     # ------------------------------------------------------------------ `Upstream`, in the thread
     def submit(self, operation: Operation, done: Done) -> Hashable:
-        """Start an operation; those before this host is admitted wait for that."""
-        self._next_handle += 1
-        handle = self._next_handle
-        if self._membership is None:
-            self._waiting[handle] = operation, done
-        else:
-            self._forward(handle, operation, done)
-        return handle
+        """Start an operation. It fails before this host is admitted, when it has no workers."""
+        if self._membership is not None:
+            return self._membership.submit(operation, done)
+        done(Failed("this host has not joined its group yet"))
+        return None
 
     def cancel(self, handle: Hashable) -> None:
         """Give up a wait."""
-        assert isinstance(handle, int)
-        self._waiting.pop(handle, None)
-        ticket = self._tickets.pop(handle, None)
-        if ticket is not None and self._membership is not None:
-            self._membership.cancel(ticket)
-
-    def _forward(self, handle: int, operation: Operation, done: Done) -> None:
-        assert self._membership is not None
-
-        def finished(result: Result) -> None:
-            self._tickets.pop(handle, None)
-            done(result)
-
-        self._tickets[handle] = self._membership.submit(operation, finished)
+        if self._membership is not None:
+            self._membership.cancel(handle)
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
@@ -304,9 +286,6 @@ class HostService:
             self._end,
             self._on_host_refused,
         )
-        waiting, self._waiting = self._waiting, {}
-        for handle, (operation, done) in waiting.items():
-            self._forward(handle, operation, done)
         for peer, message in self._early:
             self._membership.receive(peer, message)
 
