@@ -173,7 +173,8 @@ class PeerConnections:
         connection = Connection(self._loop, sock, self._from_stranger, self._ended, self._secret)
         if len(self._came_from) >= MAX_STRANGERS:
             most, _ = Counter(self._came_from.values()).most_common(1)[0]
-            self._drop_stranger(next(c for c, came in self._came_from.items() if came == most))
+            oldest = next(c for c, came in self._came_from.items() if came == most)
+            self._drop(oldest, "too many connections at once")
         self._came_from[connection] = str(remote[0])
         self._await_hello(connection)
 
@@ -209,15 +210,13 @@ class PeerConnections:
 
     def _await_hello(self, connection: Connection) -> None:
         def late() -> None:
-            reason = "it does not answer" if connection.connecting else _SILENT
-            connection.close()
-            self._ended(connection, reason)
+            self._drop(connection, "it does not answer" if connection.connecting else _SILENT)
 
         self._strangers[connection] = self._loop.call_later(self._patience_s, late)
 
-    def _drop_stranger(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, reason: str) -> None:
         connection.close()
-        self._ended(connection, "too many connections at once")
+        self._ended(connection, reason)
 
     def _from_stranger(self, connection: Connection, message: Message) -> None:
         peer = self._peers.get(connection)
@@ -225,26 +224,20 @@ class PeerConnections:
             self._on_message(peer, message)
             return
         address, dial = self._dial_of(connection)
-        if isinstance(message, Refused) and address is not None:
-            self.refusals[address] = message
-            connection.close()
-            self._ended(connection, message.reason)
+        refused = message if isinstance(message, Refused) else None
+        if isinstance(message, Hello):
+            refused = self._refusal(message)
+            if refused is not None and dial is None:
+                self._on_refused(refused.reason)
+                connection.send(refused)
+                connection.close_when_sent()
+                return
+        if refused is not None and address is not None:
+            self.refusals[address] = refused
+            self._drop(connection, refused.reason)
             return
         if not isinstance(message, Hello):
-            connection.close()
-            self._ended(connection, "it does not say what it is")
-            return
-        refused = self._refusal(message)
-        if refused is not None and dial is None:
-            self._on_refused(refused.reason)
-            connection.send(refused)
-            connection.close_when_sent()
-            return
-        if refused is not None:
-            assert address is not None
-            self.refusals[address] = refused
-            connection.close()
-            self._ended(connection, refused.reason)
+            self._drop(connection, "it does not say what it is")
             return
         self._strangers.pop(connection).cancel()
         self._came_from.pop(connection, None)
