@@ -49,7 +49,6 @@ class EtcdGroup:
         self._me: HostInfo | None = None
         self._root = b""
         self._store: EtcdStore | None = None
-        self._worker_store: EtcdStore | None = None
         self._server: ServerThread | None = None
         self._closed = False
 
@@ -88,7 +87,7 @@ class EtcdGroup:
         stack.callback(lease.close)
         lease.grant(min(spec.lease_s, spec.join_limit_s))
         address = self._address() if spec.local_addr is None else own_address(spec.local_addr)
-        upstream = EtcdUpstream(self._workers_store, lambda call: server.call(call))
+        upstream = EtcdUpstream(lambda: self.store, lambda call: server.call(call))
         stack.callback(upstream.close)
         server = ServerThread(upstream)
         self._server = server
@@ -106,20 +105,11 @@ class EtcdGroup:
         joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
         fence = Fence(host_key(root, me.id), lease.id)
-        for number, suffix in enumerate(("agent", "workers")):
-            store = EtcdStore(
-                self._client,
-                root.decode(),
-                f"{me.id}.{suffix}",
-                fence,
-                limit_s=max(30.0, 2 * spec.lease_s),
-                check=lease.check,
-            )
-            stack.callback(store.close)
-            if number == 0:
-                self._store = store
-            else:
-                self._worker_store = store
+        limit_s = max(30.0, 2 * spec.lease_s)
+        self._store = EtcdStore(
+            self._client, root.decode(), me.id, fence, limit_s=limit_s, check=lease.check
+        )
+        stack.callback(self._store.close)
         self._membership = Membership(self._client, root, me.id, lease, self._wake)
         stack.callback(self._membership.close)
         self._membership.start()
@@ -152,9 +142,8 @@ class EtcdGroup:
         # Otherwise the others learn of it when the lease expires.
 
     def _lease_ended(self) -> None:
-        for store in (self._store, self._worker_store):
-            if store is not None:
-                store.waits.wake_all()  # they read again, which fails
+        if self._store is not None:
+            self._store.waits.wake_all()  # they read again, which fails
         if self._server is not None:
             self._server.fail(self._lease.error)
         self._wake()
@@ -166,11 +155,6 @@ class EtcdGroup:
     def _close_wakeup(self) -> None:
         descriptor, self._changed = self._changed, -1
         os.close(descriptor)
-
-    def _workers_store(self) -> EtcdStore:
-        if self._worker_store is None:
-            raise StoreError("this host has not joined its group yet")
-        return self._worker_store
 
     # ------------------------------------------------------------------------------- start
 
