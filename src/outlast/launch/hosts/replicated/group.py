@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 
 from outlast.coordination.replicated.hosts import HostInfo
@@ -83,15 +84,25 @@ class ReplicatedGroup:
     def _resolved(self, limit: float) -> list[Endpoint]:
         """The endpoints, with the addresses of all of them, or of some if the others take long."""
         patience = min(limit, time.monotonic() + _ALL_NAMES_S)
+        say_at, said = time.monotonic() + _SAY_S, ""
+        names = ", ".join(host for host, _ in self._spec.endpoints)
+        # A name server that does not answer may keep the first lookup for longer than that.
+        slow = f"waits for the addresses of {names} (--rdzv-endpoint)"
+        saying = threading.Timer(_SAY_S, self._spec.say, [slow])
+        saying.daemon = True
+        saying.start()
         while True:
             endpoints = [resolve(host, port) for host, port in self._spec.endpoints]
-            found = sum(endpoint.address is not None for endpoint in endpoints)
+            saying.cancel()
+            problems = "; ".join(f"{e}: {e.problem}" for e in endpoints if e.address is None)
             now = time.monotonic()
-            if found == len(endpoints) or (found and now >= patience):
+            if not problems or (now >= patience and problems.count(";") + 1 < len(endpoints)):
                 return endpoints
             if now >= limit:
-                problems = "; ".join(f"{e}: {e.problem}" for e in endpoints)
                 raise LaunchError(f"--rdzv-endpoint: no endpoint can be reached: {problems}")
+            if now >= say_at and problems != said:
+                self._spec.say(f"not in a group yet (--rdzv-endpoint): {problems}")
+                said = problems
             time.sleep(_LOOK_S)
 
     def _describe(self) -> HostInfo:

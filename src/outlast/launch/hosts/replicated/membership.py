@@ -137,9 +137,13 @@ class Membership:
             now = self._loop.clock.now()
             if now > self._lease_until > float("-inf"):
                 late_s = now - self._lease_until
+                leader = self.directory.hosts.get(self.leader)
+                unheard = f"the leader {leader.name} ({leader.address})" if leader else "a leader"
+                if self.leader == self._me.id:
+                    unheard = "more than half of the hosts"
                 self._end(
-                    f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach more "
-                    "than half of the hosts"
+                    f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach "
+                    f"{unheard}"
                 )
                 return
             if self._lease_until == float("-inf") and now > self._lease_by:
@@ -335,5 +339,5 @@ class Membership:
         mine = (-self._generation, len(self.directory.hosts), self.group)
         if self.directory.known and mine < (-other.generation, other.hosts, other.group):
             where = f", led by {other.leader.name}" if other.leader is not None else ""
-            which = "is older" if other.generation < self._generation else "has more hosts"
+            which = "is older" if other.generation < self._generation else "goes on"
             self._end(f"there is another group with this run id{where}, which {which}")

@@ -56,7 +56,7 @@ class _Dial:
         self.retry_s = FIRST_RETRY_S
         self.not_before = 0.0
         self.failure = ""
-        self.not_proved = False  # it failed because the other side has not the same secret
+        self.differs = False  # it failed because the other side has another secret, run or version
 
 
 class PeerConnections:
@@ -80,7 +80,6 @@ class PeerConnections:
         on_refused: Callable[[str], None],
         secret: Secret | None = None,
     ) -> None:
-        self.refusals: dict[Address, Refused] = {}
         self._loop = loop
         self._hello = hello
         self._listener = listener
@@ -129,12 +128,13 @@ class PeerConnections:
         dial = self._dials.get(address)
         return "" if dial is None else dial.failure
 
-    def not_proved(self, address: Address | None) -> bool:
+    def differs(self, address: Address | None) -> bool:
         """Whether the last attempt to reach `address` failed because the agent there has another
-        secret than this one, or one of the two has none.
+        secret than this one, or one of the two has none; or because it is of another run or
+        version.
         """
         dial = None if address is None else self._dials.get(address)
-        return dial is not None and dial.not_proved
+        return dial is not None and dial.differs
 
     def close(self) -> None:
         """End all connections, and stop listening."""
@@ -223,7 +223,7 @@ class PeerConnections:
         if peer is not None:
             self._on_message(peer, message)
             return
-        address, dial = self._dial_of(connection)
+        dial = self._dial_of(connection)
         refused = message if isinstance(message, Refused) else None
         if isinstance(message, Hello):
             refused = self._refusal(message)
@@ -232,9 +232,9 @@ class PeerConnections:
                 connection.send(refused)
                 connection.close_when_sent()
                 return
-        if refused is not None and address is not None:
-            self.refusals[address] = refused
+        if refused is not None and dial is not None:
             self._drop(connection, refused.reason)
+            dial.differs = True
             return
         if not isinstance(message, Hello):
             self._drop(connection, "it does not say what it is")
@@ -248,7 +248,7 @@ class PeerConnections:
             connection.send(self._hello)
             return
         dial.peer, dial.retry_s, dial.failure = peer, FIRST_RETRY_S, ""
-        dial.not_proved = False
+        dial.differs = False
         waiting, dial.waiting = dial.waiting, []
         for host, each in waiting:
             if host in (None, peer.host.id):
@@ -269,15 +269,12 @@ class PeerConnections:
             return Refused(
                 "--rdzv-id",
                 f"--rdzv-id: {theirs.host.name} asks for the run {theirs.run_id!r}, and "
-                f"{mine.host.name} takes part in another one",
+                f"{mine.host.name} was started for another one",
             )
         return None
 
-    def _dial_of(self, connection: Connection) -> tuple[Address | None, _Dial | None]:
-        for address, dial in self._dials.items():
-            if dial.connection is connection:
-                return address, dial
-        return None, None
+    def _dial_of(self, connection: Connection) -> _Dial | None:
+        return next((d for d in self._dials.values() if d.connection is connection), None)
 
     def _ended(self, connection: Connection, reason: str) -> None:
         timer = self._strangers.pop(connection, None)
@@ -286,10 +283,10 @@ class PeerConnections:
         came_from = self._came_from.pop(connection, None)
         if came_from is not None and connection.not_proved:
             self._on_refused(f"refused a connection from {came_from}: {connection.not_proved}")
-        _, dial = self._dial_of(connection)
+        dial = self._dial_of(connection)
         if dial is not None:
             self._failed(dial, connection.not_proved or reason)
-            dial.not_proved = bool(connection.not_proved)
+            dial.differs = bool(connection.not_proved)
         peer = self._peers.pop(connection, None)
         if peer is not None:
             others = self._by_host[peer.host.id]
@@ -299,7 +296,7 @@ class PeerConnections:
 
     def _failed(self, dial: _Dial, reason: str) -> None:
         dial.connection = dial.peer = None
-        dial.not_proved = False
+        dial.differs = False
         dial.waiting.clear()
         dial.failure = reason
         dial.not_before = self._loop.clock.now() + dial.retry_s
