@@ -18,12 +18,20 @@ from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import StoreError
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
-from outlast.launch.hosts.replicated.group import open_group
+from outlast.launch.hosts.replicated.group import ReplicatedGroup
+from outlast.system.lease_page import LeasePage
 from procs import free_port
 
 Connect = Callable[[], Store]
 NET_S = 60.0
 THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[LeasePage]:
+    page = LeasePage.create(tmp_path)
+    yield page
+    page.remove()
 
 
 @pytest.fixture(
@@ -44,6 +52,7 @@ THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
 def connect(
     request: pytest.FixtureRequest,
     tmp_path: Path,
+    page: LeasePage,
     etcd_if_installed: Cluster | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Connect]:
@@ -65,8 +74,13 @@ def connect(
     group = None
     if request.param in ("group", "host server", "host server, client"):
         monkeypatch.setattr(founding, "SILENCE_S", 0.0)  # no other group is alive
-        group = open_group(
-            GroupSpec(run_id="contract", endpoints=(("127.0.0.1", free_port()),), lease_s=NET_S)
+        group = ReplicatedGroup(
+            GroupSpec(
+                run_id="contract",
+                endpoints=(("127.0.0.1", free_port()),),
+                page=page,
+                lease_s=NET_S,
+            )
         )
         group.start()
     if request.param == "group":

@@ -14,10 +14,10 @@ from outlast.system.lease_page import LeasePage
 def test_a_reader_sees_each_renewal(tmp_path: Path) -> None:
     page = LeasePage.create(tmp_path)
     reader = LeasePage.open(page.path)
-    assert (reader.deadline, reader.term, reader.valid()) == (0.0, 0, False)
-    page.renew(lease_page.now() + 60, term=3)
-    assert (reader.deadline, reader.term, reader.valid()) == (page.deadline, 3, True)
-    page.renew(lease_page.now(), term=3)
+    assert (reader.deadline, reader.valid()) == (0.0, False)
+    page.renew(lease_page.now() + 60)
+    assert (reader.deadline, reader.valid()) == (page.deadline, True)
+    page.renew(lease_page.now())
     assert not reader.valid()
     assert stat.S_IMODE(page.path.stat().st_mode) == 0o600
     reader.close()
@@ -29,7 +29,7 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
     page = LeasePage.create(tmp_path)
     reader = LeasePage.open(page.path)
     with pytest.raises(TypeError):
-        reader.renew(1.0, term=1)
+        reader.renew(1.0)
     reader.close()
     page.close()
 

@@ -4,10 +4,10 @@ On many hosts, a host may act only while it holds a lease. The agent renews the 
 read it: the orphan killer, which kills the workers when the deadline passes even if the agent is
 stopped, and workers, before they commit a checkpoint.
 
-The file holds three 8-byte words in the machine's byte order: the deadline (a double), the term of
-the lease (an integer), and how many times the orphan killer has killed the workers (an integer).
-Each word is aligned and has one writer, so a reader sees the old value or the new one. The orphan
-killer, which imports nothing of outlast, relies on this layout too.
+The file holds two 8-byte words in the machine's byte order: the deadline (a double), and how many
+times the orphan killer has killed the workers (an integer). Each word is aligned and has one
+writer, so a reader sees the old value or the new one. The orphan killer, which imports nothing of
+outlast, relies on this layout too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_SIZE = 24
+_SIZE = 16
 
 
 def now() -> float:
@@ -37,7 +37,7 @@ class LeasePage:
             os.close(descriptor)
         whole = memoryview(self._map)
         self._deadline = whole[:8].cast("d")
-        self._numbers = whole[8:].cast("q")
+        self._kills = whole[8:].cast("q")
         whole.release()
 
     @classmethod
@@ -63,28 +63,22 @@ class LeasePage:
         return float(self._deadline[0])
 
     @property
-    def term(self) -> int:
-        """The term in which the lease was granted."""
-        return int(self._numbers[0])
-
-    @property
     def kills(self) -> int:
         """How many times the orphan killer has killed the workers because the lease was over."""
-        return int(self._numbers[1])
+        return int(self._kills[0])
 
     def valid(self) -> bool:
         """Whether this host holds a lease now."""
         return now() < self.deadline
 
-    def renew(self, deadline: float, term: int) -> None:
+    def renew(self, deadline: float) -> None:
         """Sets the deadline; only the agent calls this."""
-        self._numbers[0] = term
         self._deadline[0] = deadline
 
     def close(self) -> None:
         """Unmaps the page; the file stays."""
         self._deadline.release()
-        self._numbers.release()
+        self._kills.release()
         self._map.close()
 
     def remove(self) -> None:

@@ -37,7 +37,7 @@ class Hosts:
         """Starts rank 0 of an iteration, on a new host that holds a lease."""
         page = LeasePage.create(self._folder)
         self._stack.callback(page.remove)
-        page.renew(lease_page.now() + LONG_S, 1)
+        page.renew(lease_page.now() + LONG_S)
         self.pages.append(page)
         env = {
             "OUTLAST_RUN": run,
@@ -129,7 +129,7 @@ def test_a_process_that_wakes_up_commits_nothing(hosts: Hosts, tmp_path: Path, l
         plan.set()
         as_object_store(plan, tmp_path / "c")
     if not lease:
-        hosts.pages[0].renew(lease_page.now() - 3.0, 1)
+        hosts.pages[0].renew(lease_page.now() - 3.0)
     plan.gate().open()
     message = line(first, "raised")["message"]
     text = "the job has gone on without this process" if lease else "its lease ended 3."

@@ -204,7 +204,7 @@ def test_what_was_committed_by_an_exchange_is_not_refused(tmp_path: Path) -> Non
     save_files(storage, 1, save_id="aaaa")
     working, _ = storage.names_for(1, "bbbb")
     page = LeasePage.create(tmp_path)
-    page.renew(lease_page.now() + 1000.0, 1)
+    page.renew(lease_page.now() + 1000.0)
     try:
         assert save_files(storage, 1, save_id="bbbb") == "step-00000001"
         assert working in storage.folders()

@@ -26,7 +26,7 @@ from outlast.system.lease_page import LeasePage
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
-    page.renew(lease_page.now() + 1000.0, 1)
+    page.renew(lease_page.now() + 1000.0)
     yield page
     page.remove()
 
@@ -153,7 +153,7 @@ def test_an_unfinished_fence_does_not_count(storage: LocalStorage, page: LeasePa
 
 def test_without_a_lease(storage: LocalStorage, page: LeasePage) -> None:
     mine = raise_fence(storage, at(page, 0, 0, 0))
-    page.renew(lease_page.now() - 2.0, 1)
+    page.renew(lease_page.now() - 2.0)
     with pytest.raises(Fenced, match=r"may not write to .*: its lease ended 2\.\d s ago"):
         check(storage, mine)
     with pytest.raises(Fenced, match="its lease ended"):

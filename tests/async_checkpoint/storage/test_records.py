@@ -86,7 +86,7 @@ def test_a_fence_is_durable(tmp_path: Path) -> None:
     storage.prepare()
     storage.make(storage.names_for(3, "aaaa")[0])
     page = LeasePage.create(tmp_path)
-    page.renew(lease_page.now() + 1000.0, 1)
+    page.renew(lease_page.now() + 1000.0)
     try:
         raise_fence(storage, Position("run", (0, 0, 0), str(page.path)))
     finally:

@@ -19,7 +19,7 @@ SEEDS = 60
 def _all_vote(sim: HostSimulation, hosts: int) -> bool:
     names = set(sim.hosts)
     return len(names) == hosts and all(
-        host.replica.voters == names and host.replica.joined for host in sim.hosts.values()
+        host.replica.voters == names and host.lease_end() > 0 for host in sim.hosts.values()
     )
 
 

@@ -96,8 +96,8 @@ class Host:
 class Run:
     """The hosts of one run. `endpoints` are those of the command line."""
 
-    def __init__(self, lease_s: float, endpoints: int, records: Path) -> None:
-        self._records = records
+    def __init__(self, lease_s: float, endpoints: int, folder: Path) -> None:
+        self._folder = folder
         port = free_port()
         self.endpoints = [(f"127.0.0.{2 + i}", port) for i in range(endpoints)]
         self.run_id = uuid.uuid4().hex[:8]
@@ -114,7 +114,8 @@ class Run:
             "lease_s": self.lease_s,
             "join_limit_s": NET_S,
             "silence_s": 0.0,  # no other group is alive
-            "record_dir": str(self._records),
+            "record_dir": str(self._folder / "records"),
+            "folder": str(self._folder),
         }
         self.hosts.append(Host(address, given | options))
         return self.hosts[-1]
@@ -137,7 +138,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def make(lease_s: float = 5.0, endpoints: int = 1) -> Run:
-        runs.append(Run(lease_s, endpoints, tmp_path / "records"))
+        runs.append(Run(lease_s, endpoints, tmp_path))
         return runs[-1]
 
     yield make

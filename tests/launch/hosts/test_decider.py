@@ -7,11 +7,14 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outlast.coordination.records import SizeRecord
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
-from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
-from outlast.launch.hosts.job.decider import Decider, Facts, Limits, Wait
+from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.hosts.host_group import GroupState, LostHost
+from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
@@ -30,7 +33,7 @@ from outlast.launch.hosts.job.job_plan import (
 from outlast.launch.hosts.job.notices import WaitNotice
 
 WRAPPED = Facts(job=JobRecord(JobState.RUNNING))
-LIMITS = Limits(minimum=2, maximum=3, max_restarts=1)
+LIMITS = HostsSpec(minimum=2, maximum=3, backend="c10d", endpoints=())
 
 
 def info(name: str) -> HostInfo:
@@ -50,15 +53,15 @@ def running(places: str, *more: Entry) -> JobPlan:
 
 
 def first(
-    plan: JobPlan, there: GroupState, facts: Facts = WRAPPED, limits: Limits = LIMITS
+    plan: JobPlan, there: GroupState, facts: Facts = WRAPPED, limits: HostsSpec = LIMITS
 ) -> Entry | None:
-    return Decider(limits).next_entry(plan, there, facts, 0.0)
+    return Decider(limits, 1, 1).next_entry(plan, there, facts, 0.0)
 
 
 def test_the_first_attempt_starts_when_all_came_or_the_last_call_is_over() -> None:
     assert first(JobPlan(), group("abc")) == Start(0, ("a", "b", "c"))
     assert first(JobPlan(), group("abcd")) == Start(0, ("a", "b", "c"))
-    decider = Decider(LIMITS)
+    decider = Decider(LIMITS, 1, 1)
     assert decider.next_entry(JobPlan(), group("ab"), Facts(), 100.0) is None
     assert decider.next_entry(JobPlan(), group("ab"), Facts(), 129.9) is None
     assert decider.next_entry(JobPlan(), group("a"), Facts(), 129.9) is None  # b is gone again
@@ -67,7 +70,7 @@ def test_the_first_attempt_starts_when_all_came_or_the_last_call_is_over() -> No
 
 
 def test_too_few_hosts_end_the_job_in_the_end_and_say_who_came() -> None:
-    decider = Decider(LIMITS)
+    decider = Decider(LIMITS, 1, 1)
     assert decider.next_entry(JobPlan(), group("a"), Facts(), 5.0) is None
     ended = decider.next_entry(JobPlan(), group("a"), Facts(), 605.0)
     assert ended == End("waited 10 min 0 s for 2 hosts (--nnodes): only 1 joined: a (10.0.0.1)")
@@ -86,10 +89,10 @@ def test_a_spare_takes_the_place_of_a_lost_host_in_a_wrapped_job() -> None:
 
 
 def test_a_host_takes_the_place_that_it_asks_for() -> None:
-    limits = dataclasses.replace(LIMITS, minimum=3, asked=True)
+    limits = dataclasses.replace(LIMITS, minimum=3, place=0)
     there = group("ac", lost="b")
     for place, entry in ((0, None), (1, Take(1, "d"))):
-        spare = dataclasses.replace(info("d"), place=place)
+        spare = structs.replace(info("d"), place=place)
         joined = dataclasses.replace(there, hosts=(*there.hosts, spare))
         assert first(running("abc"), joined, limits=limits) == entry
 
@@ -103,7 +106,7 @@ def test_a_late_host_gets_a_place_of_its_own() -> None:
 
 
 def test_places_are_given_up_when_no_host_comes() -> None:
-    decider, plan = Decider(LIMITS), running("abc")
+    decider, plan = Decider(LIMITS, 1, 1), running("abc")
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 0.0) is None
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 599.0) is None
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 600.0) == GiveUp((1,))
@@ -137,7 +140,7 @@ def needs(ranks: int, least: int, wait_s: float = 0.0) -> Facts:
     ],
 )
 def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float, then: str) -> None:
-    decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
+    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
     assert decider.next_entry(plan, there, facts, 10.0) is None
     wait = decider.wait(plan, there, facts, 10.25)
     assert wait is not None
@@ -149,13 +152,13 @@ def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float,
 
 
 def test_ranks_for_which_no_restart_is_held_are_not_said_to_be_waited_for() -> None:
-    decider, plan, there = Decider(LIMITS), running("abc"), group("ac", lost="b")
+    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
     assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
     assert decider.wait(plan, there, WRAPPED, 20.0) is None
 
 
 def test_below_the_minimum_of_hosts_the_job_waits_and_says_so() -> None:
-    decider, plan, there = Decider(LIMITS), running("abc"), group("a", lost="bc")
+    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("a", lost="bc")
     assert decider.next_entry(plan, there, needs(1, 1), 0.0) is None
     wait = decider.wait(plan, there, needs(1, 1), 0.0)
     assert wait is not None
@@ -167,14 +170,14 @@ def test_the_option_for_replacements_wins() -> None:
     limits = dataclasses.replace(LIMITS, replacement_s=40.0)
     plan, there = running("abc"), group("ac", lost="b")
     for facts in (needs(2, 1), needs(2, 3), WRAPPED):
-        decider = Decider(limits)
+        decider = Decider(limits, 1, 1)
         assert decider.next_entry(plan, there, facts, 0.0) is None
         assert decider.next_entry(plan, there, facts, 39.0) is None
         assert decider.next_entry(plan, there, facts, 40.0) == GiveUp((1,))
 
 
 def test_what_the_start_and_the_end_of_workers_wait_for() -> None:
-    decider = Decider(LIMITS)
+    decider = Decider(LIMITS, 1, 1)
     for there, text in (
         ("a", "2 hosts (--nnodes), 1 joined: a"),
         ("ab", "1 more host (--nnodes), 2 joined: a, b"),
@@ -225,7 +228,7 @@ def test_a_plain_job_restarts_if_it_may() -> None:
     assert plan.stage is Stage.CLEARING
     assert first(plan, group("ac", lost="b"), Facts(cleared=frozenset("a"))) is None
     cleared = Facts(cleared=frozenset("ac"))
-    decider = Decider(LIMITS)
+    decider = Decider(LIMITS, 1, 1)
     assert decider.next_entry(plan, group("ac", lost="b"), cleared, 0.0) is None  # the last call
     started = decider.next_entry(plan, group("ac", lost="b"), cleared, 1.0)
     assert started == Start(1, ("a", "c"), used=1)
@@ -351,7 +354,7 @@ def test_a_host_that_left_because_of_a_link_is_named_with_it_when_the_job_ends()
     plan, found = suspected(running("abc"), led("abc", "a"), a="", b="c", c="b")
     assert isinstance(found, Links)
     plan = plan.apply(found)
-    decider = Decider(dataclasses.replace(LIMITS, minimum=3))
+    decider = Decider(dataclasses.replace(LIMITS, minimum=3), 1, 1)
     there = led("ab", "a", lost="c")
     assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
     ended = decider.next_entry(plan, there, WRAPPED, 600.0)

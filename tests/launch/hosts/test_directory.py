@@ -39,7 +39,7 @@ class Store:
 
 
 def agrees(directory: Directory, table: Table) -> bool:
-    gone = {gone.host.id: (gone.reason, gone.orderly) for gone in directory.gone}
+    gone = {gone.host.id: (gone.reason, gone.left) for gone in directory.gone}
     return list(directory.hosts) == list(table.sessions) and gone == table.gone
 
 

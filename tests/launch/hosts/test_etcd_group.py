@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from etcd_cluster import NET_S, Cluster, require_etcd
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError
-from outlast.launch.hosts.etcd.group import open_group
+from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
+from outlast.system.lease_page import LeasePage
 from procs import free_port
 
 RunFactory = Callable[..., Any]
@@ -130,8 +132,8 @@ def test_hosts_that_differ_are_refused(etcd: Cluster, on: RunFactory) -> None:
     first = run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]])
     first.joined()
     said = run.host(3, settings=[["script", "a.py"], ["--nproc-per-node", "4"]]).failed()
-    assert said.startswith("--nproc-per-node differs between hosts: '4' on ")
-    assert "and '2' on " in said
+    assert said.startswith("--nproc-per-node differs between the hosts of this run: ")
+    assert re.search(" has '2', .* has '4'$", said)
     while not (refused := first.ask("state")["refused"]):
         pass
     assert refused[0].startswith("refused ")
@@ -143,7 +145,7 @@ def test_two_agents_at_one_address(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
     run.host(2).joined()
     said = run.host(2).failed()
-    assert "two agents at one address" in said
+    assert "is already in this run, with another agent" in said
     assert "--rdzv-id" in said
 
 
@@ -165,9 +167,11 @@ def test_an_endpoint_that_is_no_etcd_is_named(on: RunFactory, etcd: Cluster) -> 
         ({"protocol": "http", "cacert": "ca.pem"}, "protocol=http conflicts with cacert"),
     ],
 )
-def test_wrong_settings_are_named(conf: dict[str, str], expected: str) -> None:
+def test_wrong_settings_are_named(conf: dict[str, str], expected: str, tmp_path: Path) -> None:
+    page = LeasePage.create(tmp_path)
     with pytest.raises(LaunchError, match=re.escape(expected)):
-        open_group(GroupSpec(run_id="r", endpoints=(("127.0.0.1", 2379),), conf=conf))
+        EtcdGroup(GroupSpec(run_id="r", endpoints=(("127.0.0.1", 2379),), page=page, conf=conf))
+    page.close()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -187,65 +186,3 @@ def test_while_voters_change_both_halves_must_be_over() -> None:
     assert not joint.is_over(frozenset(["a", "b"]))  # the new half may decide alone
     assert not joint.is_over(frozenset(["d", "e"]))  # perhaps nobody has the change
     assert joint.is_over(frozenset(["a", "b", "d", "e"]))
-
-
-class Endpoints:
-    """Fresh endpoints that exchange messages in any order; a message may be lost."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.now = 0.0
-        self.parts = {i: founding(count, i, self.random.uniform(0, 2)) for i in range(count)}
-        self.attempts_granted: list[tuple[int, int, int]] = []
-        self.messages: list[tuple[str, int, int, int]] = []
-        self.founders: set[int] = set()
-
-    def step(self) -> None:
-        """One endpoint acts, or one message arrives or is lost."""
-        self.now += self.random.uniform(0.0, 0.05)
-        if self.messages and self.random.random() < 0.8:
-            message = self.messages.pop(self.random.randrange(len(self.messages)))
-            if self.random.random() < 0.9:
-                self.deliver(*message)
-        else:
-            self.act(self.random.choice(list(self.parts)))
-
-    def act(self, index: int) -> None:
-        part = self.parts[index]
-        others = [i for i in self.parts if i != index]
-        if index in self.founders:
-            return
-        self.messages += [("fresh", index, other, 0) for other in others]
-        part.withdraw(self.now)
-        if part.attempt > 1:
-            self.messages += [("withdraw", index, other, part.attempt - 1) for other in others]
-        if part.candidate(self.now):
-            if part.founds():
-                self.founders.add(index)
-            else:
-                self.messages += [("ask", index, other, part.attempt) for other in others]
-
-    def deliver(self, kind: str, sender: int, receiver: int, attempt: int) -> None:
-        part = self.parts[receiver]
-        if receiver in self.founders:
-            return
-        if kind == "fresh":
-            part.is_fresh(sender, self.now)
-        elif kind == "ask" and asked(part, sender, attempt):
-            self.messages.append(("grant", receiver, sender, attempt))
-        elif kind == "grant":
-            part.granted(sender, attempt)
-        elif kind == "withdraw":
-            part.learned(Past(withdrawn={f"h{sender}": attempt}))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_exactly_one_endpoint_founds_whatever_the_order_of_messages(count: int) -> None:
-    for seed in range(40):
-        endpoints = Endpoints(count, seed)
-        for _ in range(4000):
-            endpoints.step()
-            assert len(endpoints.founders) <= 1, f"seed {seed}: {endpoints.founders}"
-            if endpoints.founders and endpoints.now > 20:
-                break
-        assert len(endpoints.founders) == 1, f"seed {seed}: none founds"

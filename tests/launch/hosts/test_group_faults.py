@@ -58,10 +58,10 @@ def test_the_first_of_two_hosts_goes_on_alone_and_the_second_does_not(run: MakeR
     assert "its lease ended" in third.ask("until", lease_ok=False)["error"]
 
 
-def test_a_stopped_host_is_lost_and_says_so_when_it_wakes_up(run: MakeRun, tmp_path: Any) -> None:
+def test_a_stopped_host_is_lost_and_says_so_when_it_wakes_up(run: MakeRun) -> None:
     here = run(LEASE_S)
     first, second = here.start(2, 3)
-    third = here.host(4, folder=str(tmp_path))
+    third = here.host(4)
     page = LeasePage.open(third.joined()["page"])
     assert page.valid()
     third.begin("until", lease_ok=False)

@@ -51,9 +51,8 @@ class Third:
         self.record: Any = SimpleNamespace(past=Past(), durable=True)
         self.record.set = lambda past: setattr(self.record, "past", past)
         peers: Any = SimpleNamespace(
-            refusals={},
             failure=lambda address: "",
-            not_proved=lambda address: False,
+            differs=lambda address: False,
             send_to=lambda address, message: self.sent.append((address, message)),
         )
         self.joining = Joining(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
         },
         "--nproc-per-node differs": {"settings": [("torch", "2.13")]},
         "--host-timeout differs": {"settings": settings, "lease_s": 7.0},
-        f"--rdzv-id: {name} asks for the run 'another', and {name} takes part in another one": {
+        f"--rdzv-id: {name} asks for the run 'another', and {name} was started for another one": {
             "settings": settings,
             "run_id": "another",
         },
@@ -98,6 +99,42 @@ def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
     assert len(refused) == len(misfits)
     assert all(any(error in line for line in refused) for error in misfits)
     here.host(10, settings=settings).joined()
+
+
+def test_a_wrong_run_id_on_one_endpoint_of_three_ends_that_one(run: MakeRun) -> None:
+    here = run(endpoints=3)
+    wrong = here.host(3, run_id="another")
+    right = [here.host(2), here.host(4)]
+    assert "was started for another one" in wrong.failed()
+    for host in right:
+        host.joined()
+    fixed = here.host(3)  # what the others remember of that address does not keep it out
+    fixed.joined()
+    right[0].ask("until", hosts=["127.0.0.2", "127.0.0.3", "127.0.0.4"])
+
+
+def test_names_that_cannot_be_resolved_are_named_soon() -> None:
+    code = """
+import socket, threading
+from outlast.launch.hosts.replicated import group
+from outlast.launch.hosts.host_group import GroupSpec
+group._SAY_S, group._LOOK_S = 0.0, 0.01
+slow = threading.Event()
+def resolve(name, *args, **kwargs):
+    slow.wait()
+    raise socket.gaierror(socket.EAI_NONAME, f"no {name}")
+socket.getaddrinfo = resolve
+def say(line):
+    print(line, flush=True)
+    slow.set()
+spec = dict(run_id="x", endpoints=(("h1", 1), ("h2", 1)), join_limit_s=0.5, say=say, page=None)
+group.ReplicatedGroup(GroupSpec(**spec)).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "waits for the addresses of h1, h2 (--rdzv-endpoint)"
+    assert second.startswith("not in a group yet (--rdzv-endpoint): h1:1: its name cannot be")
+    assert "h2:1: its name cannot be resolved" in second
 
 
 @pytest.mark.slow
@@ -144,19 +181,24 @@ def _until_closed(stranger: socket.socket) -> None:
             pass
 
 
-def test_a_name_of_this_host_that_is_a_loopback_address() -> None:
+def test_a_name_of_this_host_that_is_a_loopback_address(tmp_path: Path) -> None:
     code = """
 import socket, sys
+from pathlib import Path
 known = socket.getaddrinfo
 def resolve(host, port, **kwargs):
     return known("127.0.1.1" if host == "node1" else host, port, **kwargs)
 socket.getaddrinfo = resolve
-from outlast.launch.hosts.replicated.group import open_group
+from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.host_group import GroupSpec
-open_group(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),))).start()
+from outlast.system.lease_page import LeasePage
+page = LeasePage.create(Path(sys.argv[2]))
+ReplicatedGroup(GroupSpec(run_id="x", endpoints=(("node1", int(sys.argv[1])),), page=page)).start()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(free_port())], capture_output=True, text=True
+        [sys.executable, "-c", code, str(free_port()), str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     assert "node1 resolves to the loopback address 127.0.1.1" in done.stderr
     assert done.returncode == 1

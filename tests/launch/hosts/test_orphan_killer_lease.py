@@ -74,7 +74,7 @@ def test_a_lease_that_is_over_kills_the_workers_of_a_stopped_agent(
 ) -> None:
     worker = host.worker()
     deadline = lease_page.now() + 0.3
-    page.renew(deadline, term=1)
+    page.renew(deadline)
     host.agent.send_signal(signal.SIGSTOP)
     assert worker.wait(NET_S) == -signal.SIGKILL
     assert lease_page.now() >= deadline
@@ -84,15 +84,15 @@ def test_a_lease_that_is_over_kills_the_workers_of_a_stopped_agent(
 
 
 def test_a_renewed_lease_keeps_the_workers(host: Host, page: LeasePage) -> None:
-    page.renew(lease_page.now() + 0.2, term=1)
+    page.renew(lease_page.now() + 0.2)
     first = host.worker()
     assert first.wait(NET_S) == -signal.SIGKILL
-    page.renew(lease_page.now() + NET_S, term=2)  # the agent joined again
+    page.renew(lease_page.now() + NET_S)  # the agent joined again
     kept = host.worker()
     kills = page.kills
     with pytest.raises(subprocess.TimeoutExpired):
         kept.wait(3 * orphan_killer.AGAIN_S)
-    page.renew(lease_page.now(), term=2)
+    page.renew(lease_page.now())
     # The orphan killer sleeps until the deadline that it read; a killed agent wakes it at once.
     host.agent.kill()
     assert kept.wait(NET_S) == -signal.SIGKILL

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.launch.hosts.host_group import HostInfo
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.job.places import PlaceConflict, assign
 
 

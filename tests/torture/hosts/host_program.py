@@ -25,7 +25,7 @@ from outlast.coordination.stores.store import KeyTimeout, Store
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.replicated.group import ReplicatedGroup, open_group
+from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
 
 EPOCH_S = 3.0
@@ -185,7 +185,7 @@ class _AgentsClients:
 def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int) -> None:
     """Joins a group, and stays in it until it is over for this host."""
     page = LeasePage.create(Path("/dev/shm"))  # of this host; a disk may be busy
-    group = open_group(
+    group = ReplicatedGroup(
         GroupSpec(
             run_id="torture",
             endpoints=tuple((host, port) for host, port in settings.endpoints),
@@ -221,7 +221,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
                     lost.add(loss.host.id)
                     orderly = loss.left
                     log.write("lost", g=name, h=loss.host.id, left=orderly, t=log.now())
-            if not state.lease_ok:
+            if state.error:
                 break
             selector.select(_LOOK_S)
     log.write("over", g=name, h=me.id, why=state.error, t=log.now())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import random
 
 from outlast.coordination.replicated.consensus.election import Campaigns, Election
@@ -31,14 +30,6 @@ from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.own_host import OwnHost
 from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.coordination.replicated.timing import Timing
-
-
-class Role(enum.Enum):
-    """What a replica is at the moment."""
-
-    FOLLOWER = "follower"
-    CANDIDATE = "candidate"
-    LEADER = "leader"
 
 
 class Replica:
@@ -92,11 +83,9 @@ class Replica:
 
     # ------------------------------------------------------------------ state
     @property
-    def role(self) -> Role:
-        """What this replica is at the moment."""
-        if self._leader is not None:
-            return Role.LEADER
-        return Role.FOLLOWER if self._election is None else Role.CANDIDATE
+    def elected(self) -> bool:
+        """Whether this replica leads, as far as it knows."""
+        return self._leader is not None
 
     @property
     def leads(self) -> bool:
@@ -136,11 +125,6 @@ class Replica:
         said = self._voter.wrote(frozenset((index, voters) for index, voters, _ in configurations))
         if said is not None:
             self._outbox.append(said)
-
-    @property
-    def joined(self) -> bool:
-        """Whether this host was admitted, and has had a lease."""
-        return self._host.joined
 
     @property
     def lease_until(self) -> float:

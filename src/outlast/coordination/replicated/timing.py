@@ -17,16 +17,16 @@ class Timing:
     Attributes:
         lease: how long a host may act after the last heartbeat that was answered.
         margin: how much longer others wait before they rely on the end of a lease.
+        quorum_share, spread_share, heartbeat_share, append_share, retry_share: of the lease.
     """
 
     lease: float = 5.0
     margin: float = 0.2
-
-    def __post_init__(self) -> None:
-        if not self.lease > 0:
-            raise ValueError(f"lease must be positive, not {self.lease}")
-        if not self.margin > 0:
-            raise ValueError(f"margin must be positive, not {self.margin}")
+    quorum_share: float = 0.3
+    spread_share: float = 0.15
+    heartbeat_share: float = 0.1
+    append_share: float = 0.05
+    retry_share: float = 0.1
 
     @property
     def lost_after(self) -> float:
@@ -36,7 +36,7 @@ class Timing:
     @property
     def quorum_lease(self) -> float:
         """How long a leader acts after the last time that a quorum answered it."""
-        return 0.3 * self.lease
+        return self.quorum_share * self.lease
 
     @property
     def sticky(self) -> float:
@@ -46,19 +46,19 @@ class Timing:
     @property
     def election_spread(self) -> float:
         """Voters become candidates at random times within this span, so that one comes first."""
-        return 0.15 * self.lease
+        return self.spread_share * self.lease
 
     @property
     def heartbeat(self) -> float:
         """Between two heartbeats of a host, or two announcements of the leader to a host."""
-        return self.lease / 10
+        return self.heartbeat_share * self.lease
 
     @property
     def append_interval(self) -> float:
         """Between two messages of the leader to a voter when there is nothing to send."""
-        return self.lease / 20
+        return self.append_share * self.lease
 
     @property
     def retry(self) -> float:
         """After this long without an answer, an operation is sent again; later ones take longer."""
-        return self.lease / 10
+        return self.retry_share * self.lease

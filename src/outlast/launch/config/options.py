@@ -145,7 +145,8 @@ class RunOptions:
             "--rdzv-conf",
             metavar="NAME=VALUE[,...]",
             help="join_timeout: seconds to wait for MIN hosts (600); last_call_timeout: seconds "
-            "to wait for more once MIN hosts have joined (30). For etcd: protocol, cacert, "
+            "to wait for more once MIN hosts have joined (30); record_dir: where this host keeps "
+            "what it knows of the job's hosts (in /var/tmp). For etcd: protocol, cacert, "
             "cert, key, user, password_file.",
         ),
     ] = ""

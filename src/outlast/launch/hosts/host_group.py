@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
-from outlast.errors import StoreError
 from outlast.launch.config.secret import Secret
 from outlast.system.lease_page import LeasePage
 
@@ -33,6 +32,7 @@ class GroupSpec:
     Attributes:
         run_id: the group's name; hosts with another run id are never members of it.
         endpoints: host and port of each, in the order of the command line.
+        page: the lease page that the group renews.
         local_addr: the address of this host for the others; `None` finds it from the routes.
         lease_s: how long a host may be silent before the others go on without it.
         join_limit_s: how long `HostGroup.start` tries.
@@ -41,42 +41,21 @@ class GroupSpec:
             that differs.
         place: the place that this host asks for (`--node-rank`); -1 for any.
         conf: further settings of the backend (`--rdzv-conf`).
-        page: the lease page that the group renews, which the agent keeps for all groups that it
-            joins one after another; `None` makes one for this group.
         say: prints a line for the user.
         secret: of the job, for the connections between hosts; `None` if it has none.
     """
 
     run_id: str
     endpoints: tuple[tuple[str, int], ...]
+    page: LeasePage
     local_addr: str | None = None
     lease_s: float = 5.0
     join_limit_s: float = 600.0
     settings: tuple[tuple[str, str], ...] = ()
     place: int = -1
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    page: LeasePage | None = None
     say: Callable[[str], None] = lambda line: None
     secret: Secret | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostInfo:
-    """One agent of the group.
-
-    Attributes:
-        id: unique for each agent process; never used again after the agent has ended.
-        name: the host name.
-        address: where the other hosts reach it.
-        store_port: of the store server for the workers of this host, at its loopback address.
-        place: the place that it asks for; -1 for any.
-    """
-
-    id: str
-    name: str
-    address: str
-    store_port: int
-    place: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +77,7 @@ class GroupState:
         leader: id of the host that decides for the group; empty if this host knows of none. Two
             hosts may see different leaders for a moment: a decision is a claim in the store.
         term: of the leader.
-        lease_ok: whether this host may act. Once false, it never becomes true again.
-        error: why it must not act, if so.
+        error: why this host must not act any more; empty while it may.
         refused: lines about hosts that this host did not admit, with the setting that is wrong.
     """
 
@@ -107,13 +85,8 @@ class GroupState:
     lost: tuple[LostHost, ...] = ()
     leader: str = ""
     term: int = 0
-    lease_ok: bool = True
     error: str = ""
     refused: tuple[str, ...] = ()
-
-
-class LeaseLost(StoreError):
-    """This host may no longer act: others may have replaced it."""
 
 
 class HostGroup(Protocol):
@@ -126,10 +99,6 @@ class HostGroup(Protocol):
     @property
     def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
-
-    @property
-    def lease_page(self) -> Path | None:
-        """The file with the deadline of the lease, for the orphan killer and for workers."""
 
     def start(self) -> None:
         """Join the group, or found it.

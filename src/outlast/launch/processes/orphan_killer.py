@@ -48,7 +48,7 @@ class Lease:
         with open(path, "r+b") as file:
             page = memoryview(mmap.mmap(file.fileno(), 0))
         self._deadline = page[:8].cast("d")
-        self._kills = page[16:24].cast("q")
+        self._kills = page[8:16].cast("q")
 
     def left_s(self) -> float | None:
         """Seconds until the deadline, which the launcher may move meanwhile; `None` while there has

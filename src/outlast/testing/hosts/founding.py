@@ -24,7 +24,7 @@ from outlast.launch.hosts.replicated.messages import Grant, Message
 from outlast.launch.hosts.replicated.past import Past
 from outlast.testing.hosts.schedule import VariedTiming
 from outlast.testing.hosts.simulated_launcher import SimulatedLauncher
-from outlast.testing.hosts.world import World
+from outlast.testing.hosts.world import HostClock, World
 
 BOUND_LEASES = 12
 """Silence, founding and joining again, each at most twice; with the first 10 s for retries."""
@@ -93,7 +93,7 @@ class FoundingResult:
     events: int
 
 
-class Machine:
+class Machine(HostClock):
     """A host: its address, its clock, its disk, and the launcher that runs on it."""
 
     def __init__(self, world: FoundingSimulation, index: int, folder: str) -> None:
@@ -104,17 +104,7 @@ class Machine:
         self.disk = f"{folder}/{index}.json"
         self.powered = True
         self.launcher: SimulatedLauncher | None = None
-        # At most 1 + margin between any two.
-        self.rate = 0.92 + 0.18 * world.random.random()
-        self._offset = 1000 * world.random.random()
-
-    def clock(self, true: float) -> float:
-        """What its clock shows."""
-        return self._offset + true * self.rate
-
-    def true(self, clock: float) -> float:
-        """The reverse of `clock`."""
-        return (clock - self._offset) / self.rate
+        super().__init__(world.random, 0.92, 0.18)  # at most 1 + margin between any two
 
     def start(self) -> None:
         """Starts a launcher unless one runs, or the host has no power."""
@@ -228,19 +218,10 @@ class FoundingSimulation(World):
                 machine.power_off()
 
     def _cut(self, around: Machine | None = None) -> None:
-        """One link, one host from all others, or two parts; one way or both, once or flapping."""
+        """A random cut, once or flapping."""
         r = self.random
         first = around or r.choice(self.machines)
-        others = [m.name for m in self.machines if m is not first]
-        r.shuffle(others)
-        kind, apart = r.randrange(4), [first.name]
-        if kind == 0:
-            others = others[:1]
-        elif kind == 1:
-            apart += others[: len(others) // 2]
-        links = {(a, b) for a in apart for b in others if b not in apart}
-        back = {(b, a) for a, b in links}
-        cut = r.choice([links, back, links | back, links | back])
+        cut = self.random_cut(first.name, [m.name for m in self.machines if m is not first])
         when, lasts = self.now, r.choice([0.5, 2.0, 6.0, 15.0])
         for _ in range(r.choice([1, 1, 4])):
             self.at(when, self._cut_now, cut)
@@ -343,25 +324,20 @@ class FoundingSimulation(World):
             known = known.merged(launcher._record.past)
         ends = sum(m.own >= 0 and m not in self.away for m in self.machines)
         if not ends:
-            return None  # a host cannot even find a group that is there
+            return  # a host cannot even find a group that is there
         for launcher in self.launchers.values():
-            if not launcher.dead and launcher.group:
-                return self._check_group(launcher)
+            # A group whose voters are away waits as well, until its leases are over.
+            apart = not launcher.dead and launcher.group
+            self.must(not apart, f"not all joined {launcher.me.id} in {apart}; away: {away}")
         if 2 * ends <= len(self.endpoints) and not (
             len(self.endpoints) == 2 and self.machines[0] not in self.away
         ):
-            return None  # too few endpoints
+            return  # too few endpoints
         names = {a for a, _ in known.waits_for().values()}
         told = "; ".join(x.problem() for x in waiting)
         self.must(bool(names & away), f"{names} are here, {sorted(away)} away; they say: {told}")
         self.must(any(a in told for a in names & away), f"does not say that it waits: {told}")
         self.sometimes["waited for a host that is away"] += 1
-        return None
-
-    def _check_group(self, launcher: SimulatedLauncher) -> None:
-        """A group whose voters are away waits as well, until its leases are over."""
-        away = sorted(m.name for m in self.away)
-        self.must(False, f"not all joined {launcher.me.id} in {launcher.group}; away: {away}")
 
 
 def simulate_founding(seed: int, schedule: FoundingSchedule | None = None) -> FoundingResult:

@@ -10,37 +10,13 @@ from outlast.coordination.replicated.timing import Timing
 
 @dataclasses.dataclass(frozen=True)
 class VariedTiming(Timing):
-    """The durations as shares of the lease. No order of events may depend on the product's own: a
+    """Other shares of the lease. No order of events may depend on the product's own: a
     simulation that never varies them shows only that they are lucky. The defaults are sparse, with
     fewer messages when nothing happens, so that runs take less time.
     """
 
-    lease: float = 5.0
-    quorum_share: float = 0.3
-    spread_share: float = 0.15
     heartbeat_share: float = 0.2
     append_share: float = 1 / 12
-    retry_share: float = 0.1
-
-    @property
-    def quorum_lease(self) -> float:
-        return self.quorum_share * self.lease
-
-    @property
-    def election_spread(self) -> float:
-        return self.spread_share * self.lease
-
-    @property
-    def heartbeat(self) -> float:
-        return self.heartbeat_share * self.lease
-
-    @property
-    def append_interval(self) -> float:
-        return self.append_share * self.lease
-
-    @property
-    def retry(self) -> float:
-        return self.retry_share * self.lease
 
     @classmethod
     def of(cls, r: random.Random, latency_s: float) -> VariedTiming:

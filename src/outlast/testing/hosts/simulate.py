@@ -133,23 +133,13 @@ class HostSimulation(World):
             self.at(self.now + self.random.choice([0.5, 2, 2.5, 3, 4, 10]), host.go_on)
 
     def _cut(self) -> None:
-        r = self.random
         host = self._some_host()
         if host is None:
             return
         others = [h.name for h in self.hosts.values() if h.alive and h is not host]
-        r.shuffle(others)
-        # One link, one host from all others, or two halves; each also one way only.
-        kind, apart = r.randrange(4), [host.name]
-        if kind == 0:
-            others = others[:1]
-        elif kind == 1:
-            apart += others[: len(others) // 2]
-        links = {(a, b) for a in apart for b in others if b not in apart}
-        back = {(b, a) for a, b in links}
-        cut = r.choice([links, back, links | back, links | back])
+        cut = self.random_cut(host.name, others)
         self.cut |= cut
-        self.at(self.now + r.choice([0.5, 2, 5, 12]), self.cut.difference_update, cut)
+        self.at(self.now + self.random.choice([0.5, 2, 5, 12]), self.cut.difference_update, cut)
 
     def _leave(self) -> None:
         host = self._some_host()

@@ -19,6 +19,7 @@ from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.coordination.replicated.replica import Replica
 from outlast.testing.hosts.history import Call
 from outlast.testing.hosts.workload import next_operation
+from outlast.testing.hosts.world import HostClock
 
 if TYPE_CHECKING:
     from outlast.testing.hosts.simulate import HostSimulation
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 PAST = float("-inf")
 
 
-class SimulatedHost:
+class SimulatedHost(HostClock):
     """Drives a `Replica` as the host service does.
 
     Attributes:
@@ -42,8 +43,7 @@ class SimulatedHost:
         self.leaving = False
         self.acts_until = PAST
         self.calls: list[Call] = []
-        self._rate = 0.95 + 0.1 * r.random()
-        self._offset = 1000 * r.random()
+        super().__init__(r, 0.95, 0.1)
         self._open: dict[int, Call] = {}
         self._waiting: list[tuple[str, Any]] = []
         self._waiting_for_disk: list[tuple[tuple[int, Voters, bool], ...]] = []
@@ -60,14 +60,6 @@ class SimulatedHost:
         )
         self._configurations: object = None
         self._disk_idle_at = 0.0
-
-    def clock(self, true: float) -> float:
-        """What the clock of this host shows."""
-        return self._offset + true * self._rate
-
-    def true(self, clock: float) -> float:
-        """The reverse of `clock`."""
-        return (clock - self._offset) / self._rate
 
     def lease_end(self) -> float:
         """Until when this host may act, by the true clock."""

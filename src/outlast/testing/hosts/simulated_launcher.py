@@ -88,7 +88,7 @@ class _Page:
         """Whether this host holds a lease now."""
         return self._owner.machine.clock(self._owner.world.now) < self.deadline
 
-    def renew(self, deadline: float, term: int) -> None:
+    def renew(self, deadline: float) -> None:
         """Sets the deadline; at its end, the service gives the time of the real clock."""
         self.deadline = 0.0 if self._owner._over else deadline
         if self.valid():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.launch.hosts.replicated.messages import Message, Refused, decode, encode
+from outlast.launch.hosts.replicated.messages import Message, decode, encode
 
 if TYPE_CHECKING:
     from outlast.testing.hosts.simulated_launcher import SimulatedLauncher
@@ -107,7 +107,6 @@ class SimulatedPeers:
     """`PeerConnections` of a simulated launcher."""
 
     def __init__(self, owner: SimulatedLauncher) -> None:
-        self.refusals: dict[Address, Refused] = {}
         self._owner = owner
         self._dials: dict[Address, _Dial] = {}
         self._ends: list[End] = []
@@ -143,8 +142,8 @@ class SimulatedPeers:
         dial = self._dials.get(address)
         return "" if dial is None else dial.failure
 
-    def not_proved(self, address: Address | None) -> bool:
-        """See `PeerConnections.not_proved`: no simulated job has a secret."""
+    def differs(self, address: Address | None) -> bool:
+        """See `PeerConnections.differs`: all simulated launchers are of one job."""
         return False
 
     def close(self) -> None:

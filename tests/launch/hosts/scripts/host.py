@@ -15,11 +15,10 @@ from typing import Any
 
 from outlast.errors import OutlastError
 from outlast.launch.config.secret import read_secret
-from outlast.launch.hosts.etcd import group as etcd_group
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding
-from outlast.launch.hosts.replicated.group import ReplicatedGroup, open_group
+from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 
@@ -49,7 +48,7 @@ class Commands:
             "left": [lost.host.address for lost in state.lost if lost.left],
             "leader": next((h.address for h in state.hosts if h.id == state.leader), ""),
             "voters": self.voters(),
-            "lease_ok": state.lease_ok,
+            "lease_ok": not state.error,
             "error": state.error,
             "refused": list(state.refused),
         }
@@ -97,7 +96,7 @@ def say(**line: Any) -> None:
 def main() -> None:
     given = json.loads(sys.argv[1])
     given["conf"] = {"record_dir": given.pop("record_dir")} if "record_dir" in given else {}
-    page = LeasePage.create(Path(given.pop("folder"))) if "folder" in given else None
+    given["page"] = page = LeasePage.create(Path(given.pop("folder")))
     founding.SILENCE_S = given.pop("silence_s")
     given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])
     if "secret" in given:
@@ -105,9 +104,9 @@ def main() -> None:
     given["settings"] = tuple(tuple(pair) for pair in given.get("settings", ()))
     group: ReplicatedGroup | EtcdGroup
     if given.pop("backend", "c10d") == "etcd":
-        group = etcd_group.open_group(GroupSpec(page=page, **given))
+        group = EtcdGroup(GroupSpec(**given))
     else:
-        group = open_group(GroupSpec(page=page, **given))
+        group = ReplicatedGroup(GroupSpec(**given))
     began = time.monotonic()
     try:
         group.start()
@@ -120,7 +119,7 @@ def main() -> None:
         id=me.id,
         address=me.address,
         store_port=me.store_port,
-        page=str(group.lease_page),
+        page=str(page.path),
         seconds=time.monotonic() - began,
     )
     commands = Commands(group)

@@ -14,21 +14,22 @@ from __future__ import annotations
 import json
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from msgspec import structs
+
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.layout import Json
 from outlast.errors import LaunchError
 from outlast.launch.hosts.etcd import membership
 from outlast.launch.hosts.etcd.membership import Hosts
-from outlast.launch.hosts.host_group import HostInfo
-from outlast.system.sockets import is_loopback
+from outlast.launch.hosts.replicated.admission import objection
+from outlast.launch.hosts.replicated.messages import Refused
 
 LIMIT_S = 10.0
 _PAUSE_S = 0.25
-
-Settings = Sequence[tuple[str, str]]
 
 
 def top_of(run_id: str) -> bytes:
@@ -41,7 +42,6 @@ class Admission:
 
     Args:
         lease: of this host; its key in the group is under it.
-        settings: what must be equal on all hosts.
         patience_s: for how long another host may hold this host's address: the agent that ran here
             before may have been killed, and its lease not be over.
     """
@@ -52,11 +52,10 @@ class Admission:
         run_id: str,
         me: HostInfo,
         lease: int,
-        settings: Settings,
         patience_s: float,
     ) -> None:
-        self._client, self._run_id, self._me = client, run_id, me
-        self._lease, self._settings, self._patience_s = lease, settings, patience_s
+        self._client, self._me = client, me
+        self._lease, self._patience_s = lease, patience_s
         self._top = top_of(run_id)
         self._current = self._top + b"current"
 
@@ -101,7 +100,7 @@ class Admission:
         if old:
             prefix = layout.host_keys(old)
             conditions = [*conditions, layout.created(prefix, 0, layout.end_of(prefix))]
-        said = {"host": self._me.name, "settings": dict(self._settings)}
+        said = {"host": self._me.name, "settings": self._me.settings}
         name = root[len(self._top) : -1]
         work = [
             *([layout.delete(old, layout.end_of(old))] if old else []),
@@ -124,11 +123,11 @@ class Admission:
         self._client.repeat("/v3/kv/txn", layout.transaction(conditions, work, []), LIMIT_S)
 
     def _arrive(self, root: bytes) -> list[Json]:
-        me = self._me
+        me = structs.replace(self._me, settings={})  # all hosts read the log at each change
         return [
             layout.put(membership.host_key(root, me.id), b"", self._lease),
             layout.put(
-                membership.log_entry(root, membership.JOINED, me.id), membership.joined_line(me)
+                membership.log_entry(root, membership.JOINED, me.id), f"{me.encode()}\n".encode()
             ),
         ]
 
@@ -139,29 +138,13 @@ class Admission:
         if not found:
             return False  # deleted meanwhile, with the whole group
         said = json.loads(found[0].value)
-        for name, mine in self._settings:
-            if (theirs := said["settings"].get(name)) != mine:
-                raise LaunchError(
-                    f"{name} differs between hosts: {mine!r} on {self._me.name}, and {theirs!r} on "
-                    f"{said['host']}, which was here first (run id {self._run_id!r})"
-                )
-        for other in hosts.joined:
-            if other.id not in hosts.present:
-                continue
-            if other.address == self._me.address:
-                if patient:
-                    return False
-                raise LaunchError(
-                    f"two agents at one address: {self._me.name} and {other.name} are both at "
-                    f"{self._me.address} in the group of run id {self._run_id!r}. Give each job "
-                    "its own --rdzv-id; if these are two hosts, give each its own --local-addr"
-                )
-            if is_loopback(other.address) != is_loopback(self._me.address):
-                raise LaunchError(
-                    f"a loopback address is of no use to other hosts: {self._me.name} is at "
-                    f"{self._me.address}, and {other.name} at {other.address}; set --local-addr"
-                )
-        return True
+        present = [host for host in hosts.joined if host.id in hosts.present]
+        first = structs.replace(present[0], name=said["host"], settings=said["settings"])
+        # Nor may the others be out of this one's reach.
+        no = objection(self._me, first, present, 0.0) or objection(first, self._me, (), 0.0)
+        if no is not None and (isinstance(no, Refused) or not patient):
+            raise LaunchError(no.reason)
+        return no is None
 
 
 def leave(client: EtcdClient, run_id: str, root: bytes, me: HostInfo, limit: float) -> None:

@@ -12,8 +12,8 @@ import os
 import secrets
 import socket
 import time
-from pathlib import Path
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Endpoint, Refused
@@ -27,23 +27,19 @@ from outlast.launch.hosts.etcd.membership import Membership, host_key
 from outlast.launch.hosts.etcd.security import security_of
 from outlast.launch.hosts.etcd.server_thread import ServerThread
 from outlast.launch.hosts.etcd.upstream import EtcdUpstream
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo
-from outlast.system.lease_page import LeasePage
+from outlast.launch.hosts.host_group import GroupSpec, GroupState
+from outlast.launch.hosts.replicated.endpoints import own_address
+from outlast.system.sockets import address_towards
 
 _LEAVE_S = 2.0
 
 
-def open_group(spec: GroupSpec) -> EtcdGroup:
-    """The group of `spec`; `start` connects.
+class EtcdGroup:
+    """A `HostGroup` over etcd; `start` connects.
 
     Raises:
         LaunchError: if a setting is wrong.
     """
-    return EtcdGroup(spec)
-
-
-class EtcdGroup:
-    """A `HostGroup` over etcd."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec, self._security = spec, security_of(spec.conf)
@@ -53,7 +49,6 @@ class EtcdGroup:
         self._me: HostInfo | None = None
         self._root = b""
         self._store: EtcdStore | None = None
-        self._worker_store: EtcdStore | None = None
         self._server: ServerThread | None = None
         self._closed = False
 
@@ -68,10 +63,6 @@ class EtcdGroup:
         if self._store is None:
             raise ValueError("the group has not been started")
         return self._store
-
-    @property
-    def lease_page(self) -> Path | None:
-        return None if self._spec.page is None else self._spec.page.path
 
     def start(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -90,14 +81,13 @@ class EtcdGroup:
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         spec = self._spec
-        page: LeasePage | None = spec.page
         attempt_s = max(0.1, spec.lease_s / 5)
         renewing = EtcdClient(self._endpoints, self._security, attempt_s)
-        self._lease = lease = Lease(renewing, spec.lease_s, page, self._lease_ended)
+        self._lease = lease = Lease(renewing, spec.lease_s, spec.page, self._lease_ended)
         stack.callback(lease.close)
         lease.grant(min(spec.lease_s, spec.join_limit_s))
-        address = spec.local_addr or self._address()
-        upstream = EtcdUpstream(self._workers_store, lambda call: server.call(call))
+        address = self._address() if spec.local_addr is None else own_address(spec.local_addr)
+        upstream = EtcdUpstream(lambda: self.store, lambda call: server.call(call))
         stack.callback(upstream.close)
         server = ServerThread(upstream)
         self._server = server
@@ -109,26 +99,17 @@ class EtcdGroup:
             address=address,
             store_port=server.port,
             place=spec.place,
+            settings=dict(spec.settings),
         )
         patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
-        settings = spec.settings
-        joining = Admission(self._client, spec.run_id, me, lease.id, settings, patience_s)
+        joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
         fence = Fence(host_key(root, me.id), lease.id)
-        for number, suffix in enumerate(("agent", "workers")):
-            store = EtcdStore(
-                self._client,
-                root.decode(),
-                f"{me.id}.{suffix}",
-                fence,
-                limit_s=max(30.0, 2 * spec.lease_s),
-                check=lease.check,
-            )
-            stack.callback(store.close)
-            if number == 0:
-                self._store = store
-            else:
-                self._worker_store = store
+        limit_s = max(30.0, 2 * spec.lease_s)
+        self._store = EtcdStore(
+            self._client, root.decode(), me.id, fence, limit_s=limit_s, check=lease.check
+        )
+        stack.callback(self._store.close)
         self._membership = Membership(self._client, root, me.id, lease, self._wake)
         stack.callback(self._membership.close)
         self._membership.start()
@@ -161,9 +142,8 @@ class EtcdGroup:
         # Otherwise the others learn of it when the lease expires.
 
     def _lease_ended(self) -> None:
-        for store in (self._store, self._worker_store):
-            if store is not None:
-                store.waits.wake_all()  # they read again, which fails
+        if self._store is not None:
+            self._store.waits.wake_all()  # they read again, which fails
         if self._server is not None:
             self._server.fail(self._lease.error)
         self._wake()
@@ -175,11 +155,6 @@ class EtcdGroup:
     def _close_wakeup(self) -> None:
         descriptor, self._changed = self._changed, -1
         os.close(descriptor)
-
-    def _workers_store(self) -> EtcdStore:
-        if self._worker_store is None:
-            raise StoreError("this host has not joined its group yet")
-        return self._worker_store
 
     # ------------------------------------------------------------------------------- start
 
@@ -214,12 +189,7 @@ class EtcdGroup:
         problem = ""
         for endpoint in self._endpoints:
             try:
-                family, _, _, _, address = socket.getaddrinfo(
-                    endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-                )[0]
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # sends nothing: it only looks up the route
-                    return str(probe.getsockname()[0])
+                return address_towards((endpoint.host, endpoint.port))
             except OSError as e:
                 problem = f"{endpoint}: {e.strerror}"
         raise LaunchError(

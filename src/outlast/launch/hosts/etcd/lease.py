@@ -34,13 +34,12 @@ class Lease:
     """
 
     def __init__(
-        self, client: EtcdClient, lease_s: float, page: LeasePage | None, on_end: Callable[[], None]
+        self, client: EtcdClient, lease_s: float, page: LeasePage, on_end: Callable[[], None]
     ) -> None:
         self._client, self._lease_s, self._page, self._on_end = client, lease_s, page, on_end
         self.ttl_s = max(1, math.ceil(lease_s * (1 + MARGIN)))
         self.id = 0
         self._error = ""
-        self.term = 1
         self._deadline = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast etcd lease", daemon=True)
@@ -92,8 +91,7 @@ class Lease:
         if self._deadline and now() >= self._deadline:
             return False
         self._deadline = sent + self._lease_s
-        if self._page is not None:
-            self._page.renew(self._deadline, self.term)
+        self._page.renew(self._deadline)
         return now() < self._deadline
 
     def _run(self) -> None:

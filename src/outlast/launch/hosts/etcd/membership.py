@@ -20,8 +20,8 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Refused
@@ -29,7 +29,7 @@ from outlast.coordination.stores.etcd.layout import Entry, Json
 from outlast.coordination.stores.etcd.watch import Waits
 from outlast.errors import StoreError
 from outlast.launch.hosts.etcd.lease import Lease
-from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.hosts.host_group import GroupState, LostHost
 
 JOINED, LOST = "hosts/joined", "hosts/lost"
 _REFUSED = b"hr/"  # begins with the prefix that is watched
@@ -74,11 +74,6 @@ def lost_line(host: str, reason: str, *, left: bool) -> bytes:
     return json.dumps({"id": host, "reason": reason, "orderly": left}).encode() + b"\n"
 
 
-def joined_line(host: HostInfo) -> bytes:
-    """The line of a host in the log of those that joined."""
-    return json.dumps(dataclasses.asdict(host)).encode() + b"\n"
-
-
 def steps(root: bytes) -> list[Json]:
     """The steps of a transaction that read the hosts; `hosts_in` reads the answer."""
     prefix = layout.host_keys(root)
@@ -94,7 +89,8 @@ def hosts_in(root: bytes, responses: list[Json], revision: int) -> Hosts:
     """The hosts in the answers to `steps`."""
     present, joined, lost, refused = (layout.entries(response) for response in responses)
     cut = len(layout.host_keys(root))
-    hosts = {info.id: info for info in map(_info, _ordered(joined))}
+    infos = [HostInfo.decode(entry.value) for entry in _ordered(joined)]
+    hosts = {info.id: info for info in infos}
     gone = []
     for said in (json.loads(entry.value) for entry in _ordered(lost)):
         host = hosts[said["id"]]
@@ -110,12 +106,6 @@ def hosts_in(root: bytes, responses: list[Json], revision: int) -> Hosts:
 
 def _ordered(found: list[Entry]) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.created, entry.key))
-
-
-def _info(entry: Entry) -> HostInfo:
-    said: dict[str, Any] = json.loads(entry.value)
-    names = {field.name for field in dataclasses.fields(HostInfo)}
-    return HostInfo(**{name: value for name, value in said.items() if name in names})
 
 
 class Membership:
@@ -148,7 +138,7 @@ class Membership:
 
     def state(self) -> GroupState:
         """The hosts as this host last read them."""
-        hosts, error = self._hosts, self._lease.error
+        hosts = self._hosts
         live = hosts.live
         return GroupState(
             hosts=live,
@@ -157,8 +147,7 @@ class Membership:
             # when another host follows.
             leader=live[0].id if live else "",
             term=1 + len(hosts.lost),
-            lease_ok=not error,
-            error=error,
+            error=self._lease.error,
             refused=tuple(self._refused),
         )
 
@@ -190,7 +179,6 @@ class Membership:
             hosts = self._read()
         self._hosts = hosts
         self._refused |= dict.fromkeys(hosts.refused)
-        self._lease.term = 1 + len(hosts.lost)
         self._on_change()
 
     def _read(self) -> Hosts:

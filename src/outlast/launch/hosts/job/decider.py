@@ -12,8 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from outlast.coordination.records import SizeRecord
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
-from outlast.launch.hosts.host_group import GroupState, HostInfo, LostHost
+from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.hosts.host_group import GroupState, LostHost
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
@@ -36,30 +38,6 @@ SMALLER_S, NEEDED_S = 1.0, 600.0
 if it may not. A job that has continued grows again when a host comes, which costs one restart; so
 the first wait is only for hosts that are about to join. (Spares take the place at once.)
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the options of the job allow.
-
-    Attributes:
-        minimum, maximum: numbers of hosts.
-        max_restarts: of all workers, in a job that does not use `Wrapper`.
-        last_call_s: how long to wait for more hosts once the minimum has joined.
-        join_s: how long to wait for the minimum.
-        replacement_s: how long the ranks of a lost host wait for another host, if the user says so.
-        nproc: the number of ranks of each host.
-        asked: whether each host has the place that it asks for.
-    """
-
-    minimum: int
-    maximum: int
-    max_restarts: int = 0
-    last_call_s: float = 30.0
-    join_s: float = 600.0
-    replacement_s: float | None = None
-    nproc: int = 1
-    asked: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,10 +76,17 @@ class Wait:
 
 
 class Decider:
-    """The rules, and since when this agent has seen what they wait for."""
+    """The rules, and since when this agent has seen what they wait for.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    Args:
+        limits: what the options of the job allow.
+        nproc: the number of ranks of each host.
+        max_restarts: of all workers, in a job that does not use `Wrapper`.
+    """
+
+    def __init__(self, limits: HostsSpec, nproc: int, max_restarts: int) -> None:
+        self._limits, self._nproc, self._max_restarts = limits, nproc, max_restarts
+        self._asked = limits.place >= 0  # each host has the place that it asks for
         self._since: dict[str, float] = {}
 
     def next_entry(
@@ -153,7 +138,7 @@ class Decider:
     # ------------------------------------------------------------------------- private
 
     def _wait_for_hosts(self, plan: JobPlan, group: GroupState, now: float) -> Wait:
-        limits, count = self.limits, len(group.hosts)
+        limits, count = self._limits, len(group.hosts)
         came = f"{count} joined: {', '.join(host.name for host in group.hosts[:8])}"
         if count < limits.minimum:
             until = now + limits.join_s - self._seconds("few", now)
@@ -170,11 +155,11 @@ class Decider:
         empty = [(place, loss) for place, loss in missing if place not in plan.given_up]
         if not empty:
             return None
-        if facts.size is None and self.limits.replacement_s is None:
+        if facts.size is None and self._limits.replacement_s is None:
             return None  # no restart was held so far: the members go on without these ranks
-        ranks = ", ".join(ranks_text(place, self.limits.nproc) for place, _ in empty)
+        ranks = ", ".join(ranks_text(place, self._nproc) for place, _ in empty)
         waited_s = max(self._seconds(f"lost {loss.host.id}", now) for _, loss in empty)
-        left, least = len(plan.places) - len(missing), self.limits.minimum
+        left, least = len(plan.places) - len(missing), self._limits.minimum
         if left < least:
             then = f"the job ends, as --nnodes needs {least} hosts and {left} left"
         elif self._may_shrink(plan, missing, facts):
@@ -185,11 +170,11 @@ class Decider:
             then = f"the job ends, as the program needs {facts.size.least} ranks (min_ranks)"
         until = now + self._replacement_s(plan, missing, facts) - waited_s
         # A job that is told its limit, or has told what it allows, does not change its mind.
-        known = facts.size is not None or self.limits.replacement_s is not None
+        known = facts.size is not None or self._limits.replacement_s is not None
         return Wait(f"a host for {ranks}", until, then, known or left < least)
 
     def _start(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
-        limits, count = self.limits, len(group.hosts)
+        limits, count = self._limits, len(group.hosts)
         if count < limits.minimum:
             self._forget("enough")
             if self._seconds("few", now) < limits.join_s:
@@ -204,7 +189,7 @@ class Decider:
         if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
         try:
-            places = assign(plan.places, group.hosts, limits.maximum, asked=limits.asked)
+            places = assign(plan.places, group.hosts, limits.maximum, asked=self._asked)
         except PlaceConflict as e:
             return End(str(e))
         self._since.clear()
@@ -230,10 +215,10 @@ class Decider:
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:
             return None  # the members leave by themselves
         for place, _ in missing:
-            fit = [host for host in spares if not self.limits.asked or host.place == place]
+            fit = [host for host in spares if not self._asked or host.place == place]
             if fit:
                 return Take(place, fit[0].id)
-        if spares and len(plan.places) < self.limits.maximum:
+        if spares and len(plan.places) < self._limits.maximum:
             return Take(len(plan.places), spares[0].id)
         limit_s = self._replacement_s(plan, missing, facts)
         late = [
@@ -244,12 +229,12 @@ class Decider:
         if not late:
             return None
         left = len(plan.places) - len(missing)
-        if left >= self.limits.minimum:
+        if left >= self._limits.minimum:
             return GiveUp(tuple(place for place, _ in late))
         loss, waited = late[0][1], duration_text(limit_s)
         return End(
             f"{loss_text(loss)}; no other host has joined within {waited}, "
-            f"and --nnodes needs {self.limits.minimum}: {left} left"
+            f"and --nnodes needs {self._limits.minimum}: {left} left"
         )
 
     def _restart(
@@ -262,11 +247,11 @@ class Decider:
         """A job without `Wrapper`: all workers start again, if that is allowed."""
         if missing:
             cause = loss_text(missing[0][1])
-            used, limit = plan.used + facts.used, self.limits.max_restarts
+            used, limit = plan.used + facts.used, self._max_restarts
             if used < limit:
                 return Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
             return End(f"{cause}, and no restart is left (--max-restarts {limit})")
-        if spares and len(plan.places) < self.limits.maximum and not facts.done:
+        if spares and len(plan.places) < self._limits.maximum and not facts.done:
             text = f"host {spares[0].name} ({spares[0].address}) has joined: all workers restart"
             return Restart(plan.attempt, text, counts=False)
         return None
@@ -276,17 +261,17 @@ class Decider:
         long: a host that joins later restarts it again, for nothing.
         """
         if plan.stage is Stage.FORMING:
-            return self.limits.last_call_s
-        if self.limits.replacement_s is not None:
-            return self.limits.replacement_s
-        return min(self.limits.last_call_s, SMALLER_S)
+            return self._limits.last_call_s
+        if self._limits.replacement_s is not None:
+            return self._limits.replacement_s
+        return min(self._limits.last_call_s, SMALLER_S)
 
     def _replacement_s(
         self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts
     ) -> float:
         """How long the ranks of lost hosts wait for others."""
-        if self.limits.replacement_s is not None:
-            return self.limits.replacement_s
+        if self._limits.replacement_s is not None:
+            return self._limits.replacement_s
         if not self._may_shrink(plan, missing, facts):
             return NEEDED_S
         return max(SMALLER_S, 0.0 if facts.size is None else facts.size.wait_s)
@@ -296,10 +281,10 @@ class Decider:
         both allow it. Until the program has said so, it may not.
         """
         left, size = len(plan.places) - len(missing), facts.size
-        if left < self.limits.minimum or size is None or size.least < 0:
+        if left < self._limits.minimum or size is None or size.least < 0:
             return False
         # The members may not know yet that another host is lost.
-        return min(size.ranks, left * self.limits.nproc) >= size.least
+        return min(size.ranks, left * self._nproc) >= size.least
 
     def _seconds(self, what: str, now: float) -> float:
         return now - self._since.setdefault(what, now)

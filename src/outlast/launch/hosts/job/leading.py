@@ -11,7 +11,7 @@ from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupState
-from outlast.launch.hosts.job.decider import Decider, Facts, Limits, loss_text
+from outlast.launch.hosts.job.decider import Decider, Facts, loss_text
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.job_plan import Entry, JobPlan, Stage
 from outlast.launch.hosts.job.notices import WaitNotice
@@ -33,18 +33,7 @@ class Leading:
     ) -> None:
         self._nproc, self._log, self._keys, self._clock = job.nproc, log, keys, clock
         self._waits = WaitNotice(say)
-        self._decider = Decider(
-            Limits(
-                minimum=hosts.minimum,
-                maximum=hosts.maximum,
-                max_restarts=job.max_restarts or 0,
-                last_call_s=hosts.last_call_s,
-                join_s=hosts.join_s,
-                replacement_s=hosts.replacement_s,
-                nproc=job.nproc,
-                asked=hosts.place >= 0,
-            )
-        )
+        self._decider = Decider(hosts, job.nproc, job.max_restarts or 0)
         self._reported: set[tuple[int, str]] = set()
         self._probe_reported = (-1, "")
 

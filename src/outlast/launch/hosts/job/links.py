@@ -24,9 +24,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.hosts.host_group import GroupState, HostInfo
+from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.job_plan import JobPlan, Links, Probe
 

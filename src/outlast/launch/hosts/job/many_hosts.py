@@ -29,7 +29,7 @@ from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup, LeaseLost
+from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
 from outlast.launch.hosts.job.job_log import JobLog, plan_key
 from outlast.launch.hosts.job.job_plan import (
     End,
@@ -242,8 +242,8 @@ class ManyHosts:
         self._state = self._group.poll()
         if self._plan.stage is not Stage.FINISHED:
             self._notices.changed(self._state)
-        if not self._state.lease_ok:
-            raise LeaseLost(self._state.error or "the lease of this host is over")
+        if self._state.error:
+            raise StoreError(self._state.error)
         for number, data in self._watcher.take():
             self._apply(number, data)
         led, leads = self._leads, self._state.leader == self.host_id

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.events import Emitter, HostJoined, HostLost
-from outlast.launch.hosts.host_group import GroupState, HostInfo
+from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Wait, loss_text
 from outlast.system.units import duration_text
 

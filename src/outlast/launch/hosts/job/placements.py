@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch import environment
 from outlast.launch.config.placement import Placement
-from outlast.launch.hosts.host_group import HostInfo
 from outlast.launch.hosts.job.job_plan import JobPlan
 from outlast.launch.hosts.server.store_server import LOOPBACK
 

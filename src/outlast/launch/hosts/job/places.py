@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outlast.launch.hosts.host_group import HostInfo
+from outlast.coordination.replicated.hosts import HostInfo
 
 
 class PlaceConflict(Exception):

@@ -89,9 +89,9 @@ def _end_search(number: int, _: FrameType | None) -> None:
 
 
 def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
-    package = "etcd" if backend == "etcd" else "replicated"
-    module = importlib.import_module(f"outlast.launch.hosts.{package}.group")
-    return cast(HostGroup, module.open_group(dataclasses.replace(spec, say=_say)))
+    kind, name = ("etcd", "EtcdGroup") if backend == "etcd" else ("replicated", "ReplicatedGroup")
+    module = importlib.import_module(f"outlast.launch.hosts.{kind}.group")
+    return cast(HostGroup, getattr(module, name)(dataclasses.replace(spec, say=_say)))
 
 
 def _say(line: str) -> None:

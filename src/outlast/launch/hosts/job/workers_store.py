@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,10 +17,10 @@ earlier.
 """
 
 
-class WorkersStore:
-    """A `Store`. A new attempt closes the connections of the one before, so an operation whose
-    connection is closed is repeated once. The agent's operations allow that: it appends only what
-    may be there twice.
+class WorkersStore(TcpClient):
+    """A new attempt closes the connections of the one before, so an operation whose connection is
+    closed is repeated once. The agent's operations allow that: it appends only what may be there
+    twice.
 
     Args:
         why: why this host may no longer act; empty if it may. The server ends with the lease, and
@@ -27,40 +28,15 @@ class WorkersStore:
     """
 
     def __init__(self, host: str, port: int, why: Callable[[], str]) -> None:
-        self._client = TcpClient(host, port, _LIMIT_S)
+        super().__init__(host, port, _LIMIT_S)
         self._why = why
 
-    def put(self, key: str, value: bytes) -> None:
-        self._try(lambda: self._client.put(key, value))
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        return self._try(lambda: self._client.claim(key, value))
-
-    def read(self, key: str) -> bytes | None:
-        return self._try(lambda: self._client.read(key))
-
-    def wait_for(self, key: str, timeout: float | None) -> bytes:
-        return self._try(lambda: self._client.wait_for(key, timeout))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._try(lambda: self._client.add(key, amount))
-
-    def append(self, key: str, value: bytes) -> None:
-        self._try(lambda: self._client.append(key, value))
-
-    def delete(self, key: str) -> None:
-        self._try(lambda: self._client.delete(key))
-
-    def close(self) -> None:
-        """Close the connection. The next operation opens another."""
-        self._client.close()
-
-    def _try(self, operation: Callable[[], T]) -> T:
+    def _perform(self, work: Callable[[socket.socket], T]) -> T:
         try:
-            return operation()
+            return super()._perform(work)
         except StoreError:
             pass
         try:
-            return operation()
+            return super()._perform(work)
         except StoreError as e:
             raise StoreError(self._why() or str(e)) from e

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import EVENTS, JOINED, LOST, event_key
+from outlast.launch.hosts.host_group import LostHost
 
 Submit = Callable[[Operation, Callable[[Result], None]], object]
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A host that is no longer in the group."""
-
-    host: HostInfo
-    reason: str
-    orderly: bool
 
 
 class Directory:
@@ -37,7 +28,7 @@ class Directory:
 
     def __init__(self, submit: Submit, changed: Callable[[], None]) -> None:
         self.hosts: dict[str, HostInfo] = {}  # in the order in which they joined
-        self.gone: list[Gone] = []
+        self.gone: list[LostHost] = []
         self.known = False
         self._submit = submit
         self._changed = changed
@@ -91,4 +82,5 @@ class Directory:
         said = json.loads(line)
         host = self.hosts.pop(said["id"], None)
         if host is not None:
-            self.gone.append(Gone(host, str(said["reason"]), bool(said["orderly"])))
+            reason, left = str(said["reason"]), bool(said["orderly"])
+            self.gone.append(LostHost(host=host, reason=reason, left=left))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outlast.errors import LaunchError
 from outlast.launch.hosts.replicated.peer_connections import Address
-from outlast.system.sockets import is_loopback
+from outlast.system.sockets import address_towards, is_loopback
 
 _BACKLOG = 4096
 
@@ -56,27 +56,32 @@ def listen(endpoints: Sequence[Endpoint], local_addr: str | None) -> Place:
     Raises:
         LaunchError: naming the endpoint or the option that is wrong.
     """
-    own_address = None if local_addr is None else _own(local_addr)
+    own = None if local_addr is None else own_address(local_addr)
     problems = []
     for index, endpoint in enumerate(endpoints):
         if endpoint.address is None:
             continue
-        if own_address not in (None, endpoint.address[0]):
+        if own not in (None, endpoint.address[0]):
             continue
         listener = _listener(*endpoint.address)
         if isinstance(listener, socket.socket):
             _refuse_loopback(endpoint)
             return Place(listener, endpoint.address[0], endpoint.port, index)
         problems.append(listener)
-    if own_address is None:
-        own_address = _facing(endpoints)
-    listener = _listener(own_address, 0)
+    if own is None:
+        own = _facing(endpoints)
+    listener = _listener(own, 0)
     if not isinstance(listener, socket.socket):
-        raise LaunchError(f"this host cannot listen on its address {own_address}: {listener}")
-    return Place(listener, own_address, listener.getsockname()[1], -1)
+        raise LaunchError(f"this host cannot listen on its address {own}: {listener}")
+    return Place(listener, own, listener.getsockname()[1], -1)
 
 
-def _own(local_addr: str) -> str:
+def own_address(local_addr: str) -> str:
+    """The address that `--local-addr` means.
+
+    Raises:
+        LaunchError: if this host has no such address.
+    """
     found = resolve(local_addr, 0)
     if found.address is None:
         raise LaunchError(f"--local-addr {local_addr}: {found.problem}")
@@ -111,13 +116,10 @@ def _facing(endpoints: Sequence[Endpoint]) -> str:
         problem = f"{endpoint}: {endpoint.problem}"
         if endpoint.address is None:
             continue
-        with socket.socket(_family(endpoint.address[0]), socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(endpoint.address)  # sends nothing: it only looks up the route
-            except OSError as e:
-                problem = f"{endpoint}: {e.strerror}"
-                continue
-            return str(probe.getsockname()[0])
+        try:
+            return address_towards(endpoint.address)
+        except OSError as e:
+            problem = f"{endpoint}: {e.strerror}"
     raise LaunchError(
         f"this host ({socket.gethostname()}) has no route to any endpoint: {problem}; "
         "see --rdzv-endpoint and --local-addr"

@@ -6,19 +6,17 @@ import contextlib
 import os
 import secrets
 import socket
-import tempfile
+import threading
 import time
-from pathlib import Path
 
-from outlast.coordination.replicated import hosts as replicated
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.timing import Timing
 from outlast.errors import LaunchError
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostInfo, LostHost
+from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.group_store import GroupStore
 from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
-from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 
 _LOOK_S = 1.0
@@ -30,45 +28,32 @@ _ALL_NAMES_S = 10.0
 _LEASE_SETTING = "--host-timeout"
 
 
-def open_group(spec: GroupSpec) -> ReplicatedGroup:
-    """The group of `spec`, which `start` joins."""
-    return ReplicatedGroup(spec)
-
-
 class ReplicatedGroup:
-    """A `HostGroup` whose store lives in the agents."""
+    """A `HostGroup` whose store lives in the agents. `start` joins it."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
         self._timing = Timing(lease=spec.lease_s)
         self._service: HostService | None = None
-        self._own_page: LeasePage | None = None
-        self._page = spec.page
         self._wakeup = -1
         self._record: Record | None = None
 
     @property
     def me(self) -> HostInfo:
-        return _public(self._started().me)
+        return self._started().me
 
     @property
     def store(self) -> GroupStore:
         run = f"run {self._spec.run_id!r}"
         return GroupStore(self._started(), run, self._spec.lease_s)
 
-    @property
-    def lease_page(self) -> Path | None:
-        return None if self._page is None else self._page.path
-
     def start(self) -> None:
         limit = time.monotonic() + self._spec.join_limit_s
         try:
             endpoints = self._resolved(limit)
-            if self._page is None:
-                self._page = self._own_page = LeasePage.create(Path(tempfile.gettempdir()))
-            self._page.renew(0.0, term=0)  # none is held yet, and no worker runs
+            self._spec.page.renew(0.0)  # none is held yet, and no worker runs
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            while not self._await_join(self._serve(endpoints, self._page), endpoints, limit):
+            while not self._await_join(self._serve(endpoints), endpoints, limit):
                 pass  # as another host
             self._wake()  # the first state, of which `_await_join` has taken the event
         except BaseException:
@@ -81,20 +66,7 @@ class ReplicatedGroup:
     def poll(self) -> GroupState:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
-        service = self._started()
-        lost = [
-            LostHost(host=_public(gone.host), reason=gone.reason, left=gone.orderly)
-            for gone in service.gone
-        ]
-        return GroupState(
-            hosts=tuple(map(_public, service.hosts)),
-            lost=tuple(lost),
-            leader=service.leader,
-            term=service.term,
-            lease_ok=service.error is None,
-            error=service.error or "",
-            refused=service.refused,
-        )
+        return self._started().state
 
     def new_attempt(self, attempt: int) -> None:
         self._started().new_attempt(attempt)
@@ -107,37 +79,44 @@ class ReplicatedGroup:
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
-        if self._own_page is not None:
-            self._own_page.remove()
-            self._page = self._own_page = None
 
     # ------------------------------------------------------------------ parts of `start`
     def _resolved(self, limit: float) -> list[Endpoint]:
         """The endpoints, with the addresses of all of them, or of some if the others take long."""
         patience = min(limit, time.monotonic() + _ALL_NAMES_S)
+        say_at, said = time.monotonic() + _SAY_S, ""
+        names = ", ".join(host for host, _ in self._spec.endpoints)
+        # A name server that does not answer may keep the first lookup for longer than that.
+        slow = f"waits for the addresses of {names} (--rdzv-endpoint)"
+        saying = threading.Timer(_SAY_S, self._spec.say, [slow])
+        saying.daemon = True
+        saying.start()
         while True:
             endpoints = [resolve(host, port) for host, port in self._spec.endpoints]
-            found = sum(endpoint.address is not None for endpoint in endpoints)
+            saying.cancel()
+            problems = "; ".join(f"{e}: {e.problem}" for e in endpoints if e.address is None)
             now = time.monotonic()
-            if found == len(endpoints) or (found and now >= patience):
+            if not problems or (now >= patience and problems.count(";") + 1 < len(endpoints)):
                 return endpoints
             if now >= limit:
-                problems = "; ".join(f"{e}: {e.problem}" for e in endpoints)
                 raise LaunchError(f"--rdzv-endpoint: no endpoint can be reached: {problems}")
+            if now >= say_at and problems != said:
+                self._spec.say(f"not in a group yet (--rdzv-endpoint): {problems}")
+                said = problems
             time.sleep(_LOOK_S)
 
-    def _describe(self) -> replicated.HostInfo:
+    def _describe(self) -> HostInfo:
         name = socket.gethostname()
         settings = dict(self._spec.settings)
         settings.setdefault(_LEASE_SETTING, f"{self._spec.lease_s:g}")
-        return replicated.HostInfo(
+        return HostInfo(
             id=f"{name}-{secrets.token_hex(6)}",
             name=name,
             place=self._spec.place,
             settings=settings,
         )
 
-    def _serve(self, endpoints: list[Endpoint], page: LeasePage) -> HostService:
+    def _serve(self, endpoints: list[Endpoint]) -> HostService:
         place = listen(endpoints, self._spec.local_addr)
         if self._record is None:
             folder = self._spec.conf.get("record_dir", "")
@@ -149,7 +128,7 @@ class ReplicatedGroup:
             endpoints,
             place,
             self._timing,
-            page,
+            self._spec.page,
             self._wake,
             self._record,
             self._spec.secret,
@@ -166,12 +145,13 @@ class ReplicatedGroup:
         look = time.monotonic() + _LOOK_S
         say_at, said = time.monotonic() + _SAY_S, ""
         while not service.joined:
-            if service.error is not None and service.joins_again():
-                self._spec.say(f"{service.error}; it looks for the group again")
+            error = service.state.error
+            if error and service.joins_again():
+                self._spec.say(f"{error}; it looks for the group again")
                 service.close(leave=False)
                 return False
-            if service.error is not None:
-                raise LaunchError(f"cannot join run {self._spec.run_id!r}: {service.error}")
+            if error:
+                raise LaunchError(f"cannot join run {self._spec.run_id!r}: {error}")
             now = time.monotonic()
             if now >= limit:
                 raise LaunchError(
@@ -207,13 +187,3 @@ class ReplicatedGroup:
         if self._service is None:
             raise ValueError("the group was not started")
         return self._service
-
-
-def _public(host: replicated.HostInfo) -> HostInfo:
-    return HostInfo(
-        id=host.id,
-        name=host.name,
-        address=host.address,
-        store_port=host.store_port,
-        place=host.place,
-    )

@@ -74,7 +74,7 @@ class GroupStore:
             pending.handle = service.submit(operation, pending.finish)
 
         if not service.call(begin):
-            raise self._lost(service.error or "it is closed")
+            raise self._lost(service.state.error or "it is closed")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not pending.done.wait(self._patience(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
@@ -83,7 +83,7 @@ class GroupStore:
             if service.stuck():
                 raise self._lost("the lease of this host is over, and its host service hangs")
         if isinstance(pending.result, Failed):
-            raise self._lost(service.error or pending.result.reason)
+            raise self._lost(service.state.error or pending.result.reason)
         return pending.result
 
     def _patience(self, deadline: float | None) -> float:

@@ -66,7 +66,8 @@ class Joining:
             now = loop.clock.now()
             self._founding = Founding(len(endpoints), own, me.id, now, lost_after_s, record)
         self._forgetful: dict[str, float] = {}
-        self._target: Address | None = None  # of the host that is asked for admission
+        self._target: HostInfo | None = None  # that is asked for admission
+        self._unreached, self._unreached_until = "", 0.0  # the last one, for as long as it is news
         self._target_until = 0.0
         self._waiting: NotYet | None = None
         self._waiting_since = 0.0
@@ -81,17 +82,20 @@ class Joining:
 
     def problem(self) -> str:
         """What has kept this host from joining so far."""
+        if self._loop.clock.now() < self._unreached_until:
+            return self._unreached
         if self._waiting is not None:
             return self._waiting.reason
         problems = []
         missing = {
-            f"{host} ({address})" for host, (address, _) in self._record.past.waits_for().items()
+            f"{host.rpartition('-')[0] or host} ({address})"
+            for host, (address, _) in self._record.past.waits_for().items()
         }
         if missing:
             problems.append(
-                "the last group of this run may still act, as long as these hosts do not say that "
-                f"it does not: {', '.join(sorted(missing))}; start outlast run there, or the job "
-                "under another --rdzv-id"
+                "the last group of this run may still act, because these hosts have not been heard "
+                f"of: {', '.join(sorted(missing))}; if one is down, start outlast run there again "
+                "(if they never come back, start the job under another --rdzv-id)"
             )
         for index, endpoint in enumerate(self.endpoints):
             if index == self._own:
@@ -142,8 +146,8 @@ class Joining:
                     founding.learned(Past(groups=(message.known,)))
             leader = message.leader if message.leader is not None else peer.host
             # This host itself, under the id that it had before: the sender does not know yet.
-            if (leader.address, leader.port) != (self._me.address, self._me.port):
-                self._ask((leader.address, leader.port))
+            if _at(leader) != _at(self._me):
+                self._ask(leader)
         elif isinstance(message, NotYet):
             self._wait(message)
         elif isinstance(message, Refused):
@@ -179,19 +183,19 @@ class Joining:
         if self._over:
             return
         self._timer = self._loop.call_later(FIND_S, self._step)
-        for endpoint in self.endpoints:
-            refusal = self._peers.refusals.get(endpoint.address) if endpoint.address else None
-            if refusal is not None:
-                self._end(lambda r=refusal: self._refused(r.reason))  # type: ignore[misc]
-                return
         if self._none_can_be_met():
             self._end(lambda: self._refused(self.problem()))
             return
         if self._target is not None:
             late = self._loop.clock.now() > self._target_until
-            if not late and not self._peers.failure(self._target):
-                self._peers.send_to(self._target, Join())
+            failure = self._peers.failure(_at(self._target))
+            if not late and not failure:
+                self._peers.send_to(_at(self._target), Join())
                 return
+            if failure:
+                leader = f"{self._target.name} ({self._target.address}), the leader of the group"
+                self._unreached = f"this host cannot reach {leader}: {failure}"
+                self._unreached_until = self._loop.clock.now() + self._lost_after_s
             self._target = None  # it has gone, or is no leader any more: ask the endpoints again
         self._tell_endpoints(Find(self._record.past))
         endpoints = {endpoint.address for endpoint in self.endpoints}
@@ -201,24 +205,25 @@ class Joining:
         self._try_founding()
 
     def _none_can_be_met(self) -> bool:
-        """Whether no group can take this host, because of the secrets.
+        """Whether no group can take this host, because of the secrets, run ids or versions.
 
-        Nobody knows which of two secrets is the right one. A host without an endpoint can go on if
-        one endpoint has its secret, or may have it; an endpoint itself, as long as those can found
-        a group: so a wrong secret on one endpoint of three ends that one, and not the other two.
+        Nobody knows which of two is the right one. A host without an endpoint can go on if one
+        endpoint has the same, or may have it; an endpoint itself, as long as those can found a
+        group: so what is wrong on one endpoint of three ends that one, and not the other two.
         """
-        differ = {i for i, e in enumerate(self.endpoints) if self._peers.not_proved(e.address)}
+        differ = {i for i, e in enumerate(self.endpoints) if self._peers.differs(e.address)}
         if self._founding is not None:
             return bool(differ) and not self._founding.is_enough(differ)
         return bool(differ) and len(differ) == len(self.endpoints)
 
-    def _ask(self, leader: Address) -> None:
-        if self._target != leader:
+    def _ask(self, leader: HostInfo) -> None:
+        if self._target is None or _at(self._target) != _at(leader):
             self._target = leader
             self._target_until = self._loop.clock.now() + 2 * self._lost_after_s
-            self._peers.send_to(leader, Join())
+            self._peers.send_to(_at(leader), Join())
 
     def _wait(self, answer: NotYet) -> None:
+        self._unreached_until = 0.0
         now = self._loop.clock.now()
         if self._waiting is None or self._waiting.limit_s != answer.limit_s:
             self._waiting_since = now
@@ -251,3 +256,7 @@ class Joining:
         if not self._over:
             self.close()
             result()
+
+
+def _at(host: HostInfo) -> Address:
+    return host.address, host.port

@@ -10,7 +10,7 @@ from outlast.coordination.replicated import messages as consensus
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.replicated.quorum import Voters
-from outlast.coordination.replicated.replica import Replica, Role
+from outlast.coordination.replicated.replica import Replica
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.replicated.admission import objection
 from outlast.launch.hosts.replicated.directory import Directory
@@ -53,7 +53,7 @@ class Membership:
         record: where the voters of the group are kept.
         endpoints: the addresses of the endpoints other than this host.
         known: hosts whose addresses are known already.
-        renewed: called with the deadline of the lease and its term when they change.
+        renewed: called with the deadline of the lease when it changes.
         changed: called when the hosts, the leader or the term have changed.
         ended: called once, with the reason; it is empty if this host has left in order.
         host_refused: called with a line about a host that was not admitted.
@@ -70,7 +70,7 @@ class Membership:
         record: Record,
         endpoints: Iterable[Address],
         known: Iterable[HostInfo],
-        renewed: Callable[[float, int], None],
+        renewed: Callable[[float], None],
         changed: Callable[[], None],
         ended: Callable[[str], None],
         host_refused: Callable[[str], None],
@@ -137,9 +137,13 @@ class Membership:
             now = self._loop.clock.now()
             if now > self._lease_until > float("-inf"):
                 late_s = now - self._lease_until
+                leader = self.directory.hosts.get(self.leader)
+                unheard = f"the leader {leader.name} ({leader.address})" if leader else "a leader"
+                if self.leader == self._me.id:
+                    unheard = "more than half of the hosts"
                 self._end(
-                    f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach more "
-                    "than half of the hosts"
+                    f"its lease ended {late_s:.1f} s ago: it was stopped, or could not reach "
+                    f"{unheard}"
                 )
                 return
             if self._lease_until == float("-inf") and now > self._lease_by:
@@ -238,11 +242,11 @@ class Membership:
             self._end("" if left else f"the others went on without it: {replica.refused.reason}")
             return
         leader = replica.leader or ""
-        if replica.lease_until != self._lease_until or replica.term != self.term:
+        if replica.lease_until != self._lease_until:
             self._lease_until = replica.lease_until
             if self._lease_until > float("-inf"):
                 self.directory.start()  # before, no leader would answer
-                self._renewed(self._lease_until, replica.term)
+                self._renewed(self._lease_until)
         if (leader, replica.term) != (self.leader, self.term):
             self.leader, self.term = leader, replica.term
             self._changed()
@@ -289,7 +293,7 @@ class Membership:
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
-        if self._replica.role is not Role.LEADER:
+        if not self._replica.elected:
             introduction = self._introduction()
             if introduction.leader is None or introduction.leader.id == self._me.id:
                 peer.send(NotYet("the group is choosing a leader"))
@@ -335,5 +339,5 @@ class Membership:
         mine = (-self._generation, len(self.directory.hosts), self.group)
         if self.directory.known and mine < (-other.generation, other.hosts, other.group):
             where = f", led by {other.leader.name}" if other.leader is not None else ""
-            which = "is older" if other.generation < self._generation else "has more hosts"
+            which = "is older" if other.generation < self._generation else "goes on"
             self._end(f"there is another group with this run id{where}, which {which}")

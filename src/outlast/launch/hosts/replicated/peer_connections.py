@@ -37,10 +37,9 @@ _log = logging.getLogger(__name__)
 class Peer:
     """The other end of a connection that has said who it is."""
 
-    def __init__(self, connection: Connection, hello: Hello, dialed: Address | None) -> None:
+    def __init__(self, connection: Connection, hello: Hello) -> None:
         self.connection = connection
         self.host = hello.host
-        self.dialed = dialed
 
     def send(self, message: Message) -> None:
         """Send a message, or drop it if the connection has ended."""
@@ -57,7 +56,7 @@ class _Dial:
         self.retry_s = FIRST_RETRY_S
         self.not_before = 0.0
         self.failure = ""
-        self.not_proved = False  # it failed because the other side has not the same secret
+        self.differs = False  # it failed because the other side has another secret, run or version
 
 
 class PeerConnections:
@@ -81,7 +80,6 @@ class PeerConnections:
         on_refused: Callable[[str], None],
         secret: Secret | None = None,
     ) -> None:
-        self.refusals: dict[Address, Refused] = {}
         self._loop = loop
         self._hello = hello
         self._listener = listener
@@ -130,12 +128,13 @@ class PeerConnections:
         dial = self._dials.get(address)
         return "" if dial is None else dial.failure
 
-    def not_proved(self, address: Address | None) -> bool:
+    def differs(self, address: Address | None) -> bool:
         """Whether the last attempt to reach `address` failed because the agent there has another
-        secret than this one, or one of the two has none.
+        secret than this one, or one of the two has none; or because it is of another run or
+        version.
         """
         dial = None if address is None else self._dials.get(address)
-        return dial is not None and dial.not_proved
+        return dial is not None and dial.differs
 
     def close(self) -> None:
         """End all connections, and stop listening."""
@@ -174,7 +173,8 @@ class PeerConnections:
         connection = Connection(self._loop, sock, self._from_stranger, self._ended, self._secret)
         if len(self._came_from) >= MAX_STRANGERS:
             most, _ = Counter(self._came_from.values()).most_common(1)[0]
-            self._drop_stranger(next(c for c, came in self._came_from.items() if came == most))
+            oldest = next(c for c, came in self._came_from.items() if came == most)
+            self._drop(oldest, "too many connections at once")
         self._came_from[connection] = str(remote[0])
         self._await_hello(connection)
 
@@ -210,53 +210,45 @@ class PeerConnections:
 
     def _await_hello(self, connection: Connection) -> None:
         def late() -> None:
-            reason = "it does not answer" if connection.connecting else _SILENT
-            connection.close()
-            self._ended(connection, reason)
+            self._drop(connection, "it does not answer" if connection.connecting else _SILENT)
 
         self._strangers[connection] = self._loop.call_later(self._patience_s, late)
 
-    def _drop_stranger(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, reason: str) -> None:
         connection.close()
-        self._ended(connection, "too many connections at once")
+        self._ended(connection, reason)
 
     def _from_stranger(self, connection: Connection, message: Message) -> None:
         peer = self._peers.get(connection)
         if peer is not None:
             self._on_message(peer, message)
             return
-        address, dial = self._dial_of(connection)
-        if isinstance(message, Refused) and address is not None:
-            self.refusals[address] = message
-            connection.close()
-            self._ended(connection, message.reason)
+        dial = self._dial_of(connection)
+        refused = message if isinstance(message, Refused) else None
+        if isinstance(message, Hello):
+            refused = self._refusal(message)
+            if refused is not None and dial is None:
+                self._on_refused(refused.reason)
+                connection.send(refused)
+                connection.close_when_sent()
+                return
+        if refused is not None and dial is not None:
+            self._drop(connection, refused.reason)
+            dial.differs = True
             return
         if not isinstance(message, Hello):
-            connection.close()
-            self._ended(connection, "it does not say what it is")
-            return
-        refused = self._refusal(message)
-        if refused is not None and dial is None:
-            self._on_refused(refused.reason)
-            connection.send(refused)
-            connection.close_when_sent()
-            return
-        if refused is not None:
-            assert address is not None
-            self.refusals[address] = refused
-            connection.close()
-            self._ended(connection, refused.reason)
+            self._drop(connection, "it does not say what it is")
             return
         self._strangers.pop(connection).cancel()
         self._came_from.pop(connection, None)
         connection.limit = FRAME_BYTES
-        peer = self._peers[connection] = Peer(connection, message, address)
+        peer = self._peers[connection] = Peer(connection, message)
         self._by_host.setdefault(message.host.id, []).append(peer)
         if dial is None:
             connection.send(self._hello)
             return
         dial.peer, dial.retry_s, dial.failure = peer, FIRST_RETRY_S, ""
-        dial.not_proved = False
+        dial.differs = False
         waiting, dial.waiting = dial.waiting, []
         for host, each in waiting:
             if host in (None, peer.host.id):
@@ -277,15 +269,12 @@ class PeerConnections:
             return Refused(
                 "--rdzv-id",
                 f"--rdzv-id: {theirs.host.name} asks for the run {theirs.run_id!r}, and "
-                f"{mine.host.name} takes part in another one",
+                f"{mine.host.name} was started for another one",
             )
         return None
 
-    def _dial_of(self, connection: Connection) -> tuple[Address | None, _Dial | None]:
-        for address, dial in self._dials.items():
-            if dial.connection is connection:
-                return address, dial
-        return None, None
+    def _dial_of(self, connection: Connection) -> _Dial | None:
+        return next((d for d in self._dials.values() if d.connection is connection), None)
 
     def _ended(self, connection: Connection, reason: str) -> None:
         timer = self._strangers.pop(connection, None)
@@ -294,10 +283,10 @@ class PeerConnections:
         came_from = self._came_from.pop(connection, None)
         if came_from is not None and connection.not_proved:
             self._on_refused(f"refused a connection from {came_from}: {connection.not_proved}")
-        _, dial = self._dial_of(connection)
+        dial = self._dial_of(connection)
         if dial is not None:
             self._failed(dial, connection.not_proved or reason)
-            dial.not_proved = bool(connection.not_proved)
+            dial.differs = bool(connection.not_proved)
         peer = self._peers.pop(connection, None)
         if peer is not None:
             others = self._by_host[peer.host.id]
@@ -307,7 +296,7 @@ class PeerConnections:
 
     def _failed(self, dial: _Dial, reason: str) -> None:
         dial.connection = dial.peer = None
-        dial.not_proved = False
+        dial.differs = False
         dial.waiting.clear()
         dial.failure = reason
         dial.not_before = self._loop.clock.now() + dial.retry_s

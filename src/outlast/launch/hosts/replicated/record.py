@@ -191,7 +191,7 @@ def _make_private(folder: Path) -> None:
     fsync_folder(folder.parent)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a private folder of this user")
+        raise PermissionError(f"{folder} is not a private folder of this user (chmod 700)")
 
 
 def _read(path: Path) -> _Content | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import selectors
@@ -12,13 +13,13 @@ from collections.abc import Callable, Hashable, Sequence
 from msgspec import structs
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.operations import Failed, Operation
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.replica import Replica
 from outlast.coordination.replicated.timing import Timing
 from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.hosts.replicated.directory import Gone
+from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
@@ -42,20 +43,12 @@ _CLOSED = "this host has left the group"
 _log = logging.getLogger(__name__)
 
 
-class LeaseClock:
-    """The clock of the lease page, for the event loop."""
-
-    def now(self) -> float:
-        """The time, in seconds."""
-        return lease_page.now()
-
-
 class HostService:
     """Owns the thread. Methods may be called from any thread unless they say otherwise.
 
-    Attributes of its state, written by the thread: `hosts`, `gone`, `leader`, `term`, `joined`,
-    `error` (why it is over; `None` while it is not), `refused`. Each is replaced as a whole, so a
-    reader sees the old value or the new one.
+    Attributes, written by the thread:
+        state: replaced as a whole, so a reader sees the old one or the new one.
+        joined: whether this host is in the group.
 
     Args:
         run_id: the name of the group.
@@ -80,13 +73,8 @@ class HostService:
         secret: Secret | None,
     ) -> None:
         self.me = me
-        self.hosts: tuple[HostInfo, ...] = ()
-        self.gone: tuple[Gone, ...] = ()
-        self.leader = ""
-        self.term = 0
+        self.state = GroupState()
         self.joined = False
-        self.error: str | None = None
-        self.refused: tuple[str, ...] = ()
         self._run_id = run_id
         self._endpoints = tuple(endpoints)
         self._place = place
@@ -101,10 +89,7 @@ class HostService:
         self._server: StoreServer
         self._joining: Joining | None = None
         self._membership: Membership | None = None
-        self._waiting: dict[int, tuple[Operation, Done]] = {}  # the workers' before the first lease
         self._early: deque[tuple[Peer, Message]] = deque(maxlen=_EARLY)
-        self._tickets: dict[int, Hashable] = {}
-        self._next_handle = 0
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # guards `_over`, and appending to `_calls` while it is false
         self._over = False
@@ -171,37 +156,22 @@ class HostService:
 
     # ------------------------------------------------------------------ `Upstream`, in the thread
     def submit(self, operation: Operation, done: Done) -> Hashable:
-        """Start an operation; those before this host is admitted wait for that."""
-        self._next_handle += 1
-        handle = self._next_handle
-        if self._membership is None:
-            self._waiting[handle] = operation, done
-        else:
-            self._forward(handle, operation, done)
-        return handle
+        """Start an operation. It fails before this host is admitted, when it has no workers."""
+        if self._membership is not None:
+            return self._membership.submit(operation, done)
+        done(Failed("this host has not joined its group yet"))
+        return None
 
     def cancel(self, handle: Hashable) -> None:
         """Give up a wait."""
-        assert isinstance(handle, int)
-        self._waiting.pop(handle, None)
-        ticket = self._tickets.pop(handle, None)
-        if ticket is not None and self._membership is not None:
-            self._membership.cancel(ticket)
-
-    def _forward(self, handle: int, operation: Operation, done: Done) -> None:
-        assert self._membership is not None
-
-        def finished(result: Result) -> None:
-            self._tickets.pop(handle, None)
-            done(result)
-
-        self._tickets[handle] = self._membership.submit(operation, finished)
+        if self._membership is not None:
+            self._membership.cancel(handle)
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         try:
             self._record.begin(self.me.id)
-            with EventLoop(clock=LeaseClock(), selector=selectors.EpollSelector()) as loop:
+            with EventLoop(clock=lease_page, selector=selectors.EpollSelector()) as loop:
                 self._serve(loop)
         except Exception as e:  # noqa: BLE001 - reported by `error`
             self._fail(e)
@@ -234,7 +204,7 @@ class HostService:
         except Exception as e:  # noqa: BLE001 - reported by `error`
             self._fail(e)
         finally:
-            server.fail(self.error or _CLOSED)
+            server.fail(self.state.error or _CLOSED)
             peers.close()
             self._joining = None
             self._make_calls()  # those that came before the end: their operations fail
@@ -282,8 +252,9 @@ class HostService:
             self._joining.receive(peer, message)
 
     def _on_host_refused(self, line: str) -> None:
-        if line not in self.refused and len(self.refused) < MAX_REFUSED:
-            self.refused = (*self.refused, line)
+        refused = self.state.refused
+        if line not in refused and len(refused) < MAX_REFUSED:
+            self.state = dataclasses.replace(self.state, refused=(*refused, line))
             self._changed()
 
     def _on_founded(self) -> None:
@@ -315,14 +286,11 @@ class HostService:
             self._end,
             self._on_host_refused,
         )
-        waiting, self._waiting = self._waiting, {}
-        for handle, (operation, done) in waiting.items():
-            self._forward(handle, operation, done)
         for peer, message in self._early:
             self._membership.receive(peer, message)
 
-    def _on_renewed(self, deadline: float, term: int) -> None:
-        self._page.renew(deadline, term)
+    def _on_renewed(self, deadline: float) -> None:
+        self._page.renew(deadline)
         self._on_changed()
 
     def _on_changed(self) -> None:
@@ -330,13 +298,17 @@ class HostService:
         if membership is None:
             return  # its constructor is running
         directory = membership.directory
-        state = self.hosts, self.gone, self.leader, self.term, self.joined
-        self.hosts = tuple(directory.hosts.values())
-        self.gone = tuple(directory.gone)
-        self.leader, self.term = membership.leader, membership.term
+        before = self.state, self.joined
+        self.state = dataclasses.replace(
+            self.state,
+            hosts=tuple(directory.hosts.values()),
+            lost=tuple(directory.gone),
+            leader=membership.leader,
+            term=membership.term,
+        )
         held = self._page.valid()
         self.joined = self.joined or (held and self.me.id in directory.hosts)
-        if state != (self.hosts, self.gone, self.leader, self.term, self.joined):
+        if before != (self.state, self.joined):
             self._changed()
 
     def _end(self, reason: str) -> None:
@@ -345,15 +317,15 @@ class HostService:
             if self._over:
                 return
             self._over = True
-        self.error = reason or _CLOSED
+        self.state = dataclasses.replace(self.state, error=reason or _CLOSED)
         if self._joining is not None:
             self._joining.close()
         if self._membership is not None:
             self._membership.close()
         if self._page.valid():
             # Without workers, there is no lease to keep; otherwise they must end now.
-            orderly = self.error == _CLOSED
-            self._page.renew(0.0 if orderly else lease_page.now(), self.term)
+            orderly = self.state.error == _CLOSED
+            self._page.renew(0.0 if orderly else lease_page.now())
         if reason:
             self._record.ended()
         else:
