@@ -20,6 +20,7 @@ from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
+from outlast.async_checkpoint.writer import client
 from outlast.async_checkpoint.writer.messages import AwaitRemovals
 from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
@@ -306,6 +307,28 @@ def test_the_files_of_a_dropped_save_are_removed_at_the_end(
     checkpointer.abort()
     end_session(checkpointer, gate)
     assert valid_steps(path) == []
+    assert left_over(path) == []
+
+
+def test_a_request_that_the_end_cuts_short_leaves_the_writer_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the saves finds the channel closed, and the writer still tidies up. It must not
+    take it for one that is lost, and kill it: on a busy machine that came first.
+    """
+    monkeypatch.setattr(client, "_EXIT_S", 0.0)
+    path = tmp_path / "c"
+    plan = Plan(tmp_path / "plan").use(monkeypatch)
+    checkpointer = Checkpointer(path, keep=Retention(last=1))
+    for step in (1, 2):
+        checkpointer.save(step, {"w": torch.ones(ELEMENTS)}).wait(NET)
+    plan.set({"op": "finish", "do": "wait"})
+    gate = plan.gate()
+    checkpointer.save(3, {"w": torch.ones(ELEMENTS)})
+    gate.arrived()
+    checkpointer.abort()
+    end_session(checkpointer, gate)
+    assert valid_steps(path) == [2]
     assert left_over(path) == []
 
 

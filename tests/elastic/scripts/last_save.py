@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class MakesRoom(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if "the last save failed" in record.getMessage():
+            # In this time, without pauses, the other rank could make all of its attempts: it waits.
+            time.sleep(0.5)
             FILLER.unlink()
             logging.getLogger("outlast.elastic").removeHandler(self)
 

@@ -80,6 +80,7 @@ _REQUESTS: dict[type[Message], str] = {
 }
 # How long a killed process may take to end. One that waits for a disk ends when the disk answers.
 _KILL_S = 5.0
+_EXIT_S = 1.0  # how long a writer whose connection has ended may take to exit
 _LEAST_S = 0.001  # 0 would mean not to wait for messages at all
 
 
@@ -280,6 +281,8 @@ class WriterClient:
         try:
             self.request(BeginSave())
         except WriterLost as lost:
+            if self._closed:
+                raise
             log.warning("%s before a save began: another one is started", lost)
             self.request(BeginSave())
 
@@ -288,8 +291,8 @@ class WriterClient:
         snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
         files of saves that were not committed.
         """
-        self.tell(Goodbye(tidy=tidy, last=last))
-        with self._starting:
+        with self._starting:  # a request that loses this writer starts no other one
+            self.tell(Goodbye(tidy=tidy, last=last))
             self._closed = True
             if self._process is not None:
                 _end(self._process, timeout)
@@ -310,10 +313,14 @@ class WriterClient:
             pass
 
     def _how_lost(self, process: BackgroundProcess) -> str:
-        how = _end(process, 1.0)
+        # `close`, on another thread, may have ended the connection, and gives the writer time to
+        # tidy up. It holds the lock until the writer has ended: so this does not kill it meanwhile.
+        with self._starting:
+            how = _end(process, _EXIT_S)
+            if self._process is process:
+                self._process = None
         if self._busy is process:
             how = "was still at work when a restart took its buffers back, and was killed for that"
-        self._forget_process(process)
         return f"the writer process {process.pid} {how}"
 
     def _too_late(self, process: BackgroundProcess, request: Message) -> WriterTimeout:

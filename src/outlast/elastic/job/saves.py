@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
+from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.counters import Counters
 from outlast.elastic.job.training_state import TrainingState
@@ -102,7 +104,19 @@ class Saves:
             if self._checkpointer.rank == 0:
                 log.error("the last save failed, and is tried again in %g s: %s", pause, cause)
             self._handle = self._saved = self._restored = None
+            self._await_all(attempt)
             time.sleep(pause)
+
+    def _await_all(self, attempt: int) -> None:
+        """Waits until this attempt has ended on all ranks. A rank whose part fails at once would
+        otherwise use up its attempts while another one still writes its part of the first: before
+        rank 0 has removed the files of that, whose room may be what is missing, and has logged it.
+        """
+        ended, timeout_s = self._ledger.child("last-save-ended"), self._checkpointer.kept.timeout_s
+        # If a rank does not come in time, the next attempt says so.
+        with long_phase(timeout_s or None), contextlib.suppress(KeyTimeout):
+            ended.finish(attempt)
+            ended.await_verdict(attempt, timeout_s)
 
     def _attempt(self, number: int) -> CheckpointError | None:
         """Waits until the state is committed; returns why it is not."""
