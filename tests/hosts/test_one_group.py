@@ -92,7 +92,7 @@ def test_when_two_groups_meet_the_hosts_of_one_join_the_other(
         five.boot(name)
     five.part(["h2", "h3"], ["h1", "h4", "h5"])
     again = [cluster.agent(name, *OPTIONS) for name in ("h2", "h3")]
-    cluster.until_said("It has the same run id: training waits here", *again)
+    cluster.until_said("training waits until that job ends, or both have met", *again)
     kept = [agents[name] for name in ("h1", "h4", "h5")]
     five.heal()
     cluster.until_said("takes no part in the job any longer: there is another group", *again)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,13 @@ from inprocess.mutations import mutate
 from outlast.launch.hosts.replicated.founding import Founding
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Membership
-from outlast.testing.hosts.founding import FoundingResult, FoundingSchedule, simulate_founding
+from outlast.testing.hosts.founding import (
+    FoundingResult,
+    FoundingSchedule,
+    FoundingSimulation,
+    Machine,
+    simulate_founding,
+)
 
 _CHUNK = 500
 
@@ -27,7 +35,7 @@ def _vary(results: list[FoundingResult]) -> None:
     assert set(reached) >= {
         *("granted", "granted again", "founded", "admitted", "service over"),
         *("power lost at a write", "ended by peer", "gave up"),
-        *("waited for a host that is away", "a slow disk"),
+        *("waited for a host that is away", "a slow disk", "a full disk"),
     }
 
 
@@ -53,6 +61,62 @@ def test_without_faults_one_group_is_founded(endpoints: int) -> None:
     quiet = FoundingSchedule(endpoints=endpoints, kills=0, power_losses=0, cuts=0)
     result = simulate_founding(7, quiet)
     assert (result.groups, result.together) == (1, True)
+
+
+@contextmanager
+def _three(folder: Path, endpoints: int) -> Iterator[FoundingSimulation]:
+    """Three hosts, of which the first has founded a group, and no fault."""
+    plan = FoundingSchedule(hosts=3, endpoints=endpoints, kills=0, power_losses=0, cuts=0)
+    world = FoundingSimulation(3, plan, str(folder))
+    try:
+        yield world
+    finally:
+        for machine in world.machines:
+            machine.kill()
+
+
+def test_a_record_that_could_not_be_written_lets_no_second_group_act(tmp_path: Path) -> None:
+    with _three(tmp_path, endpoints=1) as world:
+        first, *others = world.machines
+        first.start()
+        world.run(4.0)
+        first.disk_full = True
+        for machine in others:
+            machine.start()
+        world.run(20.0)
+        first.disk_full = False
+        world.run(60.0)
+        assert world.together()
+        for machine in others:
+            world.cut |= {(first.name, machine.name), (machine.name, first.name)}
+        first.kill()
+        first.start()
+        world.run(100.0)  # in which no second group may have a lease
+        assert first.launcher is not None
+        assert "have not been heard of" in first.launcher.problem()
+
+
+@pytest.mark.parametrize("disk_s", [0.01, 6.0, 60.0])
+def test_no_survivor_loses_its_lease_while_a_change_of_voters_waits_for_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_s: float
+) -> None:
+    with _three(tmp_path, endpoints=3) as world:
+        leader, *survivors = world.machines
+        leader.start()
+        world.run(10.0)
+        for machine in survivors:
+            machine.start()
+        world.run(30.0)
+        assert world.together()
+        monkeypatch.setattr(world, "disk_s", lambda machine: disk_s)
+        world.machines.append(Machine(world, 3, str(tmp_path)))
+        world.machines[-1].start()
+        world.run(32.0)
+        launchers = [machine.launcher for machine in survivors]
+        leader.kill()
+        world.run(60.0)
+        assert [machine.launcher for machine in survivors] == launchers
+        assert all(x is not None and x.lease_end > world.now for x in launchers)
 
 
 # A function, a text in its source, and the replacement.

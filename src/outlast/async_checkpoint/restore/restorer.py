@@ -32,8 +32,6 @@ from outlast.async_checkpoint.restore.verified_read import StorageSource, check_
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
-from outlast.async_checkpoint.storage.position import Position
-from outlast.async_checkpoint.storage.protocol import Storage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
@@ -108,20 +106,31 @@ class Restorer:
 
     def open(self, owner: str) -> None:
         """Creates and locks the directory, and removes the remains of killed saves. Called on all
-        ranks.
+        ranks. While another group of hosts of this run has the directory, all wait: one of the two
+        groups ends when they meet, and its hosts join the other.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot.
         """
+        said = False
 
         def prepare(_: list[Any]) -> dict[str, Any]:
             # All ranks are here: a process that was rank 0 before has released the lock.
+            nonlocal said
             storage = self._session.storage
             ours = self._session.locked
             mine = position()
             if not ours:
                 storage.prepare()
-                _lock(storage, owner, mine)
+                try:
+                    storage.lock(owner, position=mine)
+                except FolderInUse as e:
+                    if not e.another_group:
+                        raise
+                    if not said:
+                        log.warning("%s: training waits until that job ends, or both have met", e)
+                    said = True
+                    return {}
                 self._session.locked = True
             for folder, cause in stale(storage).items():
                 log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
@@ -142,7 +151,8 @@ class Restorer:
                     )
             return {"left": left, "identity": storage.identity()}
 
-        found = self._ranks.gather(None, prepare)
+        while not (found := self._ranks.gather(None, prepare)):
+            time.sleep(_MEETING_S)
         self._session.identity = found["identity"]
         for name in found["left"]:
             log.info("removed %s, left by an unfinished save", name)
@@ -344,26 +354,3 @@ class Restorer:
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
         return found
-
-
-def _lock(storage: Storage, owner: str, mine: Position | None) -> None:
-    """Locks the storage. While another group of hosts of this run has it, waits: one of the two
-    groups ends when they meet, and its hosts join the other.
-    """
-    said = False
-    while True:
-        try:
-            storage.lock(owner, position=mine)
-        except FolderInUse as e:
-            if not e.another_group:
-                raise
-            if not said:
-                log.warning(
-                    "%s. It has the same run id: training waits here until that job has ended, or "
-                    "the hosts of both have met",
-                    e,
-                )
-            said = True
-            time.sleep(_MEETING_S)
-        else:
-            return

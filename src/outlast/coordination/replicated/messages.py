@@ -68,12 +68,15 @@ class Snapshot(_Message, frozen=True):
 
 
 class AppendAnswer(_Message, frozen=True):
-    """`match`: up to where the voter's log agrees; if not `accepted`, where the leader may try."""
+    """`match`: up to where the voter's log agrees; if not `accepted`, where the leader may try.
+    `kept`: up to where the voter has all configurations of its log on disk.
+    """
 
     term: int
     sent: float
     accepted: bool
     match: int
+    kept: int
 
 
 class Heartbeat(_Message, frozen=True):

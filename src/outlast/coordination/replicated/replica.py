@@ -54,7 +54,7 @@ class Replica:
             of the job when the leader calls `add_host` for them.
         kept: how many entries of the log are kept at least for voters that lag behind; a voter that
             lags further gets the whole table.
-        durable: whether a configuration counts only when `wrote` says that it is on disk.
+        durable: whether `wrote` must say that configurations are on disk before voters change.
     """
 
     def __init__(

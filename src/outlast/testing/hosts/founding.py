@@ -38,6 +38,7 @@ class FoundingSchedule:
         away: how many hosts stay away at the end.
         aimed: the chance of a fault at each grant, founding, and admission.
         power_fails: the chance that the power fails before or after a record is written.
+        full_disks: the chance that a record cannot be written.
         slow_disks: the chance that a host in a group waits for its record, for up to three leases.
     """
 
@@ -50,6 +51,7 @@ class FoundingSchedule:
     aimed: float = 0.0
     power_fails: float = 0.0
     slow_disks: float = 0.0
+    full_disks: float = 0.0
     loss: float = 0.0
     repeats: float = 0.0
     delays: float = 0.0
@@ -73,6 +75,7 @@ class FoundingSchedule:
             away=r.choice([0, 0, 1, 2]),
             aimed=r.choice([0, 0.02, 0.1, 0.3]),
             power_fails=r.choice([0, 0, 0.01, 0.05]),
+            full_disks=random.Random(f"full {seed}").choice([0, 0, 0, 0.1]),
             slow_disks=random.Random(f"disks {seed}").choice([0, 0, 0.1, 0.5]),
             loss=r.choice([0, 0, 0.05, 0.2]),
             repeats=r.choice([0, 0, 0.1]),
@@ -103,6 +106,7 @@ class Machine(HostClock):
         self.own = index if index < world.schedule.endpoints else -1
         self.disk = f"{folder}/{index}.json"
         self.powered = True
+        self.disk_full = False
         self.launcher: SimulatedLauncher | None = None
         super().__init__(world.random, 0.92, 0.18)  # at most 1 + margin between any two
 
@@ -170,6 +174,13 @@ class FoundingSimulation(World):
         self.sometimes["a slow disk"] += 1
         self._aim(machine)
         return 3 * plan.timing.lease * r.random()
+
+    def disk_is_full(self, machine: Machine) -> bool:
+        """Whether a write of a record fails now."""
+        plan = self.schedule
+        full = machine.disk_full or (plan.full_disks > 0 and self.random.random() < plan.full_disks)
+        self.sometimes["a full disk"] += full
+        return full
 
     def later(self, what: object, within_s: float) -> None:
         """Plans an event within a time."""

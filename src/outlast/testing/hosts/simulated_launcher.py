@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ from outlast.launch.event_loop import Timer
 from outlast.launch.hosts.replicated.endpoints import Place
 from outlast.launch.hosts.replicated.messages import Message
 from outlast.launch.hosts.replicated.past import Past
-from outlast.launch.hosts.replicated.record import Record
+from outlast.launch.hosts.replicated.record import RETRY_S, Record
 from outlast.launch.hosts.replicated.service import PATIENCE_SHARE, HostService
 from outlast.testing.hosts.simulated_network import End, SimulatedPeers
 
@@ -28,27 +31,50 @@ class PowerLost(BaseException):
 
 
 class _Record(Record):
-    """A record whose host may lose its power before or after the file is replaced."""
+    """A record whose host may lose its power before or after the file is replaced, and whose disk
+    may be slow, or full for a while.
+    """
 
     def __init__(self, owner: SimulatedLauncher) -> None:
         super().__init__(Path(owner.machine.disk), RUN)
         self._owner = owner
         self._idle_at = 0.0
+        self._begins = False
+
+    def begin(self, me: str) -> None:
+        """See `Record.begin`. A disk that is full from the start leaves nothing to be checked."""
+        self._begins = True
+        super().begin(me)
+        self._begins = False
 
     def set_later(self, past: Past, written: Callable[[], None]) -> None:
         self.past = past
         world = self._owner.world
 
         def write() -> None:
-            self._write()
-            written()
+            try:
+                self._write()
+            except OSError:
+                world.at(world.now + RETRY_S, self._owner.guard, write)
+            else:
+                written()
 
         self._idle_at = max(self._idle_at, world.now) + world.disk_s(self._owner.machine)
         world.at(self._idle_at, self._owner.guard, write)
 
+    def _write_at_last(self) -> bool:
+        with contextlib.suppress(OSError):
+            self._write()
+        return True
+
+    def _later(self, work: Callable[[], object]) -> None:
+        work()
+
     def _replace(self) -> None:
         if self._owner.world.power_fails():
             raise PowerLost
+        if not self._begins and self._owner.world.disk_is_full(self._owner.machine):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super()._replace()
         if self._owner.world.power_fails():
             raise PowerLost
@@ -153,9 +179,12 @@ class SimulatedLauncher(HostService):
             return
         was = self._membership
         try:
-            work()
-            if self._membership is not None and not self._over:
-                self._membership.pump()
+            try:
+                work()
+                if self._membership is not None and not self._over:
+                    self._membership.pump()
+            except OSError as e:
+                self._end(str(e))  # as `_fail`, which logs it
         except PowerLost:
             self.world.sometimes["power lost at a write"] += 1
             self.machine.power_off()

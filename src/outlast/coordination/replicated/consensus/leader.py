@@ -29,6 +29,7 @@ class Peer:
 
     Attributes:
         match: up to here its log is equal.
+        kept: up to here it has the configurations of that on disk.
         next: the next entry to send.
         acked: when the last message was sent that it has answered, by the leader's clock.
         busy: until when entries are on their way; others gather meanwhile.
@@ -36,6 +37,7 @@ class Peer:
 
     next: int
     match: int = 0
+    kept: int = 0
     acked: float = NEVER
     busy: float = NEVER
     due: float = NEVER
@@ -160,10 +162,11 @@ class Leader:
         if peer is None:
             return
         peer.acked = max(peer.acked, said.sent)
-        if said.match > peer.match or (said.match == peer.match and not said.accepted):
-            peer.busy = NEVER  # else they are on their way, or the voter's disk is slow
+        if said.match >= peer.match:
+            peer.busy = NEVER
         if said.accepted:
             peer.match = max(peer.match, said.match)
+            peer.kept = max(peer.kept, min(said.kept, said.match))
             peer.next = peer.match + 1
             peer.snapshot_due = None if peer.next > self._voter.log.base else peer.snapshot_due
         else:
@@ -181,7 +184,7 @@ class Leader:
 
         def has(voter: str) -> float:
             if voter == self._voter.me:
-                return self._voter.has
+                return self._voter.log.last
             return self._peers[voter].match if voter in self._peers else 0
 
         index = int(self.voters.reached_by_quorum(has))
@@ -201,7 +204,8 @@ class Leader:
         if not self.ready or voter.log.voters_index > voter.commit:
             return
         if voters.old is not None:
-            self._append(Changed(Voters(voters.new)))
+            if voters.reached_by_quorum(self._kept) >= voter.log.voters_index:
+                self._append(Changed(Voters(voters.new)))
             return
         caught_up = [name for name in learners if self._peers[name].match >= voter.commit]
         present = [name for name in sorted(voters.new.voters) if name not in voter.table.gone]
@@ -211,6 +215,16 @@ class Leader:
         reached = [name for name, peer in self._peers.items() if peer.acked > limit]
         if wanted != voters.new and wanted.is_quorum([voter.me, *reached]):
             self._append(Changed(Voters(wanted, voters.new)))
+
+    def _kept(self, name: str) -> float:
+        """Up to here a voter has the configurations on disk. The new voters decide alone only when
+        a quorum of the old ones has kept who they are: whoever finds that the old ones can decide
+        nothing any more then learns it from one of them. Until then, both decide together. So
+        nothing but the change waits for the disks, which may take longer than a lease.
+        """
+        if name == self._voter.me:
+            return self._voter.kept
+        return self._peers[name].kept if name in self._peers else 0
 
     def _learners(self, now: float) -> list[str]:
         """The hosts that are to become voters: in the order in which they joined."""

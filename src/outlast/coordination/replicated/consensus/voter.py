@@ -49,7 +49,7 @@ class Voter:
         self.applied = 0
         self.table = Table()
         self.durable: frozenset[tuple[int, Voters]] | None = None
-        self._partial: tuple[str, AppendAnswer] | None = None
+        self._answered: tuple[str, int, int] | None = None  # the leader, the term, and `match`
 
     @property
     def others(self) -> list[str]:
@@ -58,10 +58,8 @@ class Voter:
 
     # ------------------------------------------------------------------ the disk
     @property
-    def has(self) -> int:
-        """Up to here this voter counts for what a quorum has: a configuration, and what follows it,
-        only when it is on disk. That may take longer than a lease, so no lease waits for it.
-        """
+    def kept(self) -> int:
+        """Up to here this voter has all configurations of its log on disk, see `Leader`."""
         if self.durable is not None:
             for index, voters, _ in self.log.configurations(self.commit):
                 if (index, voters) not in self.durable:
@@ -71,18 +69,10 @@ class Voter:
     def wrote(self, configurations: frozenset[tuple[int, Voters]]) -> tuple[str, Message] | None:
         """These are on disk; what the leader is to be told."""
         self.durable = configurations
-        if self._partial is None:
+        if self._answered is None or (self.leader, self.term) != self._answered[:2]:
             return None
-        (leader, full), self._partial = self._partial, None
-        if (leader, full.term) != (self.leader, self.term):
-            return None
-        return leader, self._as_far_as_durable(leader, full)
-
-    def _as_far_as_durable(self, leader: str, full: AppendAnswer) -> AppendAnswer:
-        if full.match <= self.has:
-            return full
-        self._partial = leader, full
-        return AppendAnswer(full.term, full.sent, True, self.has)
+        leader, term, match = self._answered
+        return leader, AppendAnswer(term, NEVER, True, match, self.kept)
 
     # ------------------------------------------------------------------ terms and votes
     def enter(self, term: int) -> None:
@@ -131,7 +121,7 @@ class Voter:
     def follow(self, sender: str, said: Append | Snapshot, now: float) -> AppendAnswer:
         """Takes a message of a leader; the answer."""
         if said.term < self.term:
-            return AppendAnswer(self.term, said.sent, False, self.commit)
+            return AppendAnswer(self.term, said.sent, False, self.commit, 0)
         if said.term > self.term:
             self.enter(said.term)
         self.leader, self.heard = sender, now
@@ -139,8 +129,9 @@ class Voter:
         if match is None:
             # The leader may try after the last entry that is surely equal. A new host needs all.
             last = -1 if self.log.voters is None else self.commit
-            return AppendAnswer(self.term, said.sent, False, last)
-        return self._as_far_as_durable(sender, AppendAnswer(self.term, said.sent, True, match))
+            return AppendAnswer(self.term, said.sent, False, last, 0)
+        self._answered = sender, self.term, match
+        return AppendAnswer(self.term, said.sent, True, match, self.kept)
 
     def _accept(self, said: Append) -> int | None:
         log, previous = self.log, said.prev_index

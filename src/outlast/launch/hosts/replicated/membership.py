@@ -209,7 +209,7 @@ class Membership:
         self._replica.receive(peer.host.id, message, self._loop.clock.now())
 
     def _keep_voters(self) -> None:
-        """Makes a new configuration durable; until then it does not count that this host has it."""
+        """Makes a new configuration durable; until then no change of voters is completed by it."""
         found = self._replica.configurations
         if not found or found == self._recorded:
             return

@@ -15,7 +15,7 @@ import msgspec
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.replicated.past import Group, Past
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Grows with every change of these messages or of those of the consensus."""
 
 

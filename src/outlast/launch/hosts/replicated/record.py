@@ -4,13 +4,14 @@ One small file for each run and address, in a private folder of `/var/tmp`, whic
 when the host starts again, or in the folder of `--rdzv-conf record_dir`. It is replaced durably
 before this host acts on what it says, and removed when the host has left its group in order.
 
-A disk that is busy with a checkpoint may take longer than a lease. In a group, a thread waits for
-it, and only the agreement on other voters waits for that thread.
+A disk that is busy with a checkpoint, or full, may take longer than a lease. In a group, a thread
+writes, for as long as it takes, and only a change of the voters waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -33,6 +34,7 @@ _MOST_OUT = 256
 """Of so many ids, most are of groups that are over."""
 _CLOSING_S = 5.0
 """How long the end of a launcher waits for the disk."""
+RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class Record:
         self._me = ""
         self._lock = -1
         self._writing = threading.Lock()
-        self._written: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         try:
             _make_private(path.parent)
@@ -77,7 +80,21 @@ class Record:
                 self.past = content.past.with_out([content.me])
 
     def begin(self, me: str) -> None:
-        """This process is the host `me` from now on; the host that it was before is out."""
+        """This process is the host `me` from now on; the host that it was before is out.
+
+        Raises:
+            OSError: if the old content, which is wrong now, can be neither replaced nor removed.
+        """
+        self._is(me)
+        try:
+            self._write()
+        except OSError as e:
+            # It says what is true if the disk has lost it, but nothing that is false.
+            self._path.unlink(missing_ok=True)
+            fsync_folder(self._path.parent)
+            self._without(str(e))
+
+    def _is(self, me: str) -> None:
         if self._me:
             self.past = self.past.with_out([self._me])
         self._me = me
@@ -85,52 +102,81 @@ class Record:
             named = frozenset().union(*(group.voters for group in self.past.groups))
             out = self.past.out & named
             self.past = msgspec.structs.replace(self.past, out=out, over=frozenset())
-        self._write()
 
     def ended(self) -> None:
         """This process is no host any more, and never again under that id."""
         if self._me:
-            self.begin("")
+            self._is("")
+            self._later(self._write_at_last)
 
     def set(self, past: Past) -> None:
-        """Returns when it is durable."""
+        """Returns when it is durable.
+
+        Raises:
+            OSError: if it is not.
+        """
         if past != self.past:
             self.past = past
             self._write()
 
     def set_later(self, past: Past, written: Callable[[], None]) -> None:
         """Calls `written`, from another thread, when it is durable."""
+
+        def write() -> None:
+            if self._write_at_last():
+                written()
+
         self.past = past
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="outlast-record")
-            self._thread.daemon = True  # the disk may hang
-            self._thread.start()
-        self._written.put(written)
+        self._later(write)
+
+    def remove(self) -> None:
+        """This host has left in order: the others have agreed that it is none of them."""
+        self.past, self._me = Past(), ""
+        self._later(self._remove)
 
     def close(self) -> None:
-        """Releases the file."""
+        """Releases the file, unless the disk hangs: then the end of this process does."""
+        self._closing.set()
         if self._thread is not None:
-            self._written.put(None)
+            self._work.put(None)
             self._thread.join(_CLOSING_S)
+            if self._thread.is_alive():
+                return
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def remove(self) -> None:
-        """This host has left in order: the others have agreed that it is none of them."""
-        with self._writing:
-            self.past, self._me = Past(), ""
-            durable, self.durable = self.durable, False
-        if durable:
-            self._path.unlink(missing_ok=True)
-            self._path.with_suffix(".lock").unlink(missing_ok=True)
-            fsync_folder(self._path.parent)
+    # ------------------------------------------------------------------ the thread
+    def _later(self, work: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outlast-record")
+            self._thread.daemon = True  # the disk may hang
+            self._thread.start()
+        self._work.put(work)
 
-    def _write_all(self) -> None:
-        while (written := self._written.get()) is not None:
-            self._write()
-            written()
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
 
+    def _write_at_last(self) -> bool:
+        """Tries until it is durable, and returns `True`, or until this record is closed."""
+        said = ""
+        while True:
+            try:
+                self._write()
+            except OSError as e:
+                if said != (said := str(e)):
+                    _log.warning(
+                        "the record of this host's groups cannot be written: %s; it is tried "
+                        "again, and until then this host does not count when voters change",
+                        e,
+                    )
+                if self._closing.wait(RETRY_S):
+                    return False
+            else:
+                return True
+
+    # ------------------------------------------------------------------ the file
     def _write(self) -> None:
         with self._writing:
             if self.durable:
@@ -139,23 +185,34 @@ class Record:
     def _replace(self) -> None:
         new = self._path.with_suffix(".new")
         content = msgspec.json.encode(_Content(self._run_id, self._me, self.past))
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(descriptor, content)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.rename(new, self._path)
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(new, self._path)
+        fsync_folder(self._path.parent)
+
+    def _remove(self) -> None:
+        with self._writing:
+            durable, self.durable = self.durable, False
+        if not durable:
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".lock").unlink(missing_ok=True)
             fsync_folder(self._path.parent)
         except OSError as e:
-            self._without(str(e))
+            _log.warning("the record of this host's groups cannot be removed: %s", e)
 
     def _without(self, why: str) -> None:
         self.durable = False
         _log.warning(
             "the record of this host's groups cannot be kept in %s: %s; if more than half of the "
-            "hosts lose their power at once, the job may not start again by itself",
+            "hosts lose their power at once, the job may not start again by itself, and if this "
+            "host is then cut off, it may begin a second time beside itself",
             self._path.parent,
             why,
         )
