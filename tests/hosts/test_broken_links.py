@@ -59,6 +59,8 @@ def test_without_a_spare_one_end_leaves_and_comes_back_when_the_link_works(
     cluster.until_step(12, last + 1, size=3)
     cluster.go()
     assert cluster.wait() == [0, 0, 0], cluster.output()
+    for agent in agents.values():
+        cluster.until_said("broken links between hosts, as they were found:", agent)
     cluster.check(weights)
 
 

@@ -177,7 +177,8 @@ class Run:
     @property
     def verdict(self) -> str:
         """The launcher's last line, without the duration of the job."""
-        return self.words[-1].rpartition(" after ")[0]
+        last = self.words[-1].partition("; this host took part for ")[0]
+        return last.rpartition(" after ")[0] or last
 
     def alive(self) -> list[psutil.Process]:
         """All processes of the run, except the launcher itself."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from torch.utils.data import (
 
 import outlast
 from outlast.elastic import ElasticLoader, ShardedStream
-from outlast.errors import CheckpointMismatch
+from outlast.errors import CheckpointMismatch, RankShouldRestart
 
 EPOCHS, SAMPLES, BATCH, STEPS = 3, 10, 3, 4  # steps in an epoch
 
@@ -279,6 +282,42 @@ def test_a_break_after_a_step_is_named(tmp_path: Path, caplog: pytest.LogCapture
                 job.step()
                 break
         assert len([m for m in caplog.messages if "was left right after" in m]) == 1
+
+
+def test_an_interrupt_at_a_loop_that_an_exception_leaves_is_raised_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort of a restart makes a collective raise while the interrupt is on its way. The
+    exception closes the loop's generators, in which the interrupt would be lost, with a traceback.
+    """
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: ignored.append(error.exc_value))
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    thread = ctypes.c_ulong(threading.get_ident())
+    shouldrestart = ctypes.py_object(RankShouldRestart)
+
+    def collective() -> None:  # in C: the second call of this `map` raises
+        set(map(interrupt, [thread, object()], [shouldrestart, shouldrestart]))
+
+    with job_with(tmp_path) as job:
+        job.restore()
+        for _ in job.epochs(2):
+            landed = False
+            try:
+                try:
+                    for _ in job.batches([1, 2, 3]):
+                        job.step()
+                        collective()
+                except ctypes.ArgumentError:
+                    for _ in range(2):
+                        pass
+            except RankShouldRestart:
+                landed = True
+            assert landed
+            assert not ignored
+            (left,) = job._training.epochs._passes
+            assert (left.is_open, left.is_over, left.was_left) == (False, True, True)
+            break
 
 
 def test_a_save_at_the_end_of_an_epoch_is_named(

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.death_log import (
     Death,
     Ending,
@@ -138,6 +139,40 @@ def test_a_job_that_stopped_as_told_did_not_fail() -> None:
     ]
     killed = dataclasses.replace(by_signal, saved=False)
     assert summary([], killed, "here") == ["job ended by SIGTERM, exit code 143, after 12.50 s"]
+    assert summary([], dataclasses.replace(killed, unsaved=True), "here") == [
+        "job ended by SIGTERM: NOT saved, exit code 143, after 12.50 s"
+    ]
+
+
+def test_a_host_that_joined_late_tells_its_own_time_as_such() -> None:
+    late = Ending(None, None, False, 12.5, joined_late=True)
+    assert summary([], late, "here") == ["job completed; this host took part for 12.50 s"]
+    joined = dataclasses.replace(late, restarts=(RestartCount("new ranks joined"),))
+    assert summary([], joined, "here") == [
+        "job completed after 1 restart: 1 x new ranks joined; this host took part for 12.50 s"
+    ]
+    stopped = dataclasses.replace(late, received=signal.SIGTERM, saved=True)
+    assert summary([], stopped, "here") == [
+        "job stopped by SIGTERM: saved, exit code 143; this host took part for 12.50 s"
+    ]
+    stopped = dataclasses.replace(joined, received=signal.SIGTERM, saved=True)
+    assert summary([], stopped, "here") == [
+        "job stopped by SIGTERM: saved, exit code 143, after 1 restart: 1 x new ranks joined; "
+        "this host took part for 12.50 s"
+    ]
+
+
+def test_the_last_lines_name_broken_links() -> None:
+    """The ranks saw only a hang."""
+    hang = RestartCount("no progress", 1, (2,))
+    link = "host b and host c do not reach each other: b leaves the job until they do"
+    assert summary(
+        [], Ending(None, None, False, 12.5, restarts=(hang,), links=(link,)), "here"
+    ) == [
+        "broken links between hosts, as they were found:",
+        f"  {link}",
+        "job completed after 12.50 s and 1 restart: 1 x no progress (rank 2)",
+    ]
 
 
 def test_last_lines_of_a_failure() -> None:

@@ -86,6 +86,38 @@ def test_a_stopped_worker_is_killed_too(tmp_path: Path) -> None:
     assert "still running, killed: rank 1" in run.words
 
 
+TOLD = WORKER.replace(
+    "names =",
+    "if os.environ['RANK'] == '0':\n"
+    "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    "names =",
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "saved", "how"),
+    [
+        ("running", True, "stopped by SIGTERM: saved"),
+        ("running", False, "ended by SIGTERM: NOT saved"),
+        ("completed", False, "ended by SIGTERM"),
+    ],
+)
+def test_a_worker_that_has_not_begun_takes_no_part_in_the_last_save(
+    tmp_path: Path, state: str, saved: bool, how: str
+) -> None:
+    """The signal kills it, while the others save, or do not."""
+    with Run(tmp_path, TOLD, "--nproc-per-node=2") as run:
+        for rank in range(2):
+            run.ready(rank)
+        run.set_job(state, prefix="call/")
+        run.store().put("call/stop", b'{"reason": "a signal", "exit_code": 143}')
+        if saved:
+            run.store().put("call/stopped", b"step 5 is saved")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    assert run.verdict == f"job {how}, exit code 143,"
+
+
 def test_a_job_that_saves_is_not_killed_at_the_end_of_the_grace_time(tmp_path: Path) -> None:
     with Run(tmp_path, TELLS, "--nproc-per-node=1", "--grace=0.2", args=["--stay"]) as run:
         worker = run.ready(0)

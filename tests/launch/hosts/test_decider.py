@@ -14,7 +14,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.host_group import GroupState, LostHost
-from outlast.launch.hosts.job.decider import Decider, Facts, Wait
+from outlast.launch.hosts.job.decider import Decider, Facts, Wait, loss_text
 from outlast.launch.hosts.job.job_plan import (
     End,
     Entry,
@@ -217,6 +217,15 @@ def test_a_wait_is_told_when_it_lasts_and_when_it_is_over() -> None:
         "waiting for the workers of c to end",
         "the wait is over, after 7.00 s",
     ]
+
+
+def test_the_loss_of_a_host_in_words() -> None:
+    lost = LostHost(host=info("b"), reason="no heartbeat for 6.1 s")
+    assert loss_text(lost) == "host b (10.0.0.2) was lost: no heartbeat for 6.1 s"
+    left = LostHost(host=info("b"), reason="it has left the group", left=True)
+    assert loss_text(left) == "host b (10.0.0.2) has left the group"
+    link = dataclasses.replace(left, reason="its link to c is broken")
+    assert loss_text(link) == "host b (10.0.0.2) left: its link to c is broken"
 
 
 def test_a_plain_job_restarts_if_it_may() -> None:

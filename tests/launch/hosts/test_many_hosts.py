@@ -237,6 +237,9 @@ def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(tmp_p
         survivor.succeed()
         replacement.succeed()
         assert codes(one, spare, two) == [0, 0, 0]
+        assert [run.verdict for run in (one, spare, two)] == ["job completed"] * 3
+        own_time = ["; this host took part for " in run.words[-1] for run in (one, spare, two)]
+        assert own_time == [False, True, True]
 
 
 def place(run: Run) -> int:

@@ -108,7 +108,8 @@ async def hold_for_replacements(
             in_vain &= missing  # a rank that has come back is waited for again
             if len(present) >= limits.await_size or member in lost:
                 return in_vain
-            if missing <= in_vain | await membership.given_up():
+            awaited = missing - in_vain - await membership.given_up()
+            if not awaited:
                 return in_vain
             if await membership.stop_request() is not None:
                 return in_vain
@@ -131,7 +132,7 @@ async def hold_for_replacements(
                     continue
                 log.warning(
                     "the restart waits for replacements of the ranks %s, for another %s at most",
-                    ", ".join(map(str, sorted(missing))),
+                    ", ".join(map(str, sorted(awaited))),
                     duration_text(deadline - now()),
                 )
                 spoke = True

@@ -169,11 +169,16 @@ class Agent:
         ending = Ending(
             cause=None if received else cause,
             received=received,
-            saved=codes == {TOLD_TO_STOP},
-            unsaved=outcome.job.unsaved,
+            # Not by the codes alone: a worker that has not reached the call is killed by the
+            # signal, and takes no part in the save.
+            saved=codes == {TOLD_TO_STOP} or outcome.job.saved,
+            # A call that was told to stop may complete instead, with the save at its end.
+            unsaved=outcome.job.unsaved and outcome.job.state is not JobState.COMPLETED,
             seconds=resources.loop.clock.now() - self._began,
             text=outcome.cause,
             restarts=death_log.restart_counts(deaths, outcome.job),
+            joined_late=outcome.joined_late,
+            links=outcome.links,
         )
         self._exit_code = ending.exit_code
         resources.emitter.emit(LauncherEnded(exit_code=self._exit_code))

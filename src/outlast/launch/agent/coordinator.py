@@ -32,6 +32,8 @@ class Outcome:
             `None` if the job has one host.
         cause: why the job ended, if no worker has caused it.
         codes: the exit codes of the latest worker of each rank on other hosts.
+        joined_late: whether this host joined a job that ran already.
+        links: which links between hosts were broken, in words.
     """
 
     job: JobRecord
@@ -39,6 +41,8 @@ class Outcome:
     failures: Sequence[Death] | None = None
     cause: str = ""
     codes: frozenset[int] = frozenset()
+    joined_late: bool = False
+    links: tuple[str, ...] = ()
 
 
 class Actions(Protocol):

@@ -172,10 +172,12 @@ class Ending:
         cause: the first failure from which it did not recover.
         received: the signal to the launcher that ended it.
         text: why it has failed, if no worker is the cause.
-        saved: whether all workers ended as `outlast.Job` does after the last save of a stop.
-        unsaved: whether a fault prevented that save.
-        seconds: since the start of the job.
+        saved: whether the last save of a stop was made.
+        unsaved: whether the job was told to stop, and that save was not made.
+        seconds: since the start of the job, or since this host has joined it.
         restarts: by cause.
+        joined_late: whether this host joined a job that ran already.
+        links: which links between hosts were broken, in words.
     """
 
     cause: Death | None
@@ -185,6 +187,8 @@ class Ending:
     unsaved: bool = False
     text: str = ""
     restarts: tuple[RestartCount, ...] = ()
+    joined_late: bool = False
+    links: tuple[str, ...] = ()
 
     @property
     def stopped(self) -> bool:
@@ -217,22 +221,24 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
         and not (ending.stopped and death.decision is Decision.STOPPED)
         and not (cause is not None and cause.exit_code == death.exit_code == NO_RESTART)
     ]
-    lines = ["failures:"] if others and cause is None else ["other failures:"] if others else []
+    lines = ["broken links between hosts, as they were found:"] if ending.links else []
+    lines.extend(f"  {text}" for text in ending.links)
+    lines += ["failures:"] if others and cause is None else ["other failures:"] if others else []
     lines.extend(
         f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
         for death in others
     )
-    restarts = describe_restarts(ending.restarts)
-    after = f"after {duration_text(ending.seconds)}{restarts and f' and {restarts}'}"
-    code = f"exit code {ending.exit_code}"
+    code, after = f", exit code {ending.exit_code}", _after(ending)
+    then = f",{after}" if after.startswith(" ") else after
     if ending.stopped:
         signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
         saved = "NOT saved, a fault prevented the last save" if ending.unsaved else "saved"
-        lines.append(f"job stopped {signal_}: {saved}, {code}, {after}")
+        lines.append(f"job stopped {signal_}: {saved}{code}{then}")
     elif ending.received is not None:
-        lines.append(f"job ended by {ending.received.name}, {code}, {after}")
+        unsaved = ": NOT saved" if ending.unsaved else ""
+        lines.append(f"job ended by {ending.received.name}{unsaved}{code}{then}")
     elif cause is not None:
-        lines.append(f"job failed, {code}, {after}")
+        lines.append(f"job failed{code}{then}")
         lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
         if cause.last_output:
             lines.append("traceback:" if cause.source == "traceback" else "last lines on stderr:")
@@ -241,10 +247,18 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
                 output = from_last_traceback(output)
             lines.extend(f"  {line}" for line in output)
     elif ending.failed:
-        lines += [f"job failed, {code}, {after}", f"first cause: {ending.text}"]
+        lines += [f"job failed{code}{then}", f"first cause: {ending.text}"]
     else:
-        lines.append(f"job completed {after}")
+        lines.append(f"job completed{after}")
     return lines
+
+
+def _after(ending: Ending) -> str:
+    """After how long and which restarts. A host that joined late knows only its own time."""
+    took, restarts = duration_text(ending.seconds), describe_restarts(ending.restarts)
+    if ending.joined_late:
+        return f"{restarts and f' after {restarts}'}; this host took part for {took}"
+    return f" after {took}{restarts and f' and {restarts}'}"
 
 
 def from_last_traceback(lines: list[str]) -> list[str]:

@@ -54,6 +54,11 @@ class JobRecord:
     reporter: str = ""
     restarts: tuple[RestartCount, ...] = ()
 
+    @property
+    def saved(self) -> bool:
+        """Whether it was told to stop, and has completed the save that this requires."""
+        return self.stopping and not self.unsaved
+
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
         """Parse the value in the store; a value that cannot be parsed counts as a running call.

@@ -26,7 +26,6 @@ class Pass:
         is_over: whether the loop has come to its end, or has left it.
         taken: how many batches it has yielded.
         is_open: whether the loop is in it.
-        was_left: whether the loop has left it right after a step.
     """
 
     length: int
@@ -36,7 +35,7 @@ class Pass:
     is_exhausted: bool = False
     taken: int = 0
     is_open: bool = False
-    was_left: bool = False
+    _has_ended: bool = False
     _noted: Noted | None = None
     _beginning: Beginning | None = None
 
@@ -66,6 +65,12 @@ class Pass:
         """Whether all batches were yielded."""
         return self.is_exhausted or self.done == self.length
 
+    @property
+    def was_left(self) -> bool:
+        """Whether the loop has left it right after a step."""
+        left = self._has_ended and not self.is_complete
+        return left and bool(self.done) and self.taken == self.done
+
     def batches(self, loader: Iterable[Any], present: Generators | None) -> Iterator[Any]:
         """The batches that are left. `present` are the states of the global generators with which a
         pass continues; those that they have by default.
@@ -80,8 +85,10 @@ class Pass:
             self.is_exhausted = self.is_exhausted or not is_over
         finally:
             # Not over before that: after the last step of an epoch, nobody has asked for more.
-            self.is_open, self.is_over = False, True
-            self.was_left = not self.is_complete and bool(self.done) and self.taken == self.done
+            # An exception in the loop's body closes this generator, which may happen with an
+            # interrupt on its way. It would be raised here by the first call or branch, and be
+            # lost, as an exception is that closes a generator: assignments only.
+            self.is_open, self.is_over, self._has_ended = False, True, True
 
     def _left_of(self, loader: Iterable[Any], present: Generators | None) -> Iterator[Any]:
         if not self.done:

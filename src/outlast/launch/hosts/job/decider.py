@@ -296,5 +296,7 @@ class Decider:
 
 def loss_text(loss: LostHost) -> str:
     """The loss of a host, in words."""
-    how = "left" if loss.left else "was lost"
-    return f"host {loss.host.name} ({loss.host.address}) {how}: {loss.reason}"
+    host = f"host {loss.host.name} ({loss.host.address})"
+    if loss.left and loss.reason.startswith("it has left"):  # the reason of a host that only left
+        return f"{host} has left the group"
+    return f"{host} {'left' if loss.left else 'was lost'}: {loss.reason}"

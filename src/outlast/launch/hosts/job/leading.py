@@ -33,6 +33,8 @@ class Leading:
     ) -> None:
         self._nproc, self._log, self._keys, self._clock = job.nproc, log, keys, clock
         self._waits = WaitNotice(say)
+        self._given_up: frozenset[int] = frozenset()
+        self._ends = False
         self._decider = Decider(hosts, job.nproc, job.max_restarts or 0)
         self._reported: set[tuple[int, str]] = set()
         self._probe_reported = (-1, "")
@@ -52,10 +54,12 @@ class Leading:
         for. It counts the time all the same, as it may have to lead in the middle of a wait.
         """
         now = self._clock.now()
+        self._cut_off(plan)
         if plan.stage is Stage.FINISHED:  # nothing is read: the leader may have left
             self._waits.waiting(None, now)
             return None
         if not leads and not self.waits(plan, group):
+            self._waits.forget()  # the next wait has a time of its own
             return None
         facts = self._facts(plan, group)
         if leads:
@@ -65,6 +69,15 @@ class Leading:
         if entry is None:
             self._waits.waiting(self._decider.wait(plan, group, facts, now), now)
         return entry if leads else None
+
+    def _cut_off(self, plan: JobPlan) -> None:
+        """A wait for hosts that was given up is not over, nor one that the end of the job cuts off:
+        what has followed is said elsewhere.
+        """
+        ends = plan.stage in (Stage.ENDING, Stage.FINISHED)
+        if plan.given_up - self._given_up or (ends and not self._ends):
+            self._waits.forget()
+        self._given_up, self._ends = plan.given_up, ends
 
     def _facts(self, plan: JobPlan, group: GroupState) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""

@@ -19,7 +19,7 @@ import selectors
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from outlast.coordination.records import process_name
@@ -114,7 +114,7 @@ class ManyHosts:
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
-        self._no_worker_left = self._leads = False
+        self._no_worker_left = self._leads = self._joined_late = False
         self._outcome: Outcome | None = None
         self._over = False
 
@@ -219,7 +219,10 @@ class ManyHosts:
     def _catch_up(self) -> None:
         """Apply the decisions that were made before, and do what the last of them requires."""
         while (data := self._store.read(plan_key(self._plan.number + 1))) is not None:
-            self._plan = self._plan.apply(decode(data))
+            entry = decode(data)
+            self._plan = self._plan.apply(entry)
+            if isinstance(entry, Start) and entry.attempt == 0:
+                self._joined_late = self.host_id not in entry.places
         plan = self._plan
         if plan.stage is Stage.RUNNING:
             self._start_attempt()
@@ -350,8 +353,8 @@ class ManyHosts:
         nproc = self._job.nproc
         ranks = [ranks_text(place, nproc) for place in entry.places]
         self._say(
-            f"no host has joined to replace {', '.join(ranks)}: the job continues with fewer ranks "
-            "if the program allows it, and grows again when a host joins"
+            f"no host came in time to replace {', '.join(ranks)}: the job continues with fewer "
+            "ranks if the program allows it, and grows again when a host joins"
         )
         if self._state.leader == self.host_id:
             self._tell_given_up(entry.places)
@@ -388,15 +391,25 @@ class ManyHosts:
         plan, end = self._plan, self._plan.end
         received = None if plan.stop is None else signal.Signals(plan.stop.signal)
         cause = "" if end is None else end.cause
+        late, links = self._joined_late, tuple(dict.fromkeys(plan.excluded.values()))
         try:
             job = self.keys.ended_job()
             if end is not None and end.process and not job.reporter:
                 job = dataclasses.replace(job, reporter=end.process)
-            failures, codes = self._log.failures(), self._log.exit_codes(plan.attempt)
+            failures: Sequence[Death] | None = self._log.failures()
+            codes = self._log.exit_codes(plan.attempt)
         except StoreError as e:  # the job is over; this host ends with what it knows itself
             self._say(f"the results of the other hosts are not known here: {e}")
-            return Outcome(job=JobRecord(), received=received, cause=cause)
-        return Outcome(job=job, received=received, failures=failures, cause=cause, codes=codes)
+            job, failures, codes = JobRecord(), None, frozenset()
+        return Outcome(
+            job=job,
+            received=received,
+            failures=failures,
+            cause=cause,
+            codes=codes,
+            joined_late=late,
+            links=links,
+        )
 
     def _conclude(self, outcome: Outcome) -> None:
         self._over = True

@@ -30,7 +30,7 @@ class WaitNotice:
         if wait is None:
             if self.said and self._since is not None:
                 self._say(f"the wait is over, after {duration_text(now - self._since)}")
-            self._since, self.said, self._last = None, False, ""
+            self.forget()
             return
         if self._since is None:
             self._since = self._last_at = now
@@ -40,6 +40,10 @@ class WaitNotice:
         self._last, self._last_at, self.said = text, now, True
         until = "" if wait.until is None else f"; in {duration_text(wait.until - now)} {wait.then}"
         self._say(f"waiting for {wait.what}{until}")
+
+    def forget(self) -> None:
+        """Nothing is waited for any more, and nothing is to be said of it."""
+        self._since, self.said, self._last = None, False, ""
 
 
 class GroupNotices:
