@@ -70,7 +70,7 @@ class Joining:
         self._unreached, self._unreached_until = "", 0.0  # the last one, for as long as it is news
         self._target_until = 0.0
         self._waiting: NotYet | None = None
-        self._waiting_since = 0.0
+        self._waiting_since = self._waiting_until = 0.0  # it is news until then
         self._over = False
         self._timer = Timer(self._step)
         self._step()
@@ -84,7 +84,7 @@ class Joining:
         """What has kept this host from joining so far."""
         if self._loop.clock.now() < self._unreached_until:
             return self._unreached
-        if self._waiting is not None:
+        if self._waiting is not None and self._loop.clock.now() < self._waiting_until:
             return self._waiting.reason
         problems = []
         missing = {
@@ -227,7 +227,7 @@ class Joining:
         now = self._loop.clock.now()
         if self._waiting is None or self._waiting.limit_s != answer.limit_s:
             self._waiting_since = now
-        self._waiting = answer
+        self._waiting, self._waiting_until = answer, now + self._lost_after_s
         if answer.limit_s:
             self._target_until = now + 2 * self._lost_after_s
         if answer.limit_s and now > self._waiting_since + answer.limit_s:
