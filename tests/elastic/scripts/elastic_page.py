@@ -1,4 +1,4 @@
-"""Runs the README's example with a small model and data set: `readme.py RESULTS FAULT EVERY`.
+"""Runs the example of docs/elastic.md with a small model: `elastic_page.py RESULTS FAULT EVERY`.
 
 The fault happens once: in step 15, on rank 1, in a forward pass within an epoch. Each rank records
 the samples of each step.
@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 RESULTS, FAULT, EVERY = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-README = Path(__file__).parents[3] / "README.md"
+MADE: list[nn.Module] = []
+JOBS: list[Any] = []
+PAGE = Path(__file__).parents[3] / "docs" / "elastic.md"
 
 
 class Data(Dataset[Any]):
@@ -44,8 +46,19 @@ def once() -> bool:
     return True
 
 
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    MADE.append(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)))
+    return MADE[-1]
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
 def loss_fn(output: torch.Tensor, labels: Any) -> torch.Tensor:
-    step = sys._getframe(1).f_locals["job"].steps + 1
+    JOBS[:] = [sys._getframe(1).f_locals["job"]]
+    step = JOBS[0].steps + 1
     rank = int(os.environ["RANK"])
     if FAULT != "none" and step == 15 and rank == 1 and once():
         if FAULT == "exception":
@@ -60,16 +73,17 @@ def loss_fn(output: torch.Tensor, labels: Any) -> torch.Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.chdir(RESULTS)
-    code = README.read_text().split("```python\n")[1].split("```")[0]
+    code = PAGE.read_text().split("```python\n")[1].split("```")[0]
     assert "loader=loader)" in code
     if EVERY != "100":
         code = code.replace("loader=loader)", f"loader=loader, every={EVERY})")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    names = {"dataset": Data(), "model": model, "optimizer": optimizer, "loss_fn": loss_fn}
-    exec(compile(code, str(README), "exec"), names)
+    names: dict[str, Any] = {"dataset": Data(), "loss_fn": loss_fn}
+    names |= {"make_model": make_model, "make_optimizer": make_optimizer}
+    exec(compile(code, str(PAGE), "exec"), names)
+    names["train"]()
+    (job,) = JOBS
+    print(f"rank {job.rank}: {job.steps} steps, {job.samples} samples", flush=True)
     content = hashlib.sha256()
-    for tensor in model.state_dict().values():
+    for tensor in MADE[-1].state_dict().values():
         content.update(tensor.numpy().tobytes())
     (RESULTS / f"weights{os.environ['RANK']}").write_text(content.hexdigest())

@@ -1,4 +1,4 @@
-"""The README's example: restart in place, background saves and elastic state in one program."""
+"""The example of docs/elastic.md: restart in place, saves and elastic state in one program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from zygote import Zygote, shared
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "readme.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "elastic_page.py"
 STEPS = 40  # ten epochs of 300 samples, 96 a step
 
 
