@@ -177,9 +177,11 @@ def test_on_a_terminal_the_prefix_has_a_colour(tmp_path: Path) -> None:
         stderr=theirs,
     )
     try:
-        assert process.wait(60) == 0
+        assert process.wait(NET_S) == 0
         text = os.read(ours, 65536).decode()
     finally:
+        process.terminate()  # an orderly stop of the job, if it has not ended
+        process.wait()
         os.close(ours)
         os.close(theirs)
     lines = text.splitlines()
