@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.simulation.minimal_host import MinimalHost
+
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
 from outlast.inprocess.attribution import Interruption
@@ -20,7 +22,6 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.state_machine import Machine
-from outlast.testing.minimal_host import MinimalHost
 
 __all__ = ["CountedStore", "Member"]
 

@@ -1,4 +1,4 @@
-"""The monotonic clock as a protocol: the system clock, and a fake clock for tests.
+"""The monotonic clock as a protocol, so that tests can use a clock of their own.
 
 Every duration in `outlast` is measured on such a clock. Times of different hosts are never
 compared.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Clock", "FakeClock", "MonotonicClock"]
+__all__ = ["Clock", "MonotonicClock"]
 
 
 @runtime_checkable
@@ -26,23 +26,3 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-class FakeClock:
-    """A clock that moves only when `advance` is called; for simulation and tests."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Moves the clock forward by `seconds`.
-
-        Raises:
-            ValueError: if `seconds` is negative; monotonic time does not run backwards.
-        """
-        if seconds < 0:
-            raise ValueError(f"a monotonic clock cannot go back: seconds={seconds}")
-        self._now += seconds

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from fake_clock import FakeClock
 from outlast import chaos
 from outlast.chaos import Injector, Kind, MemoryFired, Plan, PlannedFault, RandomFaults, fail_at
-from outlast.clock import FakeClock
 from outlast.errors import ChaosError
 from outlast.inprocess import observers
 

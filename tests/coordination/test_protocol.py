@@ -1,4 +1,4 @@
-"""The protocol of one call, step by step, on an in-memory store; `tests/testing` has the rest."""
+"""The protocol of one call, step by step, on a store in memory; `tests/simulation` has the rest."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ from async_checkpoint.peer_copies.keepers import (
     memory_of,
     snapshot_of,
 )
+from fake_clock import FakeClock
 from inprocess.mutations import mutate
 from outlast.async_checkpoint.peer_copies import content
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
-from outlast.clock import FakeClock
 from outlast.errors import CheckpointError
 
 SIZE = CHUNK_BYTES + 8192

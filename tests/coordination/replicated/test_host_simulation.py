@@ -16,8 +16,8 @@ from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.requests import OwnRequests
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.replicated.timing import Timing
-from outlast.testing.hosts.schedule import HostSchedule
-from outlast.testing.hosts.simulate import HostsResult, simulate_hosts
+from simulation.hosts.schedule import HostSchedule
+from simulation.hosts.simulate import HostsResult, simulate_hosts
 
 _CHUNK = 500
 

@@ -10,8 +10,8 @@ from inprocess.mutations import mutate
 from outlast.coordination.replicated.consensus.election import Election
 from outlast.coordination.replicated.consensus.voter import Voter
 from outlast.coordination.replicated.timing import Timing
-from outlast.testing.hosts.schedule import HostSchedule
-from outlast.testing.hosts.simulate import HostSimulation
+from simulation.hosts.schedule import HostSchedule
+from simulation.hosts.simulate import HostSimulation
 
 SEEDS = 60
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.elastic.job.step_events import StepEvents
 from outlast.events import Emitter, MemorySink, StepsDone
 

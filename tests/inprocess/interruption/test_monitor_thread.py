@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.coordination.membership import COMPLETED, RESTART
 from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.coordination import Link, MemoryStore, ViewRecord, drive, perform_on
 from outlast.coordination.barrier import lost_members
 from outlast.coordination.ops import Op

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock, MonotonicClock
+from fake_clock import FakeClock
+from outlast.clock import MonotonicClock
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.memory_store import MemoryStore

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.inprocess.monitor import loop as loop_module
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.loop import MonitorLoop

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.inprocess.monitor import progress_timeouts
 from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
 from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage

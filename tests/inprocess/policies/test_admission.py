@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.coordination import barrier
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.inprocess.monitor.frozen_notice import FrozenNotice
 from outlast.inprocess.progress.progress_notice import ProgressNotice
 from outlast.inprocess.progress.shared_page import Activity, SharedPage

@@ -14,7 +14,7 @@ from inprocess.mutations import mutate
 from outlast.launch.hosts.replicated.founding import Founding
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Membership
-from outlast.testing.hosts.founding import (
+from simulation.hosts.founding import (
     FoundingResult,
     FoundingSchedule,
     FoundingSimulation,

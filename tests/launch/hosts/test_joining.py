@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.launch.event_loop import EventLoop

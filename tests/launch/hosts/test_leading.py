@@ -7,8 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from fake_clock import FakeClock
 from launch.hosts.test_decider import group, running
-from outlast.clock import FakeClock
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.memory_store import MemoryStore
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys

@@ -4,7 +4,7 @@ A store is a table of bytes, shared by all processes of a job. Each operation is
 store, which therefore puts all of them into one order; the proofs in `barrier.py` and
 `membership.py` rely on that and on nothing else. There are two implementations, torch's
 (`torch_store.py`) and one in memory (`memory_store.py`); the deterministic simulation
-(`outlast.testing`) performs the operations on the latter, one at a time.
+(`tests/simulation`) performs the operations on the latter, one at a time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ the others waiting.
 
 The machine is a coroutine that performs no input or output. Everything rank-local (the function,
 abort, finalize, ...) is done by its `Host`: `recovery/rank_host.py`, or a simulated one in
-`outlast/testing`, where the same machine runs under every interleaving.
+`tests/simulation`, where the same machine runs under every interleaving.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class HostService:
             self._make_calls()  # those that came before the end: their operations fail
 
     def _begin(self, loop: EventLoop, peers: PeerConnections) -> None:
-        """Look for the group; `outlast.testing.hosts` calls it with a loop and peers of its own."""
+        """Look for the group; the simulation (`tests/simulation/hosts`) brings a loop and peers."""
         self._peers = peers
         with self._lock:
             self._loop = loop

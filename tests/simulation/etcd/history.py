@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.coordination.stores.etcd import layout
-from outlast.testing.etcd.model import EtcdModel, Keys
+from simulation.etcd.model import EtcdModel, Keys
 
 
 @dataclass

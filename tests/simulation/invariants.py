@@ -10,9 +10,9 @@ from outlast.coordination.records import FaultRecord, lines
 from outlast.coordination.view import ViewRecord
 from outlast.errors import RankLostError, RestartAbort, RestartError, UnrecoverableFault
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.testing.fault_budget import Schedule
-from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_member import HOLD_S, PAUSE_S, STOPPED, SimulatedMember
+from simulation.fault_budget import Schedule
+from simulation.scheduler import Simulation, Task
+from simulation.simulated_member import HOLD_S, PAUSE_S, STOPPED, SimulatedMember
 
 
 class Invariants:

@@ -17,12 +17,12 @@ from outlast.coordination.replicated.messages import (
 from outlast.coordination.replicated.operations import Failed, Operation
 from outlast.coordination.replicated.quorum import Configuration, Voters
 from outlast.coordination.replicated.replica import Replica
-from outlast.testing.hosts.history import Call
-from outlast.testing.hosts.workload import next_operation
-from outlast.testing.hosts.world import HostClock
+from simulation.hosts.history import Call
+from simulation.hosts.workload import next_operation
+from simulation.hosts.world import HostClock
 
 if TYPE_CHECKING:
-    from outlast.testing.hosts.simulate import HostSimulation
+    from simulation.hosts.simulate import HostSimulation
 
 PAST = float("-inf")
 

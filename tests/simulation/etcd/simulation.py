@@ -39,8 +39,8 @@ from outlast.coordination.stores.etcd.operations import (
 )
 from outlast.coordination.stores.etcd.watch import Wait, Waits
 from outlast.errors import StoreError
-from outlast.testing.etcd.history import History, Performed
-from outlast.testing.etcd.model import EtcdModel
+from simulation.etcd.history import History, Performed
+from simulation.etcd.model import EtcdModel
 
 ROOT = b"/outlast/run/1/"
 KEYS = ("a", "b")

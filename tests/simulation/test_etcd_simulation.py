@@ -12,7 +12,7 @@ import pytest
 from inprocess.mutations import mutate
 from outlast.coordination.stores.etcd.operations import Operations
 from outlast.coordination.stores.etcd.watch import Waits
-from outlast.testing.etcd.simulation import simulate_etcd
+from simulation.etcd.simulation import simulate_etcd
 
 SEEDS = 10_000
 _CHUNK = 500

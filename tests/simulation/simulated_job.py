@@ -10,11 +10,11 @@ from outlast.coordination.ops import Link, Op, drive, perform_on, request
 from outlast.coordination.records import LostRecord, StopRecord, lines
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
-from outlast.testing.fault_budget import Budget, Schedule
-from outlast.testing.invariants import Invariants
-from outlast.testing.scheduler import Simulation, Task
-from outlast.testing.simulated_hosts import SimulatedHost, SimulatedHosts
-from outlast.testing.simulated_member import STOPPED, SimulatedMember
+from simulation.fault_budget import Budget, Schedule
+from simulation.invariants import Invariants
+from simulation.scheduler import Simulation, Task
+from simulation.simulated_hosts import SimulatedHost, SimulatedHosts
+from simulation.simulated_member import STOPPED, SimulatedMember
 
 
 class SimulatedJob:

@@ -13,7 +13,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.replicated.messages import Message, decode, encode
 
 if TYPE_CHECKING:
-    from outlast.testing.hosts.simulated_launcher import SimulatedLauncher
+    from simulation.hosts.simulated_launcher import SimulatedLauncher
 
 Address = tuple[str, int]
 _AGAIN_S = 0.2

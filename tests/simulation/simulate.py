@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from outlast.testing.fault_budget import Schedule
-from outlast.testing.simulated_job import SimulatedJob
+from simulation.fault_budget import Schedule
+from simulation.simulated_job import SimulatedJob
 
 
 @dataclasses.dataclass

@@ -18,10 +18,10 @@ from outlast.launch.hosts.replicated.messages import Message
 from outlast.launch.hosts.replicated.past import Past
 from outlast.launch.hosts.replicated.record import RETRY_S, Record
 from outlast.launch.hosts.replicated.service import PATIENCE_SHARE, HostService
-from outlast.testing.hosts.simulated_network import End, SimulatedPeers
+from simulation.hosts.simulated_network import End, SimulatedPeers
 
 if TYPE_CHECKING:
-    from outlast.testing.hosts.founding import FoundingSimulation, Machine
+    from simulation.hosts.founding import FoundingSimulation, Machine
 
 RUN = "run"
 

@@ -22,9 +22,9 @@ from outlast.coordination.replicated.timing import Timing
 from outlast.launch.hosts.replicated.endpoints import Endpoint
 from outlast.launch.hosts.replicated.messages import Grant, Message
 from outlast.launch.hosts.replicated.past import Past
-from outlast.testing.hosts.schedule import VariedTiming
-from outlast.testing.hosts.simulated_launcher import SimulatedLauncher
-from outlast.testing.hosts.world import HostClock, World
+from simulation.hosts.schedule import VariedTiming
+from simulation.hosts.simulated_launcher import SimulatedLauncher
+from simulation.hosts.world import HostClock, World
 
 BOUND_LEASES = 12
 """Silence, founding and joining again, each at most twice; with the first 10 s for retries."""

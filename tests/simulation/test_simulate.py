@@ -19,8 +19,8 @@ from outlast.inprocess.recovery.admission import hold_for_replacements
 from outlast.inprocess.recovery.faults.fault_history import agreed_faults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.state_machine import Machine
-from outlast.testing.fault_budget import Schedule
-from outlast.testing.simulate import Result, simulate
+from simulation.fault_budget import Schedule
+from simulation.simulate import Result, simulate
 
 SEEDS = 10_000
 _CHUNK = 500

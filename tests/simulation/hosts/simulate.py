@@ -21,10 +21,10 @@ from outlast.coordination.replicated.messages import decode, encode
 from outlast.coordination.replicated.operations import Operation
 from outlast.coordination.replicated.quorum import Configuration
 from outlast.coordination.replicated.timing import Timing
-from outlast.testing.hosts.history import FOREVER, Model, check
-from outlast.testing.hosts.schedule import HostSchedule
-from outlast.testing.hosts.simulated_host import SimulatedHost
-from outlast.testing.hosts.world import World
+from simulation.hosts.history import FOREVER, Model, check
+from simulation.hosts.schedule import HostSchedule
+from simulation.hosts.simulated_host import SimulatedHost
+from simulation.hosts.world import World
 
 SETTLE_S = 40.0
 

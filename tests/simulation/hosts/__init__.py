@@ -3,11 +3,11 @@
 The consensus core (`outlast.coordination.replicated`) does no input or output. Here a few hosts run
 it in one process: the seed decides when each message arrives, if at all, how fast each clock runs,
 which hosts die, stop, are cut off, leave or come, and what they ask of the store. A failure prints
-its seed; to replay it::
+its seed; to replay it, with `PYTHONPATH=tests`::
 
-    from outlast.testing.hosts.simulate import simulate_hosts
+    from simulation.hosts.simulate import simulate_hosts
 
     simulate_hosts(4711)
 
-`outlast.testing.hosts.founding` does the same for launchers that found and join groups.
+`simulation.hosts.founding` does the same for launchers that found and join groups.
 """

@@ -19,8 +19,8 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
 from outlast.inprocess.attribution import Interruption
-from outlast.testing.fault_budget import Budget, Schedule
-from outlast.testing.scheduler import Simulation, Task
+from simulation.fault_budget import Budget, Schedule
+from simulation.scheduler import Simulation, Task
 
 _WRITES = frozenset({"put", "claim", "add", "append", "delete"})
 

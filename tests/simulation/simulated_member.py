@@ -21,11 +21,11 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.state_machine import Machine
-from outlast.testing.fault_budget import Budget, Schedule
-from outlast.testing.minimal_host import MinimalHost
+from simulation.fault_budget import Budget, Schedule
+from simulation.minimal_host import MinimalHost
 
 if TYPE_CHECKING:
-    from outlast.testing.invariants import Invariants
+    from simulation.invariants import Invariants
 
 # How long a restart is held for replacements, if the schedule says so. Shorter than the backstop of
 # the waits: a hold whose end was to come from a member that died ends by itself first.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.clock import FakeClock
+from fake_clock import FakeClock
 from outlast.coordination.ops import Op, perform_on
 from outlast.coordination.stores.memory_store import MemoryStore
 from outlast.coordination.stores.store import KeyTimeout, Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.coordination import KeyTimeout, Link
-from outlast.testing.scheduler import Deadlock, Simulation
+from simulation.scheduler import Deadlock, Simulation
 
 
 def simulation(seed: int) -> Simulation:
@@ -13,6 +13,7 @@ def simulation(seed: int) -> Simulation:
 
 
 async def count(times: int) -> int:
+    last = 0
     for _ in range(times):
         last = await Link().add("n", 1)
     return last
