@@ -21,13 +21,12 @@ from torch import nn
 
 import outlast
 from outlast import async_checkpoint, chaos, elastic, inprocess
-from outlast.chaos.storage import Slow
 from outlast.inprocess import finalize, health_check, rank_assignment, store
 from outlast.system.arguments import options_of
 
 Call = Callable[[Path, Any], object]
 
-PACKAGES = ["", "async_checkpoint", "chaos", "chaos.storage", "elastic", "inprocess"]
+PACKAGES = ["", "async_checkpoint", "chaos", "elastic", "inprocess"]
 PARTS = ["abort", "finalize", "health_check", "initialize", "rank_assignment", "rank_filter"]
 MODULES = [*PACKAGES, *(f"inprocess.{part}" for part in [*PARTS, "state", "store"])]
 # Not arguments of a user, or not durations.
@@ -42,7 +41,6 @@ OTHERS = {
     "StragglerCheck.factor",
     "Moment.seconds",  # made by the injector
     "TCPStore.wait_for_workers",  # a bool
-    "Slow.sleep",  # a function
     "run_within.timeout",  # called by parts that have checked theirs
     "RepeatedFaults.pause.times",  # a count
     "seconds.value",
@@ -174,7 +172,6 @@ CALLS: dict[str, Call] = {
     ),
     "RepeatedFaults.backoff": lambda path, value: inprocess.RepeatedFaults(backoff=value),
     "RepeatedFaults.max_backoff": lambda path, value: inprocess.RepeatedFaults(max_backoff=value),
-    "Slow.seconds_per_write": lambda path, value: Slow(seconds_per_write=value),
     "TCPStore.timeout": lambda path, value: store.TCPStore(timeout=value),
     "ThreadedFinalize.timeout": lambda path, value: finalize.ThreadedFinalize(value, print),
     "fail_at.after_seconds": lambda path, value: chaos.fail_at(0, after_seconds=value),

@@ -9,7 +9,7 @@ Python::
 
 A training script may report its own step numbers with `chaos.step(n)`, which does nothing without
 an installed plan. Each fault fires once per job, across restarts and replacements.
-`chaos.fire(kind)` injects one fault at once; `chaos.storage` simulates failing storage.
+`chaos.fire(kind)` injects one fault at once; `chaos.storage` damages files.
 """
 
 from outlast.chaos.actions import fire
