@@ -14,6 +14,7 @@
 #   make gpu       what needs a GPU: tests and benchmarks; PYTHON= has a CUDA build of torch, or TORCH=
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
+#   make dist      sdist and wheel, into dist/; the README's first program runs from the wheel
 #   make format    formats the code, and applies the fixes of the linter
 #   make clean     removes environments, builds and caches
 #   make test TORCH=2.6.0  any of these with another torch: a version, or what pip takes, such as the
@@ -45,7 +46,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu check format bench docs clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu check format bench docs dist clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -171,6 +172,16 @@ bench: $(BENCH_STAMP)
 docs: $(STAMP)
 	$(BIN)/python tests/docs/check_examples.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+# The wheel is built from the sdist, and installed where there is only torch.
+dist: $(STAMP)
+	rm -rf dist build/dist
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet '$(TORCH_PACKAGE)'
+	build/dist/bin/python -m pip install --quiet '$(TORCH_PACKAGE)' dist/*.whl
+	OUTLAST_DIST=dist OUTLAST_BIN=build/dist/bin $(BIN)/python -m pytest --all \
+		tests/distribution tests/docs/test_readme.py
 
 clean:
 	rm -rf .venv $(wildcard .venv-*) build dist .pytest_cache .mypy_cache .ruff_cache \

@@ -1,4 +1,7 @@
-"""The first program of the README runs as pasted, and survives the command beside it."""
+"""The first program of the README runs as pasted, and survives the command beside it.
+
+`make dist` names the commands of another environment in `OUTLAST_BIN`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def test_the_first_program_survives(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "run.sh").write_text(run)
     (tmp_path / "kill.sh").write_text(kill)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    commands = Path(os.environ.get("OUTLAST_BIN", Path(sys.executable).parent)).absolute()
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
         [*ALONE, "bash", "-c", RUN], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True
     )
