@@ -12,7 +12,6 @@ import pytest
 from fake_clock import FakeClock
 from outlast import chaos
 from outlast.chaos import Injector, Kind, MemoryFired, Plan, PlannedFault, RandomFaults, fail_at
-from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError
 from outlast.inprocess import observers
 
@@ -114,24 +113,6 @@ def test_pings_are_not_steps_once_the_script_reports_steps() -> None:
     assert bench.done == []
     bench.injector.step(60)
     assert bench.done == ["abort"]
-
-
-def test_steps_of_the_job_count_in_a_script_that_never_pings() -> None:
-    bench = Bench([fail_at(0, step=7), fail_at(0, step=8)])
-    bench.injector.start()
-    bench.injector.entered(Call())
-    try:
-        report_step(6)
-        assert bench.done == []
-        report_step(7)
-        assert len(bench.done) == 1
-        bench.injector.pinged(Call(), 1)
-        report_step(8)
-        assert len(bench.done) == 1
-    finally:
-        bench.injector.close()
-    report_step(9)
-    assert len(bench.done) == 1
 
 
 def test_a_timed_fault_fires_at_the_next_ping() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 
 from outlast.chaos.actions import fire
 from outlast.chaos.collectives import on_next_collective
@@ -26,7 +25,6 @@ from outlast.chaos.observed import ObservedCall
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.chaos.writer.server import PUBLISH, PUBLISHED, PUT, WRITE, WriterServer
 from outlast.clock import Clock, MonotonicClock
-from outlast.coordination.training_step import observed_steps
 from outlast.errors import ChaosError
 from outlast.system.arguments import seconds
 
@@ -44,7 +42,6 @@ class Injector:
     """Fires the faults of a plan in this process.
 
     The step is the number of pings in this iteration, until the script reports its own with `step`.
-    In a script that does neither, it is that of its `Job` or `Checkpointer`.
 
     Args:
         plan: the plan, or a sequence of `fail_at(...)`.
@@ -77,8 +74,6 @@ class Injector:
         self._step = 0
         self._step_before = 0  # the last one of the iteration before
         self._own_steps = False  # the script reports steps; pings do not count
-        self._pings = False  # the script pings; the steps of its job do not count
-        self._observing = ExitStack()
         self._closed = threading.Event()
         self._timer: threading.Thread | None = None
         # Faults that other threads have left to the training thread, with the event that they
@@ -120,18 +115,10 @@ class Injector:
     def pinged(self, call: ObservedCall, pings: int) -> None:
         """Observer method: the rank made progress, `pings` times so far."""
         self._firing.monitor_pid = call.monitor_pid
-        self._pings = True
         if not self._own_steps:
             self._step = pings
         self._fire_due(is_step=not self._own_steps)
         self._await_collective()
-
-    def trained(self, step: int) -> None:
-        """Observer method: a `Job` has made a step, or a `Checkpointer` saves one."""
-        if not self._own_steps and not self._pings:
-            self._step = step
-            self._fire_due(is_step=True)
-            self._await_collective()
 
     def recovering(self, iteration: int, rank: int) -> None:
         """Observer method: a restart in place of this rank."""
@@ -171,8 +158,7 @@ class Injector:
         return self._firing.writers
 
     def start(self) -> None:
-        """Observes steps, and starts the threads of the plan: the timer, those of the writers."""
-        self._observing.enter_context(observed_steps(self.trained))
+        """Starts the threads that the plan needs: the timer, and those of the writers."""
         if self._timer is None and any(map(_timer_may_fire, self.plan.faults)):
             self._timer = threading.Thread(
                 target=self._run_timer, name="outlast-chaos-timer", daemon=True
@@ -182,8 +168,7 @@ class Injector:
             self._firing.writers = WriterServer(self._clock, self._writer_reached)
 
     def close(self) -> None:
-        """Ends the threads, and observes nothing more."""
-        self._observing.close()
+        """Ends the threads."""
         self._closed.set()
         if self._withdraw is not None:
             self._withdraw()
