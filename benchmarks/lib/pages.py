@@ -149,7 +149,12 @@ def _sections(figures: str) -> dict[str, str]:
 
 def _section(name: str, result: dict[str, Any]) -> str:
     machine = "; ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"## {MODULES[name].title}", "", MODULES[name].method, ""]
+    lines = [
+        f"## {MODULES[name].title}",
+        "",
+        f"`python -m benchmarks {name}`: {MODULES[name].method}",
+        "",
+    ]
     if result["quick"]:
         lines.extend(["**A quick run: these figures only test the benchmark.**", ""])
     lines.extend(to_markdown(sheet) for sheet in load(name).sheets(result["data"]))
