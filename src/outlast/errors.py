@@ -9,7 +9,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- RestartError                 this rank cannot continue the restart in place
         |   +-- HealthCheckError         a health check excludes this rank
         |   +-- InternalError            a bug in outlast: please report it
-        |   +-- TimeoutError             a wait for other ranks exceeded its timeout
+        |   +-- RankTimeout              a wait for other ranks exceeded its timeout
         |   +-- StoreError               the store cannot be reached; names host and port
         |   +-- RankLostError            the other ranks continued without this one
         |   +-- RankDiscarded            the rank assignment left this rank out
@@ -34,7 +34,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
     +-- RestartAbort                     ends the job on every rank
         +-- UnrecoverableFault           restarts do not help; exit code 93 (also a `SystemExit`)
 
-An error about a rank names the rank, its host and the first cause. `TimeoutError` and
+An error about a rank names the rank, its host and the first cause. `RankTimeout` and
 `CheckpointTimeout` are also Python's own `TimeoutError`. An object that was closed, such as a
 `Checkpointer` or an `AsyncCallsQueue`, raises `ValueError` when it is used, as a closed file does.
 An error class with `permanent = True` ends a job with `inprocess.Wrapper` at once: every restart
@@ -43,7 +43,6 @@ would raise it again.
 
 from __future__ import annotations
 
-import builtins
 from concurrent.futures import CancelledError
 from typing import ClassVar
 
@@ -68,12 +67,12 @@ __all__ = [
     "RankFault",
     "RankLostError",
     "RankShouldRestart",
+    "RankTimeout",
     "ReplicasDiffer",
     "RestartAbort",
     "RestartError",
     "SaveCancelled",
     "StoreError",
-    "TimeoutError",
     "UnrecoverableFault",
 ]
 
@@ -103,7 +102,7 @@ class InternalError(RestartError):
     """A guarantee of `outlast` was broken. This is a bug: please report it."""
 
 
-class TimeoutError(RestartError, builtins.TimeoutError):
+class RankTimeout(RestartError, TimeoutError):
     """A wait for other ranks exceeded its timeout."""
 
 
@@ -197,7 +196,7 @@ class CheckpointReadError(CheckpointError):
     """
 
 
-class CheckpointTimeout(CheckpointError, builtins.TimeoutError):
+class CheckpointTimeout(CheckpointError, TimeoutError):
     """A wait of a save exceeded the checkpointer's `timeout`; names the folder and what was waited
     for, such as a disk that does not respond.
     """

@@ -53,10 +53,10 @@ from outlast.errors import (
     InternalError,
     RankDiscarded,
     RankLostError,
+    RankTimeout,
     RestartAbort,
     RestartError,
     StoreError,
-    TimeoutError,
     UnrecoverableFault,
 )
 from outlast.inprocess.attribution import Interruption
@@ -363,7 +363,7 @@ class Machine:
             except KeyTimeout:
                 missing = await barrier.check(self.link, name, expected)
                 if missing and now() >= deadline:
-                    raise TimeoutError(self._describe_missing(name, missing)) from None
+                    raise RankTimeout(self._describe_missing(name, missing)) from None
                 pause *= 2
 
     def _describe_missing(self, name: str, missing: frozenset[int]) -> str:
