@@ -28,6 +28,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
             +-- FolderInUse              another job saves into the same folder
+            +-- FolderUnusable           nothing can be saved in the folder: no access, read-only
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RankExcluded                     this rank's replica is wrong: it leaves the job
@@ -57,6 +58,7 @@ __all__ = [
     "EventLogError",
     "FaultCounterExceeded",
     "FolderInUse",
+    "FolderUnusable",
     "HealthCheckError",
     "InternalError",
     "LaunchError",
@@ -218,6 +220,14 @@ class FolderInUse(CheckpointError):
     def __init__(self, message: str, *, another_group: bool = False) -> None:
         super().__init__(message)
         self.another_group = another_group
+
+
+class FolderUnusable(CheckpointError):
+    """Checkpoints cannot be saved in the folder: it cannot be created or written to, or is none;
+    names it, the cause, and what to do.
+    """
+
+    permanent = True
 
 
 class RankShouldRestart(BaseException):

@@ -26,11 +26,14 @@ from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
 from outlast.inprocess.timeouts import Timeouts
+from outlast.inprocess.user_errors import remove_own_frames
 from outlast.system.arguments import check_options, options_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_HINT = "a parameter gets the CallWrapper if it is annotated with it, as in `call: CallWrapper`"
 
 
 class Wrapper:
@@ -166,13 +169,21 @@ class Wrapper:
                     wanted = ["call"]
                 # Invalid arguments would fail in every iteration: they fail here, once.
                 given, named = _with_call(signature, args, kwargs, wanted, None)
-                signature.bind(*given, **named)
+                try:
+                    signature.bind(*given, **named)
+                except TypeError as e:
+                    hint = f"; {_HINT}" if "missing" in str(e) and not wanted else ""
+                    raise TypeError(f"{name}(): {e}{hint}") from None
 
             def once(call: CallWrapper) -> Any:
                 given, named = _with_call(signature, args, kwargs, wanted, call)
                 return function(*given, **named)
 
-            return run_call(self.settings, once, name, self.event_sink)
+            try:
+                return run_call(self.settings, once, name, self.event_sink)
+            except BaseException as error:
+                remove_own_frames(error)
+                raise error
 
         return wrapped
 

@@ -85,6 +85,8 @@ class MonitorSupervisor:
 
         def every_interval() -> None:
             control.break_off_overdue(patience)
+            if host.atomic_section.interrupter.in_debugger():  # its user takes their time
+                self._page.progress = self._page.pinged = host.clock.now()
             notice.check()
 
         self._heartbeat = HeartbeatThread(

@@ -50,6 +50,7 @@ from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore, TCPStore
 from outlast.system.arguments import seconds
+from outlast.system.notices import notice
 from outlast.system.sockets import address_towards
 
 log = logging.getLogger("outlast.inprocess")
@@ -222,7 +223,7 @@ class _Session:
         with contextlib.suppress(StoreError, RuntimeError):  # lost with its server
             counts = drive(self.machine.membership.restart_counts(), perform)
             if counts:
-                log.warning("%s after %s", how, describe_restarts(counts))
+                notice(log, "%s after %s", how, describe_restarts(counts))
 
     def _await_end_of_store(self, control: Connection) -> None:
         """Waits until the process that serves this call's store has ended, which it does at the
