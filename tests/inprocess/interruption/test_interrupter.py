@@ -273,6 +273,7 @@ def test_in_another_thread_it_goes_without_a_signal() -> None:
         made.install()
         assert not made.by_signal
         told.extend(interrupted(made, spin).told)
+        made.restore()
 
     before = signal.getsignal(INTERRUPT_SIGNAL)
     thread = threading.Thread(target=work)

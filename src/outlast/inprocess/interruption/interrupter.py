@@ -41,6 +41,7 @@ import torch
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.fault_echo import ending_in
+from outlast.inprocess.interruption.quiet_hooks import QuietHooks
 from outlast.inprocess.progress.shared_page import Blocked
 from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
@@ -78,15 +79,15 @@ class Interrupter:
         self._inside = self._wanted = self._busy = self._installed = False
         self._wanted_at = 0.0
         self._previous: Any = None
-        self._previous_hook: Callable[[Any], object] = sys.unraisablehook
+        self._hooks = QuietHooks()
 
     # -- in the function's thread --------------------------------------------------------------
 
     def install(self) -> None:
-        """Installs the hook for what finalizers raise; and the signal handler, if this is the main
-        thread and the signal has none.
+        """Installs the hooks, and if this is the main thread and the signal has no handler, the
+        signal handler.
         """
-        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._hooks.install()
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(INTERRUPT_SIGNAL)
@@ -96,8 +97,7 @@ class Interrupter:
 
     def restore(self) -> None:
         """Restores the hook and the signal handler, unless the user has installed others since."""
-        if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._previous_hook
+        self._hooks.restore()
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
         self._installed = False
@@ -253,16 +253,6 @@ class Interrupter:
             if each.f_code.co_name == _FINALIZER:
                 return time.monotonic() - self._wanted_at < _FINALIZER_S
         return False
-
-    def _on_unraisable(self, unraisable: Any) -> None:
-        """Keeps out of the user's sight what the interrupt makes Python report, as a hook for that:
-        an interrupt in a finalizer; and in a process that was forked in the function, the finalizer
-        of a data loader's iterator of the parent process, which the child cannot run.
-        """
-        name = getattr(unraisable.object, "__qualname__", "")
-        inherited = os.getpid() != self._pid and name == "_MultiProcessingDataLoaderIter.__del__"
-        if unraisable.exc_type is not RankShouldRestart and not inherited:
-            self._previous_hook(unraisable)
 
     def _let_requests_land(self) -> None:
         # In a forked child, no other thread exists to clear `_busy`.
