@@ -37,6 +37,6 @@ def test_no_public_name_hides_a_builtin() -> None:
 
 
 def test_a_timeout_is_the_builtin_one_too() -> None:
-    assert issubclass(outlast.errors.TimeoutError, TimeoutError)
+    assert issubclass(outlast.errors.RankTimeout, TimeoutError)
     assert issubclass(outlast.errors.CheckpointTimeout, TimeoutError)
     assert not issubclass(outlast.errors.CheckpointTimeout, outlast.errors.RestartError)

@@ -9,7 +9,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- RestartError                 this rank cannot continue the restart in place
         |   +-- HealthCheckError         a health check excludes this rank
         |   +-- InternalError            a bug in outlast: please report it
-        |   +-- TimeoutError             a wait for other ranks exceeded its timeout
+        |   +-- RankTimeout              a wait for other ranks exceeded its timeout
         |   +-- StoreError               the store cannot be reached; names host and port
         |   +-- RankLostError            the other ranks continued without this one
         |   +-- RankDiscarded            the rank assignment left this rank out
@@ -28,13 +28,14 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
             +-- FolderInUse              another job saves into the same folder
+            +-- FolderUnusable           nothing can be saved in the folder: no access, read-only
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RankExcluded                     this rank's replica is wrong: it leaves the job
     +-- RestartAbort                     ends the job on every rank
         +-- UnrecoverableFault           restarts do not help; exit code 93 (also a `SystemExit`)
 
-An error about a rank names the rank, its host and the first cause. `TimeoutError` and
+An error about a rank names the rank, its host and the first cause. `RankTimeout` and
 `CheckpointTimeout` are also Python's own `TimeoutError`. An object that was closed, such as a
 `Checkpointer` or an `AsyncCallsQueue`, raises `ValueError` when it is used, as a closed file does.
 An error class with `permanent = True` ends a job with `inprocess.Wrapper` at once: every restart
@@ -43,7 +44,6 @@ would raise it again.
 
 from __future__ import annotations
 
-import builtins
 from concurrent.futures import CancelledError
 from typing import ClassVar
 
@@ -58,6 +58,7 @@ __all__ = [
     "EventLogError",
     "FaultCounterExceeded",
     "FolderInUse",
+    "FolderUnusable",
     "HealthCheckError",
     "InternalError",
     "LaunchError",
@@ -68,12 +69,12 @@ __all__ = [
     "RankFault",
     "RankLostError",
     "RankShouldRestart",
+    "RankTimeout",
     "ReplicasDiffer",
     "RestartAbort",
     "RestartError",
     "SaveCancelled",
     "StoreError",
-    "TimeoutError",
     "UnrecoverableFault",
 ]
 
@@ -103,7 +104,7 @@ class InternalError(RestartError):
     """A guarantee of `outlast` was broken. This is a bug: please report it."""
 
 
-class TimeoutError(RestartError, builtins.TimeoutError):
+class RankTimeout(RestartError, TimeoutError):
     """A wait for other ranks exceeded its timeout."""
 
 
@@ -197,7 +198,7 @@ class CheckpointReadError(CheckpointError):
     """
 
 
-class CheckpointTimeout(CheckpointError, builtins.TimeoutError):
+class CheckpointTimeout(CheckpointError, TimeoutError):
     """A wait of a save exceeded the checkpointer's `timeout`; names the folder and what was waited
     for, such as a disk that does not respond.
     """
@@ -219,6 +220,14 @@ class FolderInUse(CheckpointError):
     def __init__(self, message: str, *, another_group: bool = False) -> None:
         super().__init__(message)
         self.another_group = another_group
+
+
+class FolderUnusable(CheckpointError):
+    """Checkpoints cannot be saved in the folder: it cannot be created or written to, or is none;
+    names it, the cause, and what to do.
+    """
+
+    permanent = True
 
 
 class RankShouldRestart(BaseException):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from inprocess.view_strategies import state_of
 from launch.runs import Run
-from outlast.errors import TimeoutError
+from outlast.errors import RankTimeout
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.health_check import CudaHealthCheck
 
@@ -193,7 +193,7 @@ def test_a_gpu_answers_or_is_found_busy() -> None:
     torch.ones(8, device=device)
     CudaHealthCheck()(STATE)
     torch.cuda._sleep(10_000_000_000)
-    with pytest.raises(TimeoutError, match=f"cuda:{device}"):
+    with pytest.raises(RankTimeout, match=f"cuda:{device}"):
         CudaHealthCheck(timedelta(seconds=0.2))(STATE)
     torch.cuda.synchronize()
     CudaHealthCheck()(STATE)

@@ -12,10 +12,10 @@ from outlast import inprocess
 SPEC = {
     "": {
         "Wrapper", "CallWrapper", "Compose", "State", "Status",
-        "RankShouldRestart", "RestartError", "HealthCheckError", "InternalError", "TimeoutError",
+        "RankShouldRestart", "RestartError", "HealthCheckError", "InternalError",
         "RestartAbort",
         # Beyond the API that users know:
-        "Adaptive", "GrowPolicy", "RepeatedFaults", "UnrecoverableFault",
+        "Adaptive", "GrowPolicy", "RepeatedFaults", "Timeouts", "UnrecoverableFault",
         # The parts:
         "abort", "attribution", "ending", "exception", "finalize", "health_check", "initialize",
         "rank_assignment", "rank_filter", "rank_tree", "state", "store",
@@ -34,7 +34,7 @@ SPEC = {
     "rank_filter": {"RankFilter", "MaxActiveWorldSize", "WorldSizeDivisibleBy"},
     "attribution": {"Interruption", "InterruptionRecord"},
     "exception": {
-        "RestartError", "HealthCheckError", "InternalError", "TimeoutError", "RestartAbort",
+        "RestartError", "HealthCheckError", "InternalError", "RankTimeout", "RestartAbort",
         "RankShouldRestart", "UnrecoverableFault",
     },
     "store": {"StoreMixin", "TCPStore", "PrefixStore", "FileStore"},
@@ -68,7 +68,8 @@ def test_a_module_exports_what_is_documented(part: str) -> None:
 
 
 def test_the_exceptions_are_related_as_documented() -> None:
-    for name in ("HealthCheckError", "InternalError", "TimeoutError"):
+    assert inprocess.exception.TimeoutError is outlast.errors.RankTimeout
+    for name in ("HealthCheckError", "InternalError", "RankTimeout"):
         assert issubclass(getattr(inprocess.exception, name), inprocess.RestartError)
     assert issubclass(inprocess.RestartError, Exception)
     for base in (inprocess.RestartAbort, inprocess.RankShouldRestart):

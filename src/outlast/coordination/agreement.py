@@ -27,6 +27,7 @@ from outlast.errors import (
     CheckpointMismatch,
     CheckpointReadError,
     FolderInUse,
+    FolderUnusable,
     OutlastError,
     RankExcluded,
     RankShouldRestart,
@@ -42,7 +43,10 @@ UNREAD = "unread"
 """The same: the checkpoint cannot be read now, and may be valid."""
 _LEFT = "left"
 """The name of the failure of a rank that has left the operation, by an exception of its own."""
-_KINDS = {kind.__name__: kind for kind in (CheckpointMismatch, CheckpointReadError, FolderInUse)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (CheckpointMismatch, CheckpointReadError, FolderInUse, FolderUnusable)
+}
 OF_ALL_RANKS = (RankShouldRestart, RankExcluded, RestartAbort)
 """What interrupts all ranks, so that none has to tell the others."""
 

@@ -18,6 +18,7 @@ from outlast.elastic.job.stop_request import present_request, release_request
 from outlast.events import StopRequested
 from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.notices import notice
 
 log = logging.getLogger("outlast.elastic")
 
@@ -96,8 +97,7 @@ class StopSignals:
             release_request()
 
     def _exit(self, step: int, reason: str, save: Callable[[], object]) -> None:
-        level = logging.INFO if self._ledger.rank else logging.WARNING
-        log.log(level, "stopping after step %d: %s", step, reason)
+        notice(log, "stopping after step %d: %s", step, reason, shown=self._ledger.rank == 0)
         self._checkpointer.emitter.emit(StopRequested(reason=reason))
         grace = self._grace.total_seconds()
         if self._call is not None:

@@ -26,13 +26,13 @@ from outlast.inprocess.exception import (
     RankShouldRestart,
     RestartAbort,
     RestartError,
-    TimeoutError,
     UnrecoverableFault,
 )
 from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.state import State, Status
+from outlast.inprocess.timeouts import Timeouts
 from outlast.inprocess.wrapper import Wrapper
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
     "RestartError",
     "State",
     "Status",
-    "TimeoutError",
+    "Timeouts",
     "UnrecoverableFault",
     "Wrapper",
     "abort",

@@ -8,10 +8,10 @@ from outlast.errors import (
     RankFault,
     RankLostError,
     RankShouldRestart,
+    RankTimeout,
     RestartAbort,
     RestartError,
     StoreError,
-    TimeoutError,
     UnrecoverableFault,
 )
 
@@ -23,9 +23,11 @@ __all__ = [
     "RankFault",
     "RankLostError",
     "RankShouldRestart",
+    "RankTimeout",
     "RestartAbort",
     "RestartError",
     "StoreError",
-    "TimeoutError",
     "UnrecoverableFault",
 ]
+
+TimeoutError = RankTimeout  # its name in nvidia-resiliency-ext

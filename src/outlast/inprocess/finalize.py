@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outlast.errors import TimeoutError
+from outlast.errors import RankTimeout
 from outlast.inprocess.state import State
 from outlast.system.arguments import Duration, as_timedelta, check_callable, seconds
 
@@ -50,7 +50,7 @@ class ThreadedFinalize(Finalize):
         kwargs: its keyword arguments.
 
     Raises:
-        TimeoutError: when called, if `fn` has not returned within `timeout`; names both.
+        RankTimeout: when called, if `fn` has not returned within `timeout`; names both.
             Exceptions that `fn` raises are propagated unchanged.
     """
 
@@ -83,7 +83,7 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
     """Runs `call` in a daemon thread, and waits for at most `timeout`.
 
     Raises:
-        TimeoutError: if `call` has not returned by then; the message begins with `what`.
+        RankTimeout: if `call` has not returned by then; the message begins with `what`.
             Exceptions that `call` raises are propagated unchanged.
     """
     raised: list[BaseException] = []
@@ -102,7 +102,7 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
     thread.start()
     thread.join(min(seconds(timeout), threading.TIMEOUT_MAX))
     if thread.is_alive():
-        raise TimeoutError(f"{what} was not done within timeout={seconds(timeout)} s")
+        raise RankTimeout(f"{what} was not done within timeout={seconds(timeout)} s")
     if raised:
         try:
             raise raised[0]

@@ -56,7 +56,7 @@ class CudaHealthCheck(HealthCheck):
         timeout: the limit for both together.
 
     Raises:
-        TimeoutError: when called, if a GPU does not respond; names it. CUDA errors are propagated
+        RankTimeout: when called, if a GPU does not respond; names it. CUDA errors are propagated
             unchanged.
     """
 

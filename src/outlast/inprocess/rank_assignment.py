@@ -149,7 +149,7 @@ class FilterGroupedByKey(RankAssignment):
         timeout: the timeout of the exchange.
 
     Raises:
-        TimeoutError: when called, if a healthy rank has not published its key within `timeout`;
+        RankTimeout: when called, if a healthy rank has not published its key within `timeout`;
             names it.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 import functools
 import inspect
 import re
@@ -18,7 +18,6 @@ from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
-from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
@@ -26,11 +25,15 @@ from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import TCPStore
-from outlast.system.arguments import Duration, as_timedelta
+from outlast.inprocess.timeouts import Timeouts
+from outlast.inprocess.user_errors import remove_own_frames
+from outlast.system.arguments import check_options, options_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_HINT = "a parameter gets the CallWrapper if it is annotated with it, as in `call: CallWrapper`"
 
 
 class Wrapper:
@@ -52,8 +55,6 @@ class Wrapper:
     pass. `@Wrapper` without parentheses
     is `@Wrapper()`.
 
-    Every duration is a number of seconds or a `datetime.timedelta`.
-
     Args:
         store_factory: a subclass of `StoreMixin`; creates the store of the job.
         store_kwargs: keyword arguments for `store_factory` (`host_name=`, `port=`). Under
@@ -65,23 +66,7 @@ class Wrapper:
             `finalize`, where it excludes this rank.
         rank_assignment: gives the ranks and the world size of the next iteration.
         rank_filter: selects the ranks that call the function; the others are a warm reserve.
-        monitor_thread_interval: backstop for the monitor thread's waits.
-        monitor_process_interval: time between two heartbeats of the monitor process.
-        progress_watchdog_interval: time between two automatic progress timestamps.
-        soft_timeout: without progress for this long, the function is interrupted on all ranks.
-            Executing Python code is progress, and so is waiting for a rank that makes progress. Or
-            `Adaptive`: a limit between two pings, whatever the rank does, that follows the pace of
-            the job.
-        hard_timeout: without progress for this long, the rank's process is terminated.
-        ping_timeout: a rank that has pinged counts as hung if it neither pings nor reports a step
-            for this long, whatever it does; any other if it waits for others for this long.
-        heartbeat_timeout: a rank without a heartbeat for this long counts as missing.
-        barrier_timeout: for the barriers, and for connecting to the store.
-        completion_timeout: from the return of this rank's function to the return of all.
-        last_call_wait: the longest wait for faults that other ranks report at the same time. It
-            ends as soon as every member is accounted for, which is always the case here: the
-            barrier after the function accounts for every member.
-        termination_grace_time: time between SIGTERM and SIGKILL after the hard timeout.
+        timeouts: the durations.
         monitor_process_logfile: absolute path; `{rank}` is replaced by the initial rank.
         enabled: `False` returns the function unchanged.
         grow_policy: when a process that asks to join is admitted.
@@ -90,6 +75,7 @@ class Wrapper:
         event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
         completion: rank-local; runs when all ranks have completed.
         terminate: rank-local; runs when this rank leaves the job with an exception.
+        durations: each attribute of `Timeouts` by its name: it replaces that of `timeouts`.
 
     Raises:
         TypeError, ValueError: naming the invalid argument. The decorated function raises a
@@ -107,17 +93,7 @@ class Wrapper:
         health_check: HealthCheck | None = None,
         rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008
         rank_filter: RankFilter | None = None,
-        monitor_thread_interval: Duration = datetime.timedelta(seconds=1),
-        monitor_process_interval: Duration = datetime.timedelta(seconds=1),
-        progress_watchdog_interval: Duration = datetime.timedelta(seconds=1),
-        soft_timeout: Duration | Adaptive = datetime.timedelta(seconds=60),
-        hard_timeout: Duration = datetime.timedelta(seconds=90),
-        ping_timeout: Duration = datetime.timedelta(minutes=10),
-        heartbeat_timeout: Duration = datetime.timedelta(seconds=30),
-        barrier_timeout: Duration = datetime.timedelta(seconds=120),
-        completion_timeout: Duration = datetime.timedelta(seconds=120),
-        last_call_wait: Duration = datetime.timedelta(seconds=1),
-        termination_grace_time: Duration = datetime.timedelta(seconds=5),
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - immutable
         monitor_process_logfile: str | None = None,
         enabled: bool = True,
         grow_policy: GrowPolicy = GrowPolicy.AT_ONCE,
@@ -125,9 +101,14 @@ class Wrapper:
         event_sink: Sink | None = None,
         completion: Completion | None = None,
         terminate: Terminate | None = None,
+        **durations: Any,
     ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled must be a bool, not {enabled!r}")
+        if not isinstance(timeouts, Timeouts):
+            raise TypeError(f"timeouts must be a Timeouts, not {timeouts!r}")
+        options = options_of(Wrapper.__init__) | {f.name for f in dataclasses.fields(Timeouts)}
+        check_options("Wrapper", durations, options - {"self"})
         self.enabled = enabled
         self.event_sink = event_sink
         self.settings = Settings(
@@ -139,25 +120,7 @@ class Wrapper:
             health_check=health_check,
             rank_assignment=rank_assignment,
             rank_filter=rank_filter,
-            monitor_thread_interval=as_timedelta(
-                "monitor_thread_interval", monitor_thread_interval
-            ),
-            monitor_process_interval=as_timedelta(
-                "monitor_process_interval", monitor_process_interval
-            ),
-            progress_watchdog_interval=as_timedelta(
-                "progress_watchdog_interval", progress_watchdog_interval
-            ),
-            soft_timeout=soft_timeout
-            if isinstance(soft_timeout, Adaptive)
-            else as_timedelta("soft_timeout", soft_timeout),
-            hard_timeout=as_timedelta("hard_timeout", hard_timeout),
-            ping_timeout=as_timedelta("ping_timeout", ping_timeout),
-            heartbeat_timeout=as_timedelta("heartbeat_timeout", heartbeat_timeout),
-            barrier_timeout=as_timedelta("barrier_timeout", barrier_timeout),
-            completion_timeout=as_timedelta("completion_timeout", completion_timeout),
-            last_call_wait=as_timedelta("last_call_wait", last_call_wait, allow_zero=True),
-            termination_grace_time=as_timedelta("termination_grace_time", termination_grace_time),
+            timeouts=dataclasses.replace(timeouts, **durations),
             monitor_process_logfile=monitor_process_logfile,
             grow_policy=grow_policy,
             completion=completion,
@@ -206,13 +169,21 @@ class Wrapper:
                     wanted = ["call"]
                 # Invalid arguments would fail in every iteration: they fail here, once.
                 given, named = _with_call(signature, args, kwargs, wanted, None)
-                signature.bind(*given, **named)
+                try:
+                    signature.bind(*given, **named)
+                except TypeError as e:
+                    hint = f"; {_HINT}" if "missing" in str(e) and not wanted else ""
+                    raise TypeError(f"{name}(): {e}{hint}") from None
 
             def once(call: CallWrapper) -> Any:
                 given, named = _with_call(signature, args, kwargs, wanted, call)
                 return function(*given, **named)
 
-            return run_call(self.settings, once, name, self.event_sink)
+            try:
+                return run_call(self.settings, once, name, self.event_sink)
+            except BaseException as error:
+                remove_own_frames(error)
+                raise error
 
         return wrapped
 

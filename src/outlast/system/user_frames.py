@@ -49,7 +49,7 @@ def in_own_code(frame: FrameType | None) -> bool:
     for each in _outwards(frame):
         if is_own(each):
             return True
-        if not _is_installed(each.f_code.co_filename):
+        if not is_installed(each):
             return False
     return False
 
@@ -69,8 +69,12 @@ def _place(frames: list[tuple[str, int, str]]) -> str:
     return ""
 
 
+def is_installed(frame: FrameType) -> bool:
+    """Whether it is a frame of Python or of an installed package."""
+    return _is_installed(frame.f_code.co_filename)
+
+
 def _is_installed(file: str) -> bool:
-    """Whether it is a file of Python or of an installed package."""
     folders = file.split(os.sep)
     if "site-packages" in folders or "dist-packages" in folders:
         return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from outlast.errors import StoreError, TimeoutError
+from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.store import DEFAULT_TIMEOUT, FileStore, TCPStore
 from procs import free_port
@@ -34,7 +34,7 @@ def endpoint() -> Iterator[tuple[str, int]]:
 
 def test_nobody_listens_and_the_error_names_the_place() -> None:
     port = free_port()
-    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{port} .*within 0\.2 s"):
+    with pytest.raises(RankTimeout, match=rf"127\.0\.0\.1:{port} .*within 0\.2 s"):
         connect(TCPStore, {}, ("127.0.0.1", port), 0.2)
 
 
@@ -74,7 +74,7 @@ def test_what_connecting_was_limited_to_does_not_limit_the_waits(endpoint: Any) 
 
 
 def test_the_server_of_another_call_is_not_the_one(endpoint: Any) -> None:
-    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{endpoint[1]} did not serve this call"):
+    with pytest.raises(RankTimeout, match=rf"127\.0\.0\.1:{endpoint[1]} did not serve this call"):
         connect(TCPStore, {}, endpoint, 0.2, "call/served")
     connect(TCPStore, {}, endpoint, NET_S).put("call/served", b"1")
     assert connect(TCPStore, {}, endpoint, NET_S, "call/served").read("call/served") == b"1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import bdb
 import builtins
 import functools
 import queue
@@ -272,6 +273,7 @@ def test_in_another_thread_it_goes_without_a_signal() -> None:
         made.install()
         assert not made.by_signal
         told.extend(interrupted(made, spin).told)
+        made.restore()
 
     before = signal.getsignal(INTERRUPT_SIGNAL)
     thread = threading.Thread(target=work)
@@ -511,3 +513,96 @@ def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.Monkey
         sys.modules.pop("slowly_imported", None)
     assert isinstance(error, RankShouldRestart), (value, error)
     assert interrupter.landed == 1
+
+
+class Finalized:
+    """Its finalizer lasts until `done`."""
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.done, self.completed = done, threading.Event()
+
+    def __del__(self) -> None:
+        while not self.done():
+            time.sleep(0.001)
+        self.completed.set()
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Python reports of finalizers."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    return told
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_finalizer_is_not_interrupted(unraisable: list[Any], by_signal: bool) -> None:
+    interrupter = Interrupter()
+    if by_signal:
+        interrupter.install()
+    completed: list[threading.Event] = []
+
+    def function() -> None:
+        # Requests are repeated every 10 ms: several come while it lasts.
+        there = Finalized(lambda: len(requester.told) >= 4)
+        completed.append(there.completed)
+        requester.begin.set()
+        del there
+        spin()
+
+    try:
+        with Requester(interrupter) as requester:
+            _, error = interrupter.run(function)
+    finally:
+        interrupter.restore()
+    assert isinstance(error, RankShouldRestart)
+    assert completed[0].is_set()
+    assert unraisable == []
+
+
+def test_a_finalizer_that_does_not_end_is_interrupted_without_a_report(
+    unraisable: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupter_module, "_FINALIZER_S", 0.0)
+    interrupter = Interrupter()
+    interrupter.install()
+
+    def function() -> None:
+        there = Finalized(lambda: False)
+        requester.begin.set()
+        del there
+        spin()
+
+    try:
+        with Requester(interrupter) as requester:
+            _, error = interrupter.run(function)
+        assert isinstance(error, RankShouldRestart)
+        assert unraisable == []
+        Finalized(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        assert [each.exc_type for each in unraisable] == [ZeroDivisionError]
+    finally:
+        interrupter.restore()
+    assert sys.unraisablehook == unraisable.append
+
+
+def test_a_debugger_is_recognized(interrupter: Interrupter) -> None:
+    found: list[bool] = []
+
+    class Debugger(bdb.Bdb):
+        def user_line(self, frame: FrameType) -> None:
+            found.append(interrupter.in_debugger())
+
+    def body() -> None:
+        pass
+
+    def function() -> None:
+        found.append(interrupter.in_debugger())
+        Debugger().runcall(body)
+
+    before = sys.gettrace()
+    try:
+        interrupter.run(function)
+    finally:
+        sys.settrace(before)
+    assert found[0] is False
+    assert set(found[1:]) == {True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from outlast.inprocess.recovery.host_protocol import Limits
 def test_only_ranks_that_may_come_back_are_said_to_be_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     clock, perform_now = FakeClock(), perform_on(MemoryStore())
 
     def perform(op: Op) -> Any:

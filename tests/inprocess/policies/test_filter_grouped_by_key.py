@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from inprocess.view_strategies import state_of
-from outlast.errors import RankDiscarded, StoreError, TimeoutError
+from outlast.errors import RankDiscarded, RankTimeout, StoreError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.rank_assignment import FilterGroupedByKey, RankAssignment, ShiftRanks
 
@@ -133,7 +133,7 @@ def test_who_does_not_publish_is_named(connect: Connect) -> None:
     found = run({rank: whole_nodes(rank, 0.5) for rank in (0, 2, 5)}, connect, 6, {3}, 7)
     assert time.monotonic() - start < 30
     for rank, error in found.items():
-        assert isinstance(error, TimeoutError), error
+        assert isinstance(error, RankTimeout), error
         assert str(error) == (
             f"rank {rank}: FilterGroupedByKey: in iteration 7, ranks [1, 4] did not publish "
             "their keys within timeout=0.5 s"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inprocess.view_strategies import state_of
-from outlast.errors import RestartError, TimeoutError
+from outlast.errors import RankTimeout, RestartError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.finalize import Finalize, ThreadedFinalize
 
@@ -56,7 +56,7 @@ def test_what_takes_too_long_is_named_and_left_to_itself() -> None:
 
     start = time.monotonic()
     try:
-        with pytest.raises(TimeoutError, match=r"rank 2: .*never_ends .*timeout=0\.2 s") as e:
+        with pytest.raises(RankTimeout, match=r"rank 2: .*never_ends .*timeout=0\.2 s") as e:
             ThreadedFinalize(timedelta(seconds=0.2), never_ends)(STATE)
         assert 0.2 <= time.monotonic() - start < 30
         assert isinstance(e.value, RestartError)
@@ -70,7 +70,7 @@ def test_what_takes_too_long_is_named_and_left_to_itself() -> None:
 
 def test_a_function_without_a_name_is_named_by_its_text() -> None:
     release = threading.Event()
-    with pytest.raises(TimeoutError, match=r"functools\.partial\("):
+    with pytest.raises(RankTimeout, match=r"functools\.partial\("):
         ThreadedFinalize(timedelta(seconds=0.05), functools.partial(release.wait, 60))(STATE)
     release.set()
 

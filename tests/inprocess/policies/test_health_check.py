@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inprocess.view_strategies import state_of
-from outlast.errors import FaultCounterExceeded, RankShouldRestart, TimeoutError
+from outlast.errors import FaultCounterExceeded, RankShouldRestart, RankTimeout
 from outlast.inprocess.health_check import CudaHealthCheck, FaultCounter, HealthCheck
 
 STATE = state_of(2, 4)
@@ -91,7 +91,7 @@ def test_without_cuda_it_does_nothing(gpus: Gpus, monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_does_not_answer_is_named(gpus: Gpus) -> None:
     gpus.blocked = threading.Event()
     check = CudaHealthCheck(timeout=timedelta(seconds=0.1))
-    with pytest.raises(TimeoutError, match=r"rank 2: .*cuda:1 .*timeout=0\.1 s"):
+    with pytest.raises(RankTimeout, match=r"rank 2: .*cuda:1 .*timeout=0\.1 s"):
         check(STATE)
     gpus.blocked.set()
 

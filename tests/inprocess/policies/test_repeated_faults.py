@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.coordination.records import FaultRecord
-from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse
+from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse, FolderUnusable
 from outlast.events.restart_causes import describe_restarts
 from outlast.inprocess import Wrapper
 from outlast.inprocess.initialize import RetryController
@@ -148,7 +148,7 @@ def test_restarts_are_counted_by_cause() -> None:
     ("error", "mistaken"),
     [
         *((kind("x"), True) for kind in (KeyError, TypeError, AttributeError, NameError)),
-        *((kind("x"), True) for kind in (IndexError, ValueError, AssertionError, bdb.BdbQuit)),
+        *((kind("x"), True) for kind in (IndexError, ValueError, AssertionError)),
         *((kind("x"), True) for kind in (ZeroDivisionError, NotImplementedError)),
         *((kind("x"), False) for kind in (RuntimeError, OSError, ConnectionError, MemoryError)),
         *((kind("x"), False) for kind in (EOFError, TimeoutError, CheckpointError, FolderInUse)),
@@ -176,6 +176,8 @@ def _raise(error: BaseException) -> None:
         (lambda: check_int("size", "3", at_least=0), ALWAYS),
         (lambda: Wrapper(soft_timeout=-1), ALWAYS),
         (lambda: _raise(CheckpointMismatch("shapes")), ALWAYS),
+        (lambda: _raise(FolderUnusable("read-only")), ALWAYS),
+        (lambda: _raise(bdb.BdbQuit()), ALWAYS),
         (lambda: _raise(FolderInUse("by another job")), AT_START),
         (lambda: _raise(CheckpointError("damaged")), ""),
         (lambda: _raise(ValueError("of the user")), ""),

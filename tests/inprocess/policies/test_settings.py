@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from outlast.inprocess import Adaptive, Wrapper
+from outlast.inprocess import Adaptive, Timeouts, Wrapper
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 from outlast.inprocess.store import FileStore, PrefixStore
 
@@ -27,7 +28,6 @@ DURATIONS = [
     "heartbeat_timeout",
     "barrier_timeout",
     "completion_timeout",
-    "last_call_wait",
     "termination_grace_time",
 ]
 PARTS = [
@@ -43,7 +43,7 @@ PARTS = [
 
 def test_the_defaults_are_those_of_the_spec() -> None:
     found = Wrapper().settings
-    assert {name: getattr(found, name).total_seconds() for name in DURATIONS} == {
+    assert {name: getattr(found.timeouts, name).total_seconds() for name in DURATIONS} == {
         "monitor_thread_interval": 1,
         "monitor_process_interval": 1,
         "progress_watchdog_interval": 1,
@@ -53,7 +53,6 @@ def test_the_defaults_are_those_of_the_spec() -> None:
         "heartbeat_timeout": 30,
         "barrier_timeout": 120,
         "completion_timeout": 120,
-        "last_call_wait": 1,
         "termination_grace_time": 5,
     }
     assert type(found.rank_assignment) is ShiftRanks
@@ -79,18 +78,27 @@ def test_a_duration_is_positive(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", DURATIONS)
 def test_a_duration_in_seconds(name: str) -> None:
-    seconds = getattr(Wrapper().settings, name).total_seconds()
-    assert getattr(Wrapper(**{name: seconds}).settings, name) == s(seconds)
+    seconds = getattr(Timeouts(), name).total_seconds()  # in an order that no other one hurts
+    by_name = Wrapper(**{name: seconds}).settings.timeouts
+    assert by_name == Wrapper(timeouts=Timeouts(**{name: s(seconds)})).settings.timeouts
+    assert getattr(by_name, name) == s(seconds)
 
 
-@pytest.mark.parametrize("name", [n for n in DURATIONS if n != "last_call_wait"])
+def test_the_timeouts_are_one_value() -> None:
+    quick = Timeouts(soft_timeout=2, hard_timeout=4)
+    assert Wrapper(timeouts=quick).settings.timeouts == quick
+    changed = Wrapper(timeouts=quick, hard_timeout=5).settings.timeouts
+    assert changed == Timeouts(soft_timeout=2, hard_timeout=5) != quick
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quick.soft_timeout = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="timeouts must be a Timeouts, not 30"):
+        Wrapper(timeouts=30)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", DURATIONS)
 def test_a_duration_is_not_zero(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Wrapper(**{name: s(0)})
-
-
-def test_no_last_call_is_waited_for() -> None:
-    Wrapper(last_call_wait=s(0))
 
 
 CONSTRAINTS = [
@@ -105,7 +113,7 @@ CONSTRAINTS = [
 
 @pytest.mark.parametrize(("small", "large"), CONSTRAINTS)
 def test_the_order_of_the_timeouts(small: str, large: str) -> None:
-    defaults = Wrapper().settings
+    defaults: Any = Timeouts()
     # By the smaller one alone, and by the larger one alone, so that no other constraint is hurt.
     for changes in (
         {small: getattr(defaults, large)},
@@ -161,12 +169,14 @@ def test_enabled_is_a_bool(value: Any) -> None:
 def test_arguments_are_by_name_and_known() -> None:
     with pytest.raises(TypeError):
         Wrapper(1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="soft_time"):
-        Wrapper(soft_time=s(1))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no option 'soft_time'; did you mean 'soft_timeout'"):
+        Wrapper(soft_time=s(1))
+    with pytest.raises(TypeError, match="no option 'event_snk'; did you mean 'event_sink'"):
+        Wrapper(event_snk=1)
 
 
 def test_an_adaptive_timeout_is_judged_by_its_bound() -> None:
-    assert Wrapper(soft_timeout=Adaptive(initial=s(20))).settings.soft == s(20)
+    assert Wrapper(soft_timeout=Adaptive(initial=s(20))).settings.timeouts.soft == s(20)
     with pytest.raises(ValueError, match="soft_timeout"):
         Wrapper(soft_timeout=Adaptive(initial=s(90)))
 

@@ -166,3 +166,19 @@ def test_hooks_run_once_at_the_end_and_change_nothing(ranks: Ranks) -> None:
         assert told == {0: [("completion", 0, 1)], 1: [("terminate", 1, 0)]}
         assert "Completes raised an exception" in job.errors(0)
         assert "Terminates raised an exception" in job.errors(1)
+
+
+@pytest.mark.parametrize("how", ["abort", "excluded"])
+def test_the_user_sees_the_own_frames_once(ranks: Ranks, how: str) -> None:
+    with ranks("ends", "leaves", how, nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 1 if how == "abort" else 0, 1: 1}, errors(job)
+        own, other = job.errors(1), job.errors(0)
+    assert own.count("Traceback") == own.count('("a planned end")') == 1
+    assert own.rstrip().endswith(": a planned end")
+    library = [line for line in own.splitlines() if "/src/outlast/" in line]
+    assert len(library) == 1, own  # the wrapper, which the user has called
+    assert '("a planned end")' not in other
+    if how == "abort":
+        assert other.rstrip().endswith("rank 1 ended the job: RestartAbort: a planned end")
+        assert events(job, 0, "cause")[0]["message"] == "RestartAbort: a planned end"

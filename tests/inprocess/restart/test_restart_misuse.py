@@ -48,7 +48,7 @@ def test_the_port_is_taken_and_the_error_names_it(ranks: Ranks, listens: bool) -
         for rank in (0, 1):
             assert not events(job, rank, "must not be entered")
             (raised,) = events(job, rank, "raised")
-            assert raised["type"] in ("StoreError", "TimeoutError")
+            assert raised["type"] in ("StoreError", "RankTimeout")
             assert f"127.0.0.1:{job.port}" in raised["message"]
 
 
@@ -58,7 +58,7 @@ def test_the_store_cannot_be_reached(ranks: Ranks) -> None:
         job.start(1)  # without rank 0, which would serve the store
         assert job.wait_all() == {1: 1}
         (raised,) = events(job, 1, "raised")
-        assert raised["type"] == "TimeoutError"
+        assert raised["type"] == "RankTimeout"
         assert f"127.0.0.1:{job.port}" in raised["message"]
 
 

@@ -37,6 +37,7 @@ def _assert_stopped(job: Job, cause: str, why: str) -> None:
         ("name", "NameError: name 'undefined_name'", "before the first step or second ping"),
         ("import", "ModuleNotFoundError: No module named", "before the first step or second ping"),
         ("argument", "ValueError: limit must be positive", "every restart would raise again"),
+        ("folder", "FolderUnusable: ", "every restart would raise again"),
     ],
 )
 def test_what_no_restart_fixes_ends_the_job_at_once(
@@ -48,14 +49,28 @@ def test_what_no_restart_fixes_ends_the_job_at_once(
         assert views(job) == {0: full(2)}
 
 
+def test_a_breakpoint_on_a_rank_without_a_terminal_ends_the_job_and_says_how_to_debug(
+    ranks: Ranks,
+) -> None:
+    with ranks("repeats", "cannot_work", "breakpoint") as job:
+        job.start_all()
+        assert job.wait_all() == {0: 93, 1: 93}, errors(job)
+        assert views(job) == {0: full(2)}
+        assert "bdb.BdbQuit" in job.errors(1)
+        for rank in (0, 1):
+            (raised,) = events(job, rank, "raised")
+            assert "run the script as one process in a terminal" in raised["message"]
+        assert "run the script as one process in a terminal" in job.errors(1)
+
+
 @pytest.mark.parametrize("how", ["nothing", "pings", "steps"])
 def test_three_equal_faults_without_progress_end_the_job(ranks: Ranks, how: str) -> None:
     with ranks("repeats", "comes_back", how) as job:
         job.start_all()
         _assert_stopped(job, "ValueError: a planned fault at ", "3 equal faults without progress")
         assert views(job) == {0: full(2), 1: full(2), 2: full(2)}
-        # The second fault is told in one line; the last one is what the user reads first.
-        assert job.errors(1).count("Traceback") == 2
+        # Each of the equal ones after the first is told in one line, which names its place.
+        assert job.errors(1).count("Traceback") == 1
         assert "again ValueError" in job.errors(1)
 
 

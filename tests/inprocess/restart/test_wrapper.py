@@ -132,7 +132,7 @@ def test_without_parentheses_it_decorates_too() -> None:
     with pytest.raises(TypeError, match="keyword arguments only"):
         Wrapper(plain, plain)  # type: ignore[call-arg]
     kinds = {p.kind for p in inspect.signature(Wrapper).parameters.values()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
 @pytest.mark.usefixtures("called")
@@ -238,3 +238,18 @@ def test_a_positional_only_call_wrapper_is_refused() -> None:
 
     with pytest.raises(TypeError, match="positional-only"):
         Wrapper()(function)
+
+
+@pytest.mark.usefixtures("called")
+def test_a_missing_argument_hints_at_the_annotation() -> None:
+    def unannotated(wrapper): ...  # type: ignore[no-untyped-def]
+
+    def annotated(wrapper: CallWrapper, data: int) -> None: ...
+
+    hint = "annotated with it, as in `call: CallWrapper`"
+    with pytest.raises(TypeError, match=rf"unannotated\(\): missing .* 'wrapper'; .*{hint}$"):
+        Wrapper()(unannotated)()
+    with pytest.raises(TypeError, match=r"annotated\(\): missing .* 'data'$"):
+        Wrapper()(annotated)()
+    with pytest.raises(TypeError, match=r"unannotated\(\): too many positional arguments$"):
+        Wrapper()(unannotated)(1, 2)

@@ -15,7 +15,7 @@ from typing import Any
 from rank import main, report, say, scenario, wrapped
 from rank_actions import SHORT, collective, die, finish, join_group, rank, seconds, wait_forever
 
-from outlast.errors import RestartAbort
+from outlast.errors import RankExcluded, RestartAbort
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.health_check import FaultCounter
@@ -37,6 +37,16 @@ def exits_on_sigterm(call: CallWrapper) -> int:
                 wait_forever()
         collective()
     return finish()
+
+
+@scenario
+@wrapped()
+def leaves(call: CallWrapper) -> int:
+    """Rank 1 leaves with an exception that ends it, or the job."""
+    join_group()
+    if rank() == 1 and call.iteration == 0:
+        raise {"abort": RestartAbort, "excluded": RankExcluded}[sys.argv[2]]("a planned end")
+    return collective()
 
 
 @scenario

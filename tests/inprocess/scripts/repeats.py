@@ -10,6 +10,7 @@ import time
 from rank import main, say, scenario, wrapped
 from rank_actions import FOREVER_S, collective, die, finish, join_group, rank, wait_forever
 
+from outlast.async_checkpoint.storage.open import open_storage
 from outlast.coordination.training_step import report_step
 from outlast.inprocess import CallWrapper, Compose, RepeatedFaults
 from outlast.inprocess.initialize import RetryController
@@ -24,6 +25,13 @@ def cannot_work(call: CallWrapper) -> int:
         if sys.argv[2] == "name":
             call.ping()  # at the top of the loop
             undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
+        if sys.argv[2] == "folder":
+            open_storage(__file__).prepare()
+        if sys.argv[2] == "breakpoint":
+            call.ping()
+            call.ping()
+            breakpoint()
+            say("unreachable")
         if sys.argv[2] == "argument":
             call.ping()
             with call.long_phase(-1):

@@ -39,6 +39,7 @@ from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
 from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError, FolderInUse
 from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
+from outlast.system.notices import notice
 from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.checkpoint")
@@ -203,8 +204,8 @@ class Restorer:
                 if self.copies is not None:
                     self.copies.restored("" if source == "storage" else candidate.name)
                 if self._ranks.rank == 0:
-                    # A warning, so that users see it by default: the job goes back to this step.
-                    log.warning(
+                    notice(
+                        log,
                         "restored step %d from %s in %s",
                         step,
                         "memory and copies on other hosts" if source == "copies" else source,

@@ -41,6 +41,7 @@ from outlast.async_checkpoint.storage.protocol import (
     step_of,
 )
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
+from outlast.async_checkpoint.storage.unusable_folder import check_writable, preparing
 from outlast.errors import CheckpointError, FolderInUse
 from outlast.system.files import (
     FileLocked,
@@ -71,7 +72,9 @@ class LocalStorage:
         self._recycled = RecycledFiles(self.root)
 
     def prepare(self) -> None:
-        make_folder(self.root)
+        with preparing(self.root):
+            make_folder(self.root)
+            check_writable(self.root)
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
         final = f"{self.prefix}-{step:08d}"
@@ -187,13 +190,14 @@ class LocalStorage:
         """
         path = self.root / _LOCKS[self.prefix]
         try:
-            if position is None:
-                self._lock = lock_file(path, owner)
-            else:
-                text = f"{owner}\n{position.signature}"
-                self._lock = lock_file(
-                    path, text, replaces=lambda s: position.replaces(s.partition("\n")[2])
-                )
+            with preparing(self.root):
+                if position is None:
+                    self._lock = lock_file(path, owner)
+                else:
+                    text = f"{owner}\n{position.signature}"
+                    self._lock = lock_file(
+                        path, text, replaces=lambda s: position.replaces(s.partition("\n")[2])
+                    )
         except FileLocked as e:
             holder, _, signature = str(e).partition("\n")
             raise FolderInUse(

@@ -17,6 +17,7 @@ from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.errors import RestartAbort
 from outlast.events import StopRequested
 from outlast.inprocess.running_call import RunningCall, long_phase
+from outlast.system.notices import notice
 
 log = logging.getLogger("outlast.elastic")
 
@@ -102,8 +103,8 @@ class Ending:
     def stop(self, reason: str) -> None:
         """Saves for the last time, and ends the process."""
         steps, grace_s = self._counters.steps, self._grace.total_seconds()
-        level = logging.INFO if self._checkpointer.rank else logging.WARNING
-        log.log(level, "stopping after step %d: %s", steps, reason)
+        first = self._checkpointer.rank == 0
+        notice(log, "stopping after step %d: %s", steps, reason, shown=first)
         self._checkpointer.emitter.emit(StopRequested(reason=reason))
         if self._call is not None:
             self._call.saving_for_stop(grace_s)
@@ -115,7 +116,7 @@ class Ending:
         furthest, done = self._request.furthest, f"step {steps} is saved"
         if furthest > steps:
             done += f"; the steps up to {furthest}, done before a fault, are lost"
-            log.log(level, done)
+            notice(log, done, shown=first)
         if self._call is not None:
             self._call.finish_stop(done)
         raise SystemExit(self._exit_code)

@@ -24,7 +24,7 @@ from typing import Any
 
 from outlast.coordination import process_group_store
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
-from outlast.errors import CheckpointError, OutlastError, TimeoutError
+from outlast.errors import CheckpointError, OutlastError, RankTimeout
 from outlast.inprocess.abort import interrupt_collectives
 
 log = logging.getLogger("outlast.elastic")
@@ -61,7 +61,7 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     """Same as `connect_ledger`, but waits no longer than `timeout`.
 
     Raises:
-        TimeoutError: names the ranks that did not make the call. The process groups cannot be used
+        RankTimeout: names the ranks that did not make the call. The process groups cannot be used
             afterwards.
         CheckpointError: if the ranks cannot reach each other.
     """
@@ -93,9 +93,9 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
     return ledger
 
 
-def late(what: str, missing: Sequence[int], timeout: datetime.timedelta, rank: int) -> TimeoutError:
+def late(what: str, missing: Sequence[int], timeout: datetime.timedelta, rank: int) -> RankTimeout:
     """The error of `rank`, which has waited for the missing ranks."""
     ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    return TimeoutError(
+    return RankTimeout(
         f"{what}: {ranks} did not make the call within {timeout}, rank {rank} waited"
     )

@@ -21,7 +21,7 @@ from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
 from outlast.elastic import environment
 from outlast.elastic.replicas.collective_guard import collective_guard, connect, late
-from outlast.errors import CheckpointError, StoreError, TimeoutError
+from outlast.errors import CheckpointError, RankTimeout, StoreError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait
 
@@ -84,7 +84,7 @@ class Replicas:
         Raises:
             CheckpointError: on every replica, if `work` raised on one: names that replica and the
                 cause.
-            TimeoutError: on every replica: names the replicas that did not make this call in time.
+            RankTimeout: on every replica: names the replicas that did not make this call in time.
         """
         index = self._next()
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
@@ -127,7 +127,7 @@ class Replicas:
 
         Raises:
             CheckpointError: on every replica, if `decide` raised.
-            TimeoutError: as `together`.
+            RankTimeout: as `together`.
         """
         ledger, index = self._ledger, self._next()
         ledger.finish(index, json.dumps(part).encode())
@@ -240,7 +240,7 @@ def current(timeout: Duration | None = None) -> Replicas:
 
     Raises:
         ValueError: if an environment variable is invalid.
-        TimeoutError: if not all ranks make the first call, in which they connect.
+        RankTimeout: if not all ranks make the first call, in which they connect.
         CheckpointError: if they cannot connect.
     """
     global _current
@@ -274,7 +274,7 @@ def _forget(group: Any) -> None:
 
 def _error(failure: CallFailure, world_size: int) -> Exception:
     if failure.name == _LATE:
-        return TimeoutError(failure.cause)
+        return RankTimeout(failure.cause)
     where = f" on rank {failure.rank} on {failure.host}" if world_size > 1 else ""
     text = f"{failure.name} failed{where}: {failure.cause}"
     if failure.traceback and world_size > 1:

@@ -53,7 +53,7 @@ def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
     Raises:
         CheckpointError: on every replica: if `load` raised on one, names the state, the rank and
             the cause; if there are checkpoints and none is valid; if one has a later format.
-        TimeoutError: on every replica: names the replicas that did not make the call in time.
+        RankTimeout: on every replica: names the replicas that did not make the call in time.
     """
     return bool(_load({name_of(state): state}, timeout))
 
@@ -71,7 +71,7 @@ def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
         change; states in the checkpoint that are not registered are ignored.
 
     Raises:
-        CheckpointError, TimeoutError: as `load_state`.
+        CheckpointError, RankTimeout: as `load_state`.
     """
     return _load(registered(), timeout)
 

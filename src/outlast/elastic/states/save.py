@@ -74,7 +74,7 @@ def save_all_states(
         CheckpointError: on every replica: if a state fails, names it, the rank and the cause; if
             the replicas have registered different states, names the difference; if another job
             saves into the same folder; if an earlier background save has failed.
-        TimeoutError: on every replica: names those that did not make the call in time.
+        RankTimeout: on every replica: names those that did not make the call in time.
     """
     limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain()
@@ -141,7 +141,7 @@ def save_state(
 
     Raises:
         CheckpointError: on every replica: names the state, the rank and the cause.
-        TimeoutError: on every replica: names those that did not make the call in time.
+        RankTimeout: on every replica: names those that did not make the call in time.
     """
     limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain()

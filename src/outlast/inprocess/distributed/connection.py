@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.stores.torch_store import TorchStore
-from outlast.errors import StoreError, TimeoutError
+from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.environment import is_host_server
 from outlast.inprocess.store import DEFAULT_TIMEOUT, StoreMixin
@@ -84,7 +84,7 @@ def connect(
             run on the same port, does not have it. Empty if one store serves all calls.
 
     Raises:
-        TimeoutError: naming host and port, if there is no answer in time.
+        RankTimeout: naming host and port, if there is no answer in time.
         StoreError: if the server is not such a store.
     """
     deadline = time.monotonic() + timeout
@@ -106,7 +106,7 @@ def connect(
                 connection.wait_for(ready, max(0.1, deadline - time.monotonic()))
             return connection
         except KeyTimeout:
-            raise TimeoutError(
+            raise RankTimeout(
                 f"the store at {connection.where} did not serve this call within {timeout} s"
             ) from None
         except StoreError:  # the previous call's server has ended
@@ -196,7 +196,7 @@ def _await_server(endpoint: tuple[str, int], timeout: float) -> None:
         except OSError as e:
             # There is no event to wait for when a server starts.
             if time.monotonic() + pause > deadline:
-                raise TimeoutError(
+                raise RankTimeout(
                     f"the store at {endpoint[0]}:{endpoint[1]} could not be reached within "
                     f"{timeout:.3g} s: {e}"
                 ) from e

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from outlast.errors import StoreError, TimeoutError
+from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.state import State
 
 
@@ -35,7 +35,7 @@ class KeyExchange:
         """Publishes `key` as the key of `state.rank`, and waits for those of all `healthy` ranks.
 
         Raises:
-            TimeoutError: naming the ranks that did not publish within `timeout` seconds.
+            RankTimeout: naming the ranks that did not publish within `timeout` seconds.
             StoreError: if the store fails.
         """
         store = state.store
@@ -53,7 +53,7 @@ class KeyExchange:
                 f"rank {state.rank}: the group keys of iteration {state.iteration} cannot be "
                 f"exchanged: {e}"
             ) from e
-        raise TimeoutError(
+        raise RankTimeout(
             f"rank {state.rank}: FilterGroupedByKey: in iteration {state.iteration}, ranks "
             f"{missing} did not publish their keys within timeout={timeout} s"
         )

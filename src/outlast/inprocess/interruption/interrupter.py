@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -41,6 +41,7 @@ import torch
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.fault_echo import ending_in
+from outlast.inprocess.interruption.quiet_hooks import QuietHooks
 from outlast.inprocess.progress.shared_page import Blocked
 from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
@@ -57,7 +58,10 @@ _set_async_exc.restype = ctypes.c_int
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
 
 
+_DEBUGGERS = ("bdb", "pdb")
 _COMPILING = ("torch._dynamo", "torch._inductor", "triton")
+_FINALIZER = "__del__"
+_FINALIZER_S = 1.0
 
 
 class Interrupter:
@@ -73,12 +77,17 @@ class Interrupter:
         self.landed = 0
         self._shields = 0
         self._inside = self._wanted = self._busy = self._installed = False
+        self._wanted_at = 0.0
         self._previous: Any = None
+        self._hooks = QuietHooks()
 
     # -- in the function's thread --------------------------------------------------------------
 
     def install(self) -> None:
-        """Installs the signal handler, if this is the main thread and the signal has none."""
+        """Installs the hooks, and if this is the main thread and the signal has no handler, the
+        signal handler.
+        """
+        self._hooks.install()
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(INTERRUPT_SIGNAL)
@@ -87,7 +96,8 @@ class Interrupter:
             self._installed = True
 
     def restore(self) -> None:
-        """Restores the signal handler, unless the user has installed one since."""
+        """Restores the hook and the signal handler, unless the user has installed others since."""
+        self._hooks.restore()
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
         self._installed = False
@@ -144,7 +154,8 @@ class Interrupter:
         """
         if not self._inside:
             return "none"
-        self._wanted = True
+        if not self._wanted:
+            self._wanted, self._wanted_at = True, time.monotonic()
         if self.by_signal:
             signal.pthread_kill(self.ident, INTERRUPT_SIGNAL)
             return "signal"
@@ -154,7 +165,7 @@ class Interrupter:
             # shield without waiting for this request.
             if self._shields or not self._still_inside():
                 return "none"
-            if _importing(sys._current_frames().get(self.ident)):
+            if self._must_wait(sys._current_frames().get(self.ident)):
                 return "none"
             _set_async_exc(self.ident, RankShouldRestart)
             self.landed += 1
@@ -171,20 +182,27 @@ class Interrupter:
         """
         frame = sys._current_frames().get(self.ident)
         places: list[str] = []
-        while frame is not None and frame.f_code is not _USER_REGION and len(places) < 4:
-            if not is_own(frame):
-                file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-                places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
-            frame = frame.f_back
-        return " < ".join(places)
+        for each in _stack(frame):
+            if not is_own(each):
+                file = "/".join(Path(each.f_code.co_filename).parts[-2:])
+                places.append(f"{file}:{each.f_lineno} {each.f_code.co_name}")
+        return " < ".join(places[:4])
 
     def user_place(self) -> str:
         """The innermost line of the user on the thread's stack: `train.py:42 in step`."""
         return user_place_of(sys._current_frames().get(self.ident))
 
-    def in_library(self) -> bool:
-        """Whether the thread is in this package, which the user has called."""
-        return in_own_code(sys._current_frames().get(self.ident))
+    def in_debugger(self) -> bool:
+        """Whether the thread is in a debugger, such as that of `breakpoint()`."""
+        stack = _stack(sys._current_frames().get(self.ident))
+        return any(_is_in(frame, _DEBUGGERS) for frame in stack)
+
+    def cleans_up(self) -> bool:
+        """Whether the thread, which an exception leaves, is in code that the user does not see: a
+        finalizer, or this package's own clean-up.
+        """
+        frame = sys._current_frames().get(self.ident)
+        return in_own_code(frame) or any(f.f_code.co_name == _FINALIZER for f in _stack(frame))
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks."""
@@ -217,9 +235,24 @@ class Interrupter:
         at_boundary = frame is not None and frame.f_code is _BOUNDARY
         if at_boundary or not self._wanted or not self._inside or self._shields:
             return
-        if not _importing(frame):
+        if not self._must_wait(frame):
             self.landed += 1
             raise RankShouldRestart("another rank failed, or the job changes its size")
+
+    def _must_wait(self, frame: FrameType | None) -> bool:
+        """Whether the interrupt would do harm, or be lost, where the thread is. The request is
+        repeated, so the interrupt follows.
+        """
+        for each in _stack(frame):
+            # It would leave half-initialized modules: Python removes the module, but not its
+            # submodules, and many packages, such as torch, cannot be imported twice.
+            if each.f_code.co_filename == "<frozen importlib._bootstrap>":
+                return True
+            # Python drops what a finalizer raises, such as that of a data loader, which ends its
+            # workers. One that does not end in time is interrupted: it may block.
+            if each.f_code.co_name == _FINALIZER:
+                return time.monotonic() - self._wanted_at < _FINALIZER_S
+        return False
 
     def _let_requests_land(self) -> None:
         # In a forked child, no other thread exists to clear `_busy`.
@@ -229,21 +262,16 @@ class Interrupter:
             pass
 
 
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the function's thread in the function, innermost first."""
+    while frame is not None and frame.f_code is not USER_REGION:
+        yield frame
+        frame = frame.f_back
+
+
 def _is_in(frame: FrameType | None, packages: tuple[str, ...]) -> bool:
     name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Whether the thread is importing a module. An interrupt there would leave half-initialized
-    modules: Python removes the module, but not its submodules, and many packages, such as torch,
-    cannot be imported twice. The request is repeated, so the interrupt follows after the import.
-    """
-    while frame is not None and frame.f_code is not _USER_REGION:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _user_region(function: Callable[[], Any]) -> Any:
@@ -254,4 +282,4 @@ def _user_region(function: Callable[[], Any]) -> Any:
 
 
 _BOUNDARY: CodeType = Interrupter.run.__code__
-_USER_REGION: CodeType = _user_region.__code__
+USER_REGION: CodeType = _user_region.__code__

@@ -248,7 +248,7 @@ class MonitorThread:
                 return
             if self._interrupter.landed > landed:
                 landed = self._interrupter.landed
-                if not self._interrupter.in_library():  # else: the library's own clean-up
+                if not self._interrupter.cleans_up():
                     where = self._interrupter.where()
                     log.warning(
                         "user code swallowed the interrupt, it is repeated; now at %s", where

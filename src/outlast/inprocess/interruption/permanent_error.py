@@ -19,7 +19,6 @@ _MISTAKES = (
     ArithmeticError,
     AssertionError,
     AttributeError,
-    bdb.BdbQuit,  # `breakpoint()` on a rank without a terminal
     BufferError,
     ImportError,
     LookupError,
@@ -41,9 +40,19 @@ def permanence(error: BaseException) -> str:
     """`ALWAYS`, `AT_START`, or an empty string for an error that may not come back."""
     if isinstance(error, OutlastError) and error.permanent:
         return ALWAYS
-    if _is_misuse(error):
+    if is_misuse(error) or isinstance(error, bdb.BdbQuit):
         return ALWAYS
     return AT_START if isinstance(error, _AT_START) else ""
+
+
+def advice(error: BaseException) -> str:
+    """What the user can do about it, as a sentence to append to its message; or an empty string."""
+    if isinstance(error, bdb.BdbQuit):
+        return (
+            ": the debugger was left, or found no terminal, as on the ranks of a launcher. To "
+            "debug, run the script as one process in a terminal: python SCRIPT"
+        )
+    return ""
 
 
 def is_mistake(error: BaseException) -> bool:
@@ -53,7 +62,7 @@ def is_mistake(error: BaseException) -> bool:
     return isinstance(error, _MISTAKES) and not isinstance(error, OutlastError)
 
 
-def _is_misuse(error: BaseException) -> bool:
+def is_misuse(error: BaseException) -> bool:
     """Whether it is a `ValueError` or `TypeError` from a `raise` statement of this package: a wrong
     argument (see `outlast.errors`; a failure of the world is an `OutlastError`). The same types
     from a C function that this package calls, such as a read from a closed file, are not misuse.

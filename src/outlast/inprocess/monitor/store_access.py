@@ -10,7 +10,7 @@ from outlast.coordination.barrier import lost_members
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.view import ViewRecord
-from outlast.errors import StoreError, TimeoutError
+from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.logfile import write_line
@@ -42,7 +42,7 @@ class StoreAccess:
                 self._connection = connect(
                     plan.factory, plan.kwargs, plan.endpoint, 1.0, plan.ready
                 )
-            except (StoreError, TimeoutError) as e:
+            except (StoreError, RankTimeout) as e:
                 write_line(e)
                 if give_up():
                     return

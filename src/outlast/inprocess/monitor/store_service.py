@@ -8,7 +8,7 @@ import threading
 
 from outlast.clock import Clock
 from outlast.coordination.barrier import done_key
-from outlast.errors import StoreError, TimeoutError
+from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
@@ -85,6 +85,6 @@ class StoreService:
         try:
             connection = connect(plan.factory, plan.kwargs, plan.endpoint, plan.patience)
             connection.wait_for(plan.prefix + key, None)
-        except (StoreError, TimeoutError) as e:
+        except (StoreError, RankTimeout) as e:
             write_line(e)
         os.write(writable, b"x")

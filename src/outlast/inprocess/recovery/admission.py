@@ -16,6 +16,7 @@ from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
 from outlast.inprocess.recovery.host_protocol import GrowPolicy, Host
+from outlast.system.notices import notice
 from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.inprocess")
@@ -130,7 +131,8 @@ async def hold_for_replacements(
                 pause *= 2
                 if now() < until:
                     continue
-                log.warning(
+                notice(
+                    log,
                     "the restart waits for replacements of the ranks %s, for another %s at most",
                     ", ".join(map(str, sorted(awaited))),
                     duration_text(deadline - now()),
@@ -138,4 +140,4 @@ async def hold_for_replacements(
                 spoke = True
     finally:
         if spoke:
-            log.warning("the restart has waited %s for replacements", duration_text(now() - begin))
+            notice(log, "the restart has waited %s for replacements", duration_text(now() - begin))

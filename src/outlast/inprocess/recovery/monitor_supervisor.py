@@ -17,6 +17,7 @@ from outlast.inprocess.progress.shared_page import Activity
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.recovery.state_machine import Machine
+from outlast.system.arguments import seconds
 
 
 class MonitorSupervisor:
@@ -71,25 +72,27 @@ class MonitorSupervisor:
             except StoreError:
                 return  # the monitor thread also notices, and tells the function's thread
 
-        settings = self._settings
-        patience = settings.barrier_timeout.total_seconds()
+        timeouts = self._settings.timeouts
+        patience = seconds(timeouts.barrier_timeout)
         host = self._host
         notice = ProgressNotice(
             self._page,
             host.atomic_section.interrupter,
             host.clock,
             host.emitter.host,
-            settings.soft.total_seconds(),
+            seconds(timeouts.soft),
         )
 
         def every_interval() -> None:
             control.break_off_overdue(patience)
+            if host.atomic_section.interrupter.in_debugger():  # its user takes their time
+                self._page.progress = self._page.pinged = host.clock.now()
             notice.check()
 
         self._heartbeat = HeartbeatThread(
             self._page,
             self._host.clock,
-            settings.progress_watchdog_interval.total_seconds(),
+            seconds(timeouts.progress_watchdog_interval),
             self._handle.socket,
             report_loss,
             host.atomic_section.interrupter.blocked_in,
@@ -127,7 +130,7 @@ class MonitorSupervisor:
         all ranks, they may need the store that this process serves as long as they run.
         """
         self._page.activity = Activity.DONE
-        patience = self._settings.barrier_timeout.total_seconds()
+        patience = seconds(self._settings.timeouts.barrier_timeout)
         if (self.serves and not completed) or self._page.store_port:
             patience = 0.0
         self._handle.dismiss(patience)

@@ -58,6 +58,7 @@ from outlast.inprocess.recovery.ranks.next_view import state_in_view
 from outlast.inprocess.recovery.ranks.value_exchange import exchange_values
 from outlast.inprocess.recovery.settings import Settings, assignment_parts
 from outlast.inprocess.state import LazyStore, State, Status
+from outlast.system.arguments import seconds
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
 from outlast.system.tracebacks import release_frames
@@ -104,17 +105,18 @@ class RankHost(RankFaults):
         self.host_id, self.preferred_rank = launch.host_id, launch.rank
         self.grow = settings.grow_policy
         await_size, await_seconds = hold(settings, launch)
+        t = settings.timeouts
         self.limits = Limits(
-            barrier=settings.barrier_timeout.total_seconds(),
-            completion=settings.completion_timeout.total_seconds(),
-            computing=max(settings.completion_timeout, settings.ping_timeout).total_seconds(),
-            backstop=max(1.0, settings.monitor_thread_interval.total_seconds()),
+            barrier=seconds(t.barrier_timeout),
+            completion=seconds(t.completion_timeout),
+            computing=max(seconds(t.completion_timeout), seconds(t.ping_timeout)),
+            backstop=max(1.0, seconds(t.monitor_thread_interval)),
             await_size=await_size,
             await_seconds=await_seconds,
             await_chosen=settings.await_replacements is not None,
             repeated=settings.stops_repeated_faults,
         )
-        self.ping_timeout = settings.ping_timeout.total_seconds()
+        self.ping_timeout = seconds(t.ping_timeout)
         self.size = SizeRequirement(settings, launch)
         self.stop: StopRecord | None = None
         self.cause: FaultRecord | None = None

@@ -49,6 +49,8 @@ from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore, TCPStore
+from outlast.system.arguments import seconds
+from outlast.system.notices import notice
 from outlast.system.sockets import address_towards
 
 log = logging.getLogger("outlast.inprocess")
@@ -221,7 +223,7 @@ class _Session:
         with contextlib.suppress(StoreError, RuntimeError):  # lost with its server
             counts = drive(self.machine.membership.restart_counts(), perform)
             if counts:
-                log.warning("%s after %s", how, describe_restarts(counts))
+                notice(log, "%s after %s", how, describe_restarts(counts))
 
     def _await_end_of_store(self, control: Connection) -> None:
         """Waits until the process that serves this call's store has ended, which it does at the
@@ -229,7 +231,7 @@ class _Session:
         store of its own on the same port, and must not connect to this one.
         """
         with contextlib.suppress(StoreError, KeyTimeout):
-            control.wait_for(f"{self.prefix}never", self.settings.barrier_timeout.total_seconds())
+            control.wait_for(f"{self.prefix}never", seconds(self.settings.timeouts.barrier_timeout))
 
     def _check_that_the_store_is_new(self) -> None:
         """Checks that no earlier run left its records. A file outlives its run: without this check,
@@ -276,7 +278,7 @@ class _Session:
         return not (by_launcher and host == (self.launch.host or host))
 
     def _monitor_plan(self, serves: bool) -> MonitorPlan:
-        s = self.settings
+        s, t = self.settings, self.settings.timeouts
         return MonitorPlan(
             page=self.page,
             factory=s.store_factory,  # type: ignore[arg-type]
@@ -288,13 +290,13 @@ class _Session:
             rank=self.launch.rank,
             world_size=self.launch.world_size,
             token=self.host.token,
-            interval=s.monitor_process_interval.total_seconds(),
-            heartbeat=s.heartbeat_timeout.total_seconds(),
-            soft=s.soft.total_seconds(),
-            hard=s.hard_timeout.total_seconds(),
-            ping=s.ping_timeout.total_seconds(),
-            grace=s.termination_grace_time.total_seconds(),
-            patience=s.barrier_timeout.total_seconds(),
+            interval=seconds(t.monitor_process_interval),
+            heartbeat=seconds(t.heartbeat_timeout),
+            soft=seconds(t.soft),
+            hard=seconds(t.hard_timeout),
+            ping=seconds(t.ping_timeout),
+            grace=seconds(t.termination_grace_time),
+            patience=seconds(t.barrier_timeout),
             logfile=s.monitor_process_logfile,
             events_dir=self.launch.events_dir,
             address=self.host.iteration_store.address,
@@ -308,7 +310,7 @@ class _Session:
             self.settings.store_factory,  # type: ignore[arg-type]
             self.store_kwargs,
             self.endpoint,
-            self.settings.barrier_timeout.total_seconds(),
+            seconds(self.settings.timeouts.barrier_timeout),
             self.ready,
         )
 
@@ -320,7 +322,7 @@ class _Session:
         return PrefixStore(f"{self.prefix}policies", self._policies.torch_store)
 
     def _call_function(self, state: State) -> Any:
-        soft = self.settings.soft_timeout
+        soft = self.settings.timeouts.soft_timeout
         call = CallWrapper(
             state,
             self.page,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize, RetryController
-from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
+from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
 
 
@@ -40,17 +38,7 @@ class Settings:
     health_check: HealthCheck | None
     rank_assignment: RankAssignment
     rank_filter: RankFilter | None
-    monitor_thread_interval: datetime.timedelta
-    monitor_process_interval: datetime.timedelta
-    progress_watchdog_interval: datetime.timedelta
-    soft_timeout: datetime.timedelta | Adaptive
-    hard_timeout: datetime.timedelta
-    ping_timeout: datetime.timedelta
-    heartbeat_timeout: datetime.timedelta
-    barrier_timeout: datetime.timedelta
-    completion_timeout: datetime.timedelta
-    last_call_wait: datetime.timedelta
-    termination_grace_time: datetime.timedelta
+    timeouts: Timeouts
     monitor_process_logfile: str | None
     grow_policy: GrowPolicy
     repeated_faults: RepeatedFaults | None
@@ -59,7 +47,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_parts()
-        self._check_order()
         logfile = self.monitor_process_logfile
         if logfile is not None:
             if not isinstance(logfile, str):
@@ -68,15 +55,6 @@ class Settings:
                 )
             if not Path(logfile).is_absolute():
                 raise ValueError(f"monitor_process_logfile must be an absolute path: {logfile!r}")
-
-    @property
-    def soft(self) -> datetime.timedelta:
-        """The soft timeout; if it is adaptive, its upper bound."""
-        return (
-            as_timedelta("initial", self.soft_timeout.initial)
-            if isinstance(self.soft_timeout, Adaptive)
-            else self.soft_timeout
-        )
 
     @property
     def await_replacements(self) -> float | None:
@@ -128,23 +106,6 @@ class Settings:
             if not (isinstance(value, kind) or (optional and value is None)):
                 wanted = f"{kind.__name__}{' or None' if optional else ''}"
                 raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
-
-    def _check_order(self) -> None:
-        chains = (
-            ("soft", "hard_timeout", "barrier_timeout"),
-            ("monitor_process_interval", "heartbeat_timeout", "barrier_timeout"),
-            ("monitor_thread_interval", "soft"),
-            ("progress_watchdog_interval", "soft"),
-        )
-        for chain in chains:
-            for small, large in itertools.pairwise(chain):
-                if not getattr(self, small) < getattr(self, large):
-                    name = "soft_timeout" if small == "soft" else small
-                    other = "soft_timeout" if large == "soft" else large
-                    raise ValueError(
-                        f"{name} ({getattr(self, small)}) must be less than {other} "
-                        f"({getattr(self, large)})"
-                    )
 
 
 def assignment_parts(assignment: RankAssignment) -> list[RankAssignment]:

@@ -40,6 +40,7 @@ abort, finalize, ...) is done by its `Host`: `recovery/rank_host.py`, or a simul
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from outlast.coordination import barrier
@@ -53,10 +54,10 @@ from outlast.errors import (
     InternalError,
     RankDiscarded,
     RankLostError,
+    RankTimeout,
     RestartAbort,
     RestartError,
     StoreError,
-    TimeoutError,
     UnrecoverableFault,
 )
 from outlast.inprocess.attribution import Interruption
@@ -235,7 +236,10 @@ class Machine:
         ender = await self.membership.end_of_job()
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
-            raise RestartAbort(f"member {ender.member} ended the job: {ender.reason}")
+            if self.cause is not None and self.cause.member == ender.member:
+                self.cause = dataclasses.replace(self.cause, traceback="")  # that rank shows it
+            where = self._describe_member(ender.member)
+            raise RestartAbort(f"{where} ended the job: {ender.reason}")
         cause, earlier = first_cause(faults), self.cause
         self.cause = cause or earlier
         if self.host.host_id and cause is not None and suspects_link(cause):
@@ -363,8 +367,12 @@ class Machine:
             except KeyTimeout:
                 missing = await barrier.check(self.link, name, expected)
                 if missing and now() >= deadline:
-                    raise TimeoutError(self._describe_missing(name, missing)) from None
+                    raise RankTimeout(self._describe_missing(name, missing)) from None
                 pause *= 2
+
+    def _describe_member(self, member: int) -> str:
+        slots = self.record.slots()
+        return f"rank {slots.index(member)}" if member in slots else f"member {member}"
 
     def _describe_missing(self, name: str, missing: frozenset[int]) -> str:
         slots = self.record.slots()

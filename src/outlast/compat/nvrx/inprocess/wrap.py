@@ -28,6 +28,7 @@ from outlast.compat.nvrx.inprocess.store import StoreMixin, TCPStore
 from outlast.compat.nvrx.inprocess.terminate import Terminate
 from outlast.inprocess import CallWrapper
 from outlast.inprocess import Wrapper as CoreWrapper
+from outlast.system.arguments import as_timedelta
 
 __all__ = ["CallWrapper", "Wrapper"]
 
@@ -96,6 +97,7 @@ class Wrapper:
             warnings.warn(
                 "rank_filter is deprecated: use rank_assignment", DeprecationWarning, stacklevel=2
             )
+        as_timedelta("last_call_wait", last_call_wait, allow_zero=True)  # it has no effect
         self.enabled = enabled
         self._core = CoreWrapper(
             store_factory=store_factory,
@@ -114,7 +116,6 @@ class Wrapper:
             heartbeat_timeout=heartbeat_timeout,
             barrier_timeout=barrier_timeout,
             completion_timeout=completion_timeout,
-            last_call_wait=last_call_wait,
             termination_grace_time=termination_grace_time,
             monitor_process_logfile=monitor_process_logfile,
             enabled=enabled,

@@ -24,6 +24,7 @@ from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.numerics import generators
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess.running_call import RunningCall
+from outlast.system.notices import notice
 from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.elastic")
@@ -109,7 +110,8 @@ class LiveState:
             return
         received = sorted(decision.sources)
         how = f"; {names(received)} received it from others" if received else ""
-        log.warning(
+        notice(
+            log,
             "continuing after step %d with the state of the surviving ranks%s (%s)",
             decision.step,
             how,

@@ -14,13 +14,14 @@ from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.distributed.torch_log import QuietTorchLog
 from outlast.inprocess.interruption.fault_echo import is_consequence, overtaken
-from outlast.inprocess.interruption.permanent_error import is_mistake, permanence
+from outlast.inprocess.interruption.permanent_error import advice, is_mistake, permanence
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.recovery.faults.repeated_faults import signature_of
 from outlast.inprocess.state import State
 from outlast.system.error_text import first_line
+from outlast.system.notices import notice
 from outlast.system.user_frames import user_place, user_traceback
 
 log = logging.getLogger("outlast.inprocess")
@@ -100,41 +101,42 @@ class RankFaults:
     def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         self.reported_cause = reports
         if reports:
-            trace = f"{cause.traceback.rstrip()}\n" if cause.traceback else ""
-            where = cause.rank, cause.host, cause.cause
+            trace = "" if signature_of(cause) == self._shown else cause.traceback.rstrip()
+            told = trace.endswith(cause.cause)
             log.error(
-                "%srank %d on %s: %s\nthe job ends after %s, exit code %d",
-                *(trace, *where, why, NO_RESTART),
+                "%srank %d on %s: %sthe job ends after %s, exit code %d",
+                *(f"{trace}\n" if trace else "", cause.rank, cause.host),
+                *("" if told else f"{cause.cause}{_place(cause)}\n", why, NO_RESTART),
             )
 
     def show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
-        """Logs the cause of a restart: as a warning, with the traceback, where this rank `reports`
-        its own fault; without the traceback if it has just shown that of an equal fault.
+        """Logs the cause of a restart; users see it by default where this rank `reports`: with the
+        traceback of its own fault, unless it has just shown that of an equal one.
         """
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
             return
-        own = reports and cause.member == self.page.member and cause.traceback
+        own = reports and cause.member == self.page.member and bool(cause.traceback)
         again = own and signature_of(cause) == self._shown
-        place = f", at {cause.where}" if cause.where else ""
         trace = f"\n{cause.traceback.rstrip()}" if own and not again else ""
         if own:
             self._shown = signature_of(cause)
-        log.log(
-            logging.WARNING if reports else logging.INFO,
+        notice(
+            log,
             "restart of iteration %d: rank %d on %s: %s%s%s%s",
             *(cause.iteration, cause.rank, cause.host, "again " if again else ""),
-            *(cause.cause, place, trace),
+            *(cause.cause, _place(cause), trace),
+            shown=reports,
         )
 
     def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
-        level = logging.WARNING if reports else logging.INFO
         if stop.done:
-            log.log(level, "the job was told to stop (%s): %s", stop.reason, stop.done)
+            text = "the job was told to stop (%s): %s"
+            notice(log, text, stop.reason, stop.done, shown=reports)
             return
         fault = "" if cause is None else f": rank {cause.rank} on {cause.host}: {cause.cause}"
         log.log(
-            level,
+            logging.WARNING if reports else logging.INFO,
             "the job was told to stop (%s); a fault prevented the last save%s; the steps since the "
             "newest committed checkpoint are lost",
             stop.reason,
@@ -179,8 +181,9 @@ class RankFaults:
     def _record_of(
         self, iteration: int, interruption: Interruption, where: str, error: BaseException
     ) -> FaultRecord:
+        cause = f"{where}{first_line(error, with_type=True)}{advice(error)}"
         return dataclasses.replace(
-            self.fault(iteration, interruption, where + first_line(error, with_type=True)),
+            self.fault(iteration, interruption, cause),
             traceback=user_traceback(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
             where=user_place(error),
@@ -192,3 +195,7 @@ class RankFaults:
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
         self.emitter.emit(fault_event(record))
         return record
+
+
+def _place(cause: FaultRecord) -> str:
+    return f", at {cause.where}" if cause.where else ""

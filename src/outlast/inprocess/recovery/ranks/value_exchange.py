@@ -13,7 +13,7 @@ from outlast.coordination import barrier
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.view import ViewRecord
-from outlast.errors import TimeoutError
+from outlast.errors import RankTimeout
 from outlast.inprocess.recovery.host_protocol import Host
 
 _KEPT = 8  # iterations, as in `MembershipProtocol.forget`
@@ -25,7 +25,7 @@ async def exchange_values(
     """Publishes this member's values; returns those of all members, by slot.
 
     Raises:
-        TimeoutError: naming the slots whose members did not publish within the barrier timeout.
+        RankTimeout: naming the slots whose members did not publish within the barrier timeout.
     """
     name, slots = f"values/{record.iteration}", record.slots()
     await _forget(link, record.iteration - _KEPT)
@@ -50,7 +50,7 @@ async def _pass(link: Link, host: Host, name: str, record: ViewRecord) -> None:
             if missing and now() >= deadline:
                 slots = record.slots()
                 ranks = sorted(slots.index(m) for m in missing if m in slots)
-                raise TimeoutError(
+                raise RankTimeout(
                     f"ranks {ranks} did not publish what the rank assignment of iteration "
                     f"{record.iteration} needs within barrier_timeout={host.limits.barrier} s"
                 ) from None

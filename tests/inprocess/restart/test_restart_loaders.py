@@ -1,0 +1,57 @@
+"""The interrupt in a data loader with workers is not reported; a debugger is not interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from inprocess.job_output import errors, full, views
+from procs import Job
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "loaders.py"
+Ranks = Callable[..., Job]
+
+
+@pytest.mark.slow
+def test_the_end_of_a_data_loader_is_not_interrupted(ranks: Ranks) -> None:
+    with ranks("loaders", "loads", nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert views(job) == {k: full(2) for k in range(4)}
+        for noise in ("Exception ignored", "swallowed", "resource_sharer", "child process"):
+            assert noise not in errors(job), errors(job)
+
+
+@pytest.mark.slow
+def test_a_user_in_the_debugger_is_no_hang() -> None:
+    ours, theirs = os.openpty()
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, str(SCRIPT), "is_debugged"]
+    with subprocess.Popen(
+        command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        told = ""
+        try:
+            while '"late"' not in told:
+                told += os.read(ours, 4096).decode()
+            os.write(ours, b"answer = 42\nc\n")
+            with suppress(OSError):  # EIO: the other end is closed
+                while read := os.read(ours, 4096):
+                    told += read.decode()
+        finally:
+            process.kill()
+            os.close(ours)
+    assert process.returncode == 0, told
+    lines = [line[line.index("{") :] for line in told.splitlines() if '{"event"' in line]
+    found = [json.loads(line) for line in lines]
+    assert [line["event"] for line in found].count("entered") == 1, told
+    assert found[-1]["value"] == 42, told
+    assert "no progress" not in told
