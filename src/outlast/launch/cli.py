@@ -12,6 +12,7 @@ import typer
 
 import outlast
 from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
+from outlast.system.fast_exit import exit_fast
 
 app = typer.Typer(
     name="outlast",
@@ -47,4 +48,5 @@ def _outlast(
 
 def main() -> None:
     """Run the command line; exits with the command's exit code."""
+    exit_fast()
     app()

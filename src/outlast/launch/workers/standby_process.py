@@ -149,6 +149,7 @@ def prepare(settings: Settings) -> int:
             _import_later(found.changes_environment)
             if reads:
                 raise ImportLeft(number, f"a module reads {reads[0]} at its import")
+    importlib.import_module("outlast.system.fast_exit").exit_fast()
     gc.collect()
     return int(found.ends_at)
 
