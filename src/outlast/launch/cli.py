@@ -12,6 +12,7 @@ import typer
 
 import outlast
 from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
+from outlast.launch.commands.help_text import fold_help
 from outlast.system.fast_exit import exit_fast
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (run, report, top, metrics, checkpoint, chaos):
     command.register(app)
+fold_help(app)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,9 +1,9 @@
 """A fast end of a process that has imported torch.
 
-At its end, Python searches all objects for garbage, several times. Each search visits the 200,000 to
-300,000 objects that torch and a script's other packages have created: 0.5 to 1 s of CPU time for each
-process of a job, all at the same moment. Nothing is found but objects in reference cycles, and their
-memory is about to be released anyway.
+At its end, Python searches all objects for garbage, several times. Each search visits the 200,000
+to 300,000 objects that torch and a script's other packages have created: 0.5 to 1 s of CPU time for
+each process of a job, all at the same moment. It finds nothing but objects in reference cycles, and
+their memory is about to be released anyway.
 """
 
 from __future__ import annotations

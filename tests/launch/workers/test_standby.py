@@ -118,7 +118,11 @@ def test_a_module_that_reads_the_rank_is_left_to_the_script(tmp_path: Path) -> N
         second = run.ready(1)
         assert (second.pid, second.more["seen"]) == (pid, 1)
         assert run.complete(first[0], second) == 0
-    text = "standby processes leave imports to the script: import settings reads RANK"
+    text = (
+        "standby processes import nothing from here on: `import settings` reads RANK when it is "
+        "imported: read it in a function, or move the import to the end; a replacement takes "
+        "longer by what that imports"
+    )
     assert run.words.count(text) == 1
 
 

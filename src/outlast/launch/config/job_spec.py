@@ -20,18 +20,22 @@ from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import Secret, read_secret
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
+from outlast.launch.workers.script_imports import has_wrapper
 
 DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program that every worker runs."""
+    """The program that every worker runs. `wrapped`: it has a function with `Wrapper`; a module, or
+    a script that imports that function, does not say so.
+    """
 
     name: str
     args: tuple[str, ...] = ()
     module: bool = False
     python: bool = True
+    wrapped: bool = False
 
     def command(self, interpreter: str, chaos: bool) -> list[str]:
         """The command line of a worker. Output is unbuffered, as with torchrun."""
@@ -170,8 +174,11 @@ def _program(options: RunOptions) -> Program:
             raise ValueError(f"-m {options.script}: not the name of a module")
     elif not options.no_python and not Path(options.script).exists():
         raise ValueError(f"no such script: {options.script}")
-    args = tuple(options.args or ())
-    return Program(options.script, args, options.module, python=not options.no_python)
+    args, script = tuple(options.args or ()), Path(options.script)
+    python = not options.no_python
+    wrapped = not options.module and python and script.is_file()
+    wrapped = wrapped and has_wrapper(script.read_text(errors="replace"))
+    return Program(options.script, args, options.module, python, wrapped)
 
 
 def _standby(options: RunOptions, *, alone: bool) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterable
 
 _HARMLESS_CALLS = (
@@ -27,6 +28,9 @@ _HARMLESS_CALLS = (
     *("Path", "TypeVar", "getLogger", "namedtuple", "os.environ.get", "os.getenv", "os.path"),
 )
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+
+
+_WRAPPER = re.compile(r"@\s*[\w.]*\bWrapper\b|\bWrapper\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,11 @@ class Beginning:
     steps: tuple[Import | SetVariable, ...]
     ends_at: int
     changes_environment: bool
+
+
+def has_wrapper(source: str) -> bool:
+    """Whether the script itself wraps a function with `outlast.inprocess.Wrapper`."""
+    return "outlast" in source and _WRAPPER.search(source) is not None
 
 
 def beginning(source: str | bytes) -> Beginning:

@@ -45,6 +45,7 @@ _CHAOS = (
 )
 _LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
 """Packages that import some of their modules on use: a standby imports all that are exported."""
+_READS = "reads %s when it is imported: read it in a function, or move the import to the end"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +143,14 @@ def prepare(settings: Settings) -> int:
                 _import(step, package)
             except Exception as error:
                 if not step.optional:
-                    raise ImportLeft(number, f"{step}: {type(error).__name__}: {error}") from error
+                    why = f"{type(error).__name__}: {error}"
+                    raise ImportLeft(number, f"`{step}` fails there ({why})") from error
             if reads:
-                raise ImportLeft(number, f"{step} reads {reads[0]}")
+                raise ImportLeft(number, f"`{step}` {_READS % reads[0]}")
         if found.ends_at == 0:
             _import_later(found.changes_environment)
             if reads:
-                raise ImportLeft(number, f"a module reads {reads[0]} at its import")
+                raise ImportLeft(number, f"a module {_READS % reads[0]}")
     importlib.import_module("outlast.system.fast_exit").exit_fast()
     gc.collect()
     return int(found.ends_at)
