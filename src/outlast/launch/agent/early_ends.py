@@ -58,10 +58,10 @@ class EarlyEnds:
     def _tell(self, worker: Worker, exit_code: int) -> None:
         rank = worker.slot.rank
         how = f"{exit_text(exit_code)} before it reached the wrapped function"
+        coordinator = self._resources.coordinator
         if exit_code == 0:  # any other end was announced
             what = f"rank {rank} (pid {worker.pid}) {how}"
             self._resources.console.say(f"{what}, where the other ranks wait for it")
+            coordinator.give_up(frozenset({rank}))
         cause = f"process {worker.pid} {how}"
-        coordinator = self._resources.coordinator
-        coordinator.give_up(frozenset({rank}))  # it may have ended before there was a call
         coordinator.keys.will_not_come(rank, self._world_size, cause)

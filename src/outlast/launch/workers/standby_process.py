@@ -88,6 +88,7 @@ def main(settings: Settings) -> None:
             answer: dict[str, Any] = {"ready": True, "ends_at": prepare(settings)}
         except ImportLeft as left:
             answer = {"ready": False, "limit": left.limit, "reason": str(left)}
+        importlib.import_module("outlast.system.fast_exit").exit_fast()
         channel.sendall(json.dumps(answer).encode())
         if not answer["ready"]:
             return
@@ -96,7 +97,9 @@ def main(settings: Settings) -> None:
         return  # the job needs it no longer
     for number, file, descriptor in zip((1, 2), captured, descriptors, strict=True):
         _release(number, file, descriptor)
-    importlib.import_module(_ENVIRONMENT).set_variables(json.loads(data)["environment"])
+    environment = importlib.import_module(_ENVIRONMENT)
+    environment.set_variables(json.loads(data)["environment"])
+    environment.tell_frameworks_the_rank()
     run(settings)
 
 
@@ -133,9 +136,9 @@ def prepare(settings: Settings) -> int:
             found = imports.beginning(source)
         except (OSError, ImportError, SyntaxError, ValueError):
             return 0  # the worker will report it
-        for number, step in enumerate(found.steps):
-            if number == settings.limit:
-                return 0
+        frameworks = imports.framework_imports(source, found.steps)
+        frameworks = [step for step in frameworks if _is_installed(step.name.partition(".")[0])]
+        for number, step in enumerate([*found.steps, *frameworks][: settings.limit]):
             if isinstance(step, imports.SetVariable):
                 environment.set_variables({step.name: step.value}, keep=step.default)
                 continue
@@ -147,11 +150,12 @@ def prepare(settings: Settings) -> int:
                     raise ImportLeft(number, f"`{step}` fails there ({why})") from error
             if reads:
                 raise ImportLeft(number, f"`{step}` {_READS % reads[0]}")
+        if settings.limit < len(found.steps):
+            return 0
         if found.ends_at == 0:
             _import_later(found.changes_environment)
             if reads:
                 raise ImportLeft(number, f"a module {_READS % reads[0]}")
-    importlib.import_module("outlast.system.fast_exit").exit_fast()
     gc.collect()
     return int(found.ends_at)
 
@@ -160,6 +164,13 @@ def _import(step: Any, package: str) -> None:
     """Import as the statement in the script does; submodules in `names` too."""
     namespace = {"__name__": "__main__", "__package__": package or None}
     __import__(step.name, namespace, None, step.names, step.level)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package is an installed one, not a folder of the script's."""
+    spec = importlib.util.find_spec(package)
+    folders = Path(str(spec.origin if spec is not None else "")).parts
+    return "site-packages" in folders or "dist-packages" in folders
 
 
 def _import_later(changes_environment: bool) -> None:
