@@ -10,7 +10,6 @@ from outlast.launch.workers.script_imports import (
     SetVariable,
     beginning,
     framework_imports,
-    has_wrapper,
 )
 
 REPOSITORY = Path(__file__).parents[3]
@@ -134,17 +133,3 @@ def test_frameworks_are_found_everywhere_in_a_script() -> None:
 )
 def test_no_framework_of_a_script_that_may_change_its_import(statement: str) -> None:
     assert framework_imports(f"{FRAMEWORK}    {statement}\n", ()) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("from outlast import inprocess\n@inprocess.Wrapper()\ndef f(): ...", True),
-        ("from outlast.inprocess import Wrapper\n@Wrapper\ndef f(): ...", True),
-        ("from outlast.inprocess import Wrapper\nWrapper(soft_timeout=9)(f)()", True),
-        ("import outlast\n# no Wrapper here\n", False),
-        ("class Wrapper: ...\nWrapper()", False),
-    ],
-)
-def test_whether_a_script_has_a_wrapped_function(source: str, found: bool) -> None:
-    assert has_wrapper(source) is found

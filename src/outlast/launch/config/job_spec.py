@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import Secret, read_secret
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
-from outlast.launch.workers.script_imports import has_wrapper
 
 DEFAULT_HOST = "127.0.0.1"
+_WRAPPER = re.compile(r"@\s*[\w.]*\bWrapper\b|\bWrapper\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,11 @@ def _program(options: RunOptions) -> Program:
     wrapped = not options.module and python and script.is_file()
     wrapped = wrapped and has_wrapper(script.read_text(errors="replace"))
     return Program(options.script, args, options.module, python, wrapped)
+
+
+def has_wrapper(source: str) -> bool:
+    """Whether the script itself wraps a function with `outlast.inprocess.Wrapper`."""
+    return "outlast" in source and _WRAPPER.search(source) is not None
 
 
 def _standby(options: RunOptions, *, alone: bool) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from collections.abc import Iterable
 
 _HARMLESS_CALLS = (
@@ -35,9 +34,6 @@ _FRAMEWORKS = (
 for what `framework_imports` looks at.
 """
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
-
-
-_WRAPPER = re.compile(r"@\s*[\w.]*\bWrapper\b|\bWrapper\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +77,6 @@ class Beginning:
     steps: tuple[Import | SetVariable, ...]
     ends_at: int
     changes_environment: bool
-
-
-def has_wrapper(source: str) -> bool:
-    """Whether the script itself wraps a function with `outlast.inprocess.Wrapper`."""
-    return "outlast" in source and _WRAPPER.search(source) is not None
 
 
 def beginning(source: str | bytes) -> Beginning:
