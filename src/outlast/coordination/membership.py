@@ -19,7 +19,8 @@ and of the whole call: `ledger` (members lost for good), `joins` (requests to jo
 recent k, for joiners), `goodbye` (a barrier that only the host of the store waits for), `stop` (a
 request to stop the job, the first claim wins), `last-save` (for the launcher: the save for the stop
 has begun), `stopped` (what the stop has saved), `size` (for the launcher: the ranks that are there,
-and needed, while a restart is held). Two keys have no prefix: `outlast/gone`, the ranks that the
+and needed, while a restart is held), `claim/R` (who registered as rank R), `killed/P` (why its
+monitor kills process P). Two keys have no prefix: `outlast/gone`, the ranks that the
 launcher does not replace, and `outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
@@ -40,6 +41,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link
@@ -49,6 +51,7 @@ from outlast.coordination.records import (
     LostRecord,
     SizeRecord,
     StopRecord,
+    first_cause,
     lines,
     to_line,
 )
@@ -228,6 +231,20 @@ class MembershipProtocol:
         fault = dataclasses.replace(fault, member=member)
         await self.report_lost(LostRecord(member, fault.cause), fault.iteration, fault)
 
+    async def announce_kill(self, process: str, why: str) -> None:
+        """Records that a monitor is about to kill its process, whose name (`process_name`) the
+        launcher knows.
+        """
+        await self.link.put(f"killed/{process}", why.encode())
+
+    async def announced_kill(self, process: str) -> str:
+        """Why its monitor has killed this process; empty if it has not."""
+        return (await self.link.read(f"killed/{process}") or b"").decode()
+
+    async def is_registered(self, rank: int) -> bool:
+        """Whether a process has registered as this rank, or a reporter of its loss for it."""
+        return await self.link.read(f"claim/{rank}") is not None
+
     async def ledger(self) -> list[LostRecord]:
         """All members that have left the job, in order."""
         return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
@@ -379,10 +396,23 @@ class MembershipProtocol:
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
         """The restarts of this call by cause."""
+        history = await self._newest_history()
+        return () if history is None else decode_counts(history["restarts"])
+
+    async def cause_of_end(self) -> FaultRecord | None:
+        """The fault with which the members have ended the job; `None` if they have not."""
+        history = await self._newest_history()
+        if history is not None and history["cause"]:
+            return FaultRecord(**history["cause"])
+        if await self.end_of_job() is None:
+            return None
+        return first_cause(await self.faults(await self.current()))
+
+    async def _newest_history(self) -> dict[str, Any] | None:
         newest = await self.current()
         data = await self.link.read(f"history/{newest + 1}")  # of a restart that ended the job
         data = data or await self.link.read(f"history/{newest}")
-        return () if data is None else decode_counts(json.loads(data)["restarts"])
+        return None if data is None else dict(json.loads(data))
 
     async def end_of_job(self) -> LostRecord | None:
         """The record of the member that ended the whole job; `None` if none did."""

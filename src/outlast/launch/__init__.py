@@ -6,7 +6,7 @@ Contents::
     config/             the options of `outlast run`, and the checked job specification
     agent/              the process that watches the workers: `decisions` (what follows from a
                         death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
-                        end), `death_log` (including exit code and summary)
+                        end), `death_log`, `last_lines`, `early_ends` (before the function)
     hosts/              a job on many hosts: the group of agents, their store, the decisions that
                         concern all hosts (`decider`, `job_plan`) and how this agent takes part in
                         them (`many_hosts`)

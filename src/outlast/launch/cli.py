@@ -12,6 +12,8 @@ import typer
 
 import outlast
 from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
+from outlast.launch.commands.help_text import fold_help
+from outlast.system.fast_exit import exit_fast
 
 app = typer.Typer(
     name="outlast",
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 for command in (run, report, top, metrics, checkpoint, chaos):
     command.register(app)
+fold_help(app)
 
 
 def _print_version(asked: bool) -> None:
@@ -47,4 +50,5 @@ def _outlast(
 
 def main() -> None:
     """Run the command line; exits with the command's exit code."""
+    exit_fast()
     app()

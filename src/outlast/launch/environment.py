@@ -37,9 +37,18 @@ PER_WORKER = frozenset(
 )
 """The variables that are known only when a worker gets its place in the job."""
 
-_OWN_PREFIX = ("tqdm.utils",)
+_OWN_PREFIX = ("fsspec.config", "tqdm.utils")
 """Modules that look through all variables, at their import, for those with a prefix of their own.
-torch imports tqdm where it is installed."""
+torch and the frameworks import them."""
+
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that read the rank at their import, only for `rank_zero_only.rank`, and the variable that
+it has: a standby process imports them, and sets it when it gets its place.
+"""
 
 
 def python() -> str:
@@ -186,9 +195,18 @@ def set_variables(values: Mapping[str, str], *, keep: bool = False) -> None:
             os.environ[name] = value
 
 
+def tell_frameworks_the_rank() -> None:
+    """Set what the frameworks that are imported have read too early: see `_RANK_ZERO`."""
+    for name, variable in _RANK_ZERO.items():
+        if name in sys.modules:
+            sys.modules[name].rank_zero_only.rank = int(os.environ[variable])
+
+
 @contextlib.contextmanager
 def recorded_reads() -> Iterator[list[str]]:
-    """Record which of the variables `PER_WORKER` are read within the block."""
+    """Record which of the variables `PER_WORKER` are read within the block, other than by modules
+    that can be told later (`tell_frameworks_the_rank`).
+    """
     reads: list[str] = []
     plain = type(os.environ)
     os.environ.__class__ = _recording(plain, reads.append)
@@ -202,7 +220,7 @@ def _recording(plain: Any, record: Callable[[str], None]) -> type:
     """A subclass of the type of `os.environ`; all of its methods read by the two of this one."""
 
     def getitem(self: Any, key: str) -> str:
-        if key in PER_WORKER:
+        if key in PER_WORKER and _reader() not in _RANK_ZERO:
             record(key)
         return str(plain.__getitem__(self, key))
 
@@ -215,7 +233,7 @@ def _recording(plain: Any, record: Callable[[str], None]) -> type:
 
 
 def _reader() -> str:
-    """The name of the module that iterates over the environment."""
+    """The name of the module that reads the environment."""
     frame: FrameType | None = sys._getframe(2)
     name = ""
     while frame is not None:

@@ -24,12 +24,14 @@ def user_place(error: BaseException) -> str:
     outside this package if there is none, or an empty string.
     """
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return _place([(each.filename, each.lineno or 0, each.name) for each in frames])
+    return place_in_user_code([(each.filename, each.lineno or 0, each.name) for each in frames])
 
 
 def user_place_of(frame: FrameType | None) -> str:
     """The innermost line of the user on a stack."""
-    return _place([(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in _outwards(frame)])
+    return place_in_user_code(
+        [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in _outwards(frame)]
+    )
 
 
 def is_own(frame: FrameType) -> bool:
@@ -60,7 +62,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _place(frames: list[tuple[str, int, str]]) -> str:
+def place_in_user_code(frames: list[tuple[str, int, str]]) -> str:
     """The place of the innermost frame; `frames` begins with it."""
     others = [frame for frame in frames if not frame[0].startswith(_OWN)]
     users = [frame for frame in others if not _is_installed(frame[0])]

@@ -7,16 +7,11 @@ import signal
 
 import pytest
 
+from outlast.coordination.records import FaultRecord
 from outlast.events.restart_causes import RestartCount
-from outlast.launch.agent.death_log import (
-    Death,
-    Ending,
-    exit_code,
-    failure_times,
-    first_cause,
-    summary,
-)
+from outlast.launch.agent.death_log import Death, failure_times, first_cause
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
+from outlast.launch.agent.last_lines import Ending, summary
 from outlast.system.error_text import exit_text
 
 PLAIN = JobRecord()
@@ -109,7 +104,7 @@ def test_a_lost_rank_fails_a_job_that_did_not_complete() -> None:
 )
 def test_exit_codes(code: int | None, received: signal.Signals | None, expected: int) -> None:
     cause = None if code is None else death(0, 1, Decision.FATAL, code)
-    assert exit_code(cause, received) == expected
+    assert Ending(cause, received, False, 1.0).exit_code == expected
 
 
 def test_exits_in_words() -> None:
@@ -201,6 +196,73 @@ def test_last_lines_of_a_failure() -> None:
     ]
 
 
+MISTAKE = FaultRecord(
+    iteration=2,
+    member=1,
+    rank=1,
+    host="b",
+    pid=7,
+    interruption="EXCEPTION",
+    cause="KeyError: 1",
+    where="train.py:16 in step",
+)
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/me/train.py", line 16, in step
+    {}[1]
+KeyError: 1"""
+
+
+def test_the_cause_of_the_ranks_is_the_first_cause() -> None:
+    """Not the exit codes that follow from it; their output was on the console."""
+    output = f"restart of iteration 1\n{TRACEBACK}\nrank 1 on b: KeyError: 1\nthe job ends after"
+    deaths = [
+        dataclasses.replace(death(rank, 1, Decision.FAILED, 93), last_output=output, shown=True)
+        for rank in (0, 1)
+    ]
+    ending = Ending(deaths[0], None, False, 12.5, fault=MISTAKE)
+    failed = "job failed, exit code 93, after 12.50 s"
+    cause = "first cause: KeyError: 1 at train.py:16 (rank 1)"
+    assert summary(deaths, ending, "here") == [failed, cause]
+    # On many hosts, this console has not shown it.
+    ending = dataclasses.replace(
+        ending, cause=dataclasses.replace(deaths[0], host="b", host_id="2", source="stderr")
+    )
+    assert summary(deaths, ending, "here")[1:4] == [
+        "first cause: KeyError: 1 at train.py:16 (rank 1, host b)",
+        "last lines on stderr:",
+        "  Traceback (most recent call last):",
+    ]
+
+
+def test_of_a_dead_process_the_launcher_knows_more_than_the_ranks() -> None:
+    killed = dataclasses.replace(death(1, 1, Decision.LOST, -9), killer="outside")
+    ended = dataclasses.replace(MISTAKE, interruption="TERMINATED", cause="process 7 ended")
+    ending = Ending(killed, None, False, 12.5, fault=ended)
+    assert ending.first_cause("here") == (
+        "rank 1 (pid 101, host here) was killed by SIGKILL from outside"
+    )
+
+
+@pytest.mark.parametrize(("shown", "lines"), [(True, 2), (False, 7)])
+def test_an_exception_is_shown_once(shown: bool, lines: int) -> None:
+    output = TRACEBACK.replace("\n", "\n[rank1]: ")
+    failed = dataclasses.replace(
+        death(1, 1, Decision.FATAL, 1), last_output=output, source="stderr", shown=shown
+    )
+    found = summary([failed], Ending(failed, None, False, 12.5), "here")
+    assert found[1] == "first cause: KeyError: 1 at train.py:16 (rank 1, pid 101, host here)"
+    assert len(found) == lines
+    assert failed.how == "failed with KeyError: 1 at train.py:16"
+    assert failed.event().message == "KeyError: 1"
+
+
+def test_a_breakpoint_says_how_to_debug() -> None:
+    left = dataclasses.replace(MISTAKE, cause="BdbQuit")
+    ended = death(1, 1, Decision.FAILED, 93)
+    found = summary([ended], Ending(ended, None, False, 1.0, fault=left), "here")
+    assert "debug a single process with `python SCRIPT`" in found[2]
+
+
 def test_a_typo_is_shown_once_in_the_last_lines() -> None:
     equal = "Traceback (most recent call last):\n  boom\nKeyError: 1"
     chained = (
@@ -215,10 +277,26 @@ def test_a_typo_is_shown_once_in_the_last_lines() -> None:
     )
     assert summary([first, ended], Ending(first, None, False, 12.5), "here") == [
         "job failed, exit code 93, after 12.50 s",
-        "first cause: rank 0 (pid 100, host here) exited with code 93",
+        "first cause: NameError: los (rank 0, pid 100, host here)",
         "last lines on stderr:",
         *(f"  {line}" for line in [*chained.splitlines(), "end"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "used", "limit", "decision"),
+    [
+        (-9, 0, None, Decision.REPLACED),
+        (-9, 3, None, Decision.FATAL),
+        (-9, 0, 0, Decision.FATAL),
+        (1, 0, None, Decision.FATAL),  # an error comes again
+        (1, 0, 1, Decision.RESTARTED),
+    ],
+)
+def test_a_worker_that_has_not_reached_the_wrapped_function(
+    code: int, used: int, limit: int | None, decision: Decision
+) -> None:
+    assert decide(code, "7", PLAIN, used, limit, wrapped=True) is decision
 
 
 def test_when_workers_failed_whose_ends_were_seen_together() -> None:

@@ -25,7 +25,9 @@ def test_a_dead_worker_is_replaced_and_the_others_stay(
         assert {n: second.env[n] for n in same} == {n: first[1].env[n] for n in same}
         assert second.env["OUTLAST_REPLACEMENT"] == "1"
         assert run.complete(first[0], second, first[2]) == 0
-    how = "exited with code 3" if number is signal.SIGUSR2 else f"was killed by {number.name}"
+    outside = number in (signal.SIGKILL, signal.SIGTERM)
+    how = f"was killed by {number.name}{' from outside' if outside else ''}"
+    how = "exited with code 3" if number is signal.SIGUSR2 else how
     assert f"rank 1 (pid {first[1].pid}) {how}: replacement 1 of 3" in run.words
     assert run.words[-3] == "failures:"
     assert run.words[-2].startswith(f"  rank 1 (pid {first[1].pid}, host ")
@@ -47,9 +49,13 @@ def test_survivors_go_on_smaller_when_the_budget_is_spent(tmp_path: Path) -> Non
         first[1].kill()
         second = run.ready(1)
         second.kill()
-        run.until_said(f"rank 1 (pid {second.pid}) was killed by SIGKILL: not replaced")
+        run.until_said(
+            f"rank 1 (pid {second.pid}) was killed by SIGKILL from outside: not replaced"
+        )
         first[0].kill()
-        run.until_said(f"rank 0 (pid {first[0].pid}) was killed by SIGKILL: not replaced")
+        run.until_said(
+            f"rank 0 (pid {first[0].pid}) was killed by SIGKILL from outside: not replaced"
+        )
         assert run.complete(first[2]) == 0
     assert [line.rpartition(": ")[2] for line in run.words[-4:-1]] == ["replaced", "lost", "lost"]
 
@@ -58,7 +64,7 @@ def test_no_replacement_at_all(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=0") as run:
         first = run.start_job(2)
         first[0].fail()
-        run.until_said("not replaced, no replacement is left")
+        run.until_said("not replaced, all 0 replacements are used")
         assert run.complete(first[1]) == 0
 
 
@@ -120,7 +126,7 @@ def test_nothing_is_replaced_after_an_abort(tmp_path: Path) -> None:
         first = [run.ready(rank) for rank in range(2)]
         run.set_job("aborted")
         first[0].fail()
-        run.until_said("not replaced, the job is aborted")
+        run.until_said("the ranks end the job")
         first[1].kill()
         assert run.wait() == 3
 
@@ -154,7 +160,7 @@ def test_the_end_of_a_job_does_not_wait_for_a_back_off(tmp_path: Path) -> None:
         run.set_job("completed")
         first[0].succeed()
         assert run.wait(net_s=45) == 0
-    assert run.words[-2].endswith("was killed by SIGKILL: lost")
+    assert run.words[-2].endswith("was killed by SIGKILL from outside: lost")
 
 
 def test_the_wait_of_a_back_off_ends(tmp_path: Path) -> None:
@@ -179,10 +185,11 @@ def test_two_that_die_in_the_same_moment_are_both_replaced(tmp_path: Path) -> No
 def test_members_learn_which_ranks_are_given_up(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=1") as run:
         first = [run.ready(rank) for rank in range(2)]
+        store = run.store()
+        store.put("call/claim/1", b"its token")
         run.set_job("running", prefix="call/")
         first[1].kill()
         second = run.ready(1)
-        store = run.store()
         assert store.read("outlast/gone") is None
         second.kill()
         store.wait_for("call/joined/1", NET_S)  # what wakes the members

@@ -78,7 +78,7 @@ def test_a_failure_restarts_all_from_scratch(tmp_path: Path) -> None:
         for ready in second:
             ready.succeed()
         assert run.wait() == 0
-    assert run.words[-2].endswith("was killed by SIGKILL: restarted")
+    assert run.words[-2].endswith("was killed by SIGKILL from outside: restarted")
 
 
 def test_the_restarts_are_limited(tmp_path: Path) -> None:

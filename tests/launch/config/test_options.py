@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.run import _with_options_of
-from outlast.launch.config.job_spec import JobSpec, in_step, job_from_options
+from outlast.launch.config.job_spec import JobSpec, has_wrapper, in_step, job_from_options
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Std, parse_std
@@ -282,3 +282,17 @@ def test_a_slurm_step_completes_the_options() -> None:
     for given in ({"nnodes": "1"}, {"rdzv_endpoint": "a:1"}, {"standalone": True}):
         alone = RunOptions(script=__file__, **given)  # type: ignore[arg-type]
         assert in_step(alone, step) is alone
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from outlast import inprocess\n@inprocess.Wrapper()\ndef f(): ...", True),
+        ("from outlast.inprocess import Wrapper\n@Wrapper\ndef f(): ...", True),
+        ("from outlast.inprocess import Wrapper\nWrapper(soft_timeout=9)(f)()", True),
+        ("import outlast\n# no Wrapper here\n", False),
+        ("class Wrapper: ...\nWrapper()", False),
+    ],
+)
+def test_whether_a_script_has_a_wrapped_function(source: str, found: bool) -> None:
+    assert has_wrapper(source) is found

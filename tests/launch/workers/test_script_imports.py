@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launch.workers.script_imports import SetVariable, beginning
+from outlast.launch.workers.script_imports import (
+    SetVariable,
+    beginning,
+    framework_imports,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -96,3 +100,36 @@ def test_the_examples_can_be_imported_ahead_whole() -> None:
 def test_a_script_that_cannot_be_parsed() -> None:
     with pytest.raises(SyntaxError):
         beginning("import a\nthis is no Python")
+
+
+FRAMEWORK = """
+import os
+setup()
+import lightning.pytorch as pl
+import numpy
+def main():
+    from transformers import Trainer
+    import helpers
+"""
+
+
+def test_frameworks_are_found_everywhere_in_a_script() -> None:
+    found = framework_imports(FRAMEWORK, beginning(FRAMEWORK).steps)
+    assert [str(step) for step in found] == [
+        "import lightning.pytorch",
+        "from transformers import Trainer",
+    ]
+    assert all(step.optional for step in found)
+    known = "import lightning\nimport lightning"
+    assert framework_imports(known, beginning(known).steps) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *("os.environ['HF_HOME'] = f()", "sys.path.insert(0, 'mine')", "numpy.float = float"),
+        "sys.modules['lightning'] = numpy",
+    ],
+)
+def test_no_framework_of_a_script_that_may_change_its_import(statement: str) -> None:
+    assert framework_imports(f"{FRAMEWORK}    {statement}\n", ()) == []

@@ -70,11 +70,12 @@ class HostLost(HostJoined, kind="host_lost"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LauncherEnded(Event, kind="launcher_ended"):
-    """The job is over and its launcher on this host exits with `exit_code`. A launcher that was
-    killed writes none.
+    """The job is over and its launcher on this host exits with `exit_code`; `cause` says why it has
+    failed, in one line. A launcher that was killed writes none.
     """
 
     exit_code: int = 0
+    cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

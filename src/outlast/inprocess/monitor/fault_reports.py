@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.coordination.lost_host import report_killed
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.records import FaultRecord, LostRecord, process_name
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.config import MonitorPlan
@@ -46,10 +46,14 @@ class FaultReports:
         cause = f"{what} for {idle:.3f} s (hard timeout): terminated by its monitor process"
         self._hard_timeout_cause, self._idle_from = cause, self._emitter.clock.now() - idle
         rank = self._fault(Interruption.HARD_TIMEOUT, cause).rank
+        # Before its end, which the launcher sees at once.
+        process = process_name(self._plan.host_id, self._main)
+        why = f"{what} for {idle:.0f} s (hard timeout)"
+        self._store.perform(self._membership.announce_kill(process, why))
         # Without it, the launcher's line about a killed process would be all that is seen.
         write_for(
             self._main,
-            f"rank {rank} on {self._emitter.host}: {what} for {idle:.0f} s (hard timeout): "
+            f"rank {rank} on {self._emitter.host}: {why}: "
             f"process {self._main} is terminated by its monitor process",
         )
 

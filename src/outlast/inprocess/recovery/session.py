@@ -50,6 +50,7 @@ from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore, TCPStore
 from outlast.system.arguments import seconds
+from outlast.system.fast_exit import exit_fast
 from outlast.system.notices import notice
 from outlast.system.sockets import address_towards
 
@@ -77,6 +78,7 @@ def run_call(
         )
     if not _running.acquire(blocking=False):
         raise ValueError(f"{name}: another wrapped call is running; wrapped calls do not nest")
+    exit_fast()
     try:
         return _Session(settings, function, sink).run()
     finally:

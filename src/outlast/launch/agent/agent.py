@@ -34,7 +34,7 @@ from outlast.errors import NO_RESTART
 from outlast.events import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
-from outlast.launch.agent.death_log import Death, DeathLog, Ending
+from outlast.launch.agent.death_log import Death, DeathLog
 from outlast.launch.agent.decisions import (
     TOLD_TO_STOP,
     Decision,
@@ -43,6 +43,8 @@ from outlast.launch.agent.decisions import (
     decide,
     replacements,
 )
+from outlast.launch.agent.early_ends import EarlyEnds
+from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
@@ -57,8 +59,8 @@ from outlast.launch.processes.descendants import (
     reap,
     terminate_group,
 )
+from outlast.launch.processes.oom_kills import OomKills
 from outlast.launch.workers.worker import Worker
-from outlast.system.error_text import exit_text
 
 
 class Phase(enum.Enum):
@@ -85,6 +87,8 @@ class Agent:
         self._deaths = DeathLog()
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
         self._standby_start = StandbyStart(self._resources)
+        self._early_ends = EarlyEnds(self._resources)
+        self._oom_kills = OomKills()
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
         self._began = self._stopped_at = 0.0
@@ -120,6 +124,7 @@ class Agent:
         self._phase = Phase.RUNNING
         self._ranks = placement.ranks(self._resources.job.nproc)
         self._given_up = frozenset()
+        self._early_ends.begin(placement)
         # A spare host has kept one for each of its ranks.
         self._resources.workers.standbys.size = self._resources.job.standby
         self._resources.workers.start_all(placement)
@@ -174,6 +179,7 @@ class Agent:
             saved=codes == {TOLD_TO_STOP} or outcome.job.saved,
             # A call that was told to stop may complete instead, with the save at its end.
             unsaved=outcome.job.unsaved and outcome.job.state is not JobState.COMPLETED,
+            fault=outcome.job.fault,
             seconds=resources.loop.clock.now() - self._began,
             text=outcome.cause,
             restarts=death_log.restart_counts(deaths, outcome.job),
@@ -181,8 +187,9 @@ class Agent:
             links=outcome.links,
         )
         self._exit_code = ending.exit_code
-        resources.emitter.emit(LauncherEnded(exit_code=self._exit_code))
-        lines = death_log.summary(deaths, ending, resources.host)
+        first = ending.first_cause(resources.host)
+        resources.emitter.emit(LauncherEnded(exit_code=self._exit_code, cause=first))
+        lines = summary(deaths, ending, resources.host)
         resources.console.say(*lines, failed=ending.failed)
 
     # ------------------------------------------------------------- signals and worker exits
@@ -220,6 +227,8 @@ class Agent:
         ):
             if code != 0:
                 self._on_failure(worker, code, when)
+            elif self._phase is Phase.RUNNING:
+                self._early_ends.ended(worker, code)
         self._announce_given_up()
 
     def _reap(self) -> list[tuple[Worker, int, float | None]]:
@@ -244,14 +253,13 @@ class Agent:
             # This worker may have failed before the one that ended the job, and ended later.
             by_itself = self._received is None and when <= self._stopped_at
             if self._phase is Phase.ENDING and by_itself:
-                self._record(worker, code, when, Decision.FATAL)
+                self._record(worker, code, when, Decision.FATAL, coordinator.keys.job())
             return
         job = coordinator.keys.job()
         decision = self._decide(worker, code, job)
-        death = self._record(worker, code, when, decision)
-        what = f"rank {death.rank} (pid {death.pid}) {exit_text(code)}"
-        there = f"rank {death.rank} (pid {death.pid}, host {self._resources.host}) "
-        there += exit_text(code)
+        death = self._record(worker, code, when, decision, job)
+        what = f"rank {death.rank} (pid {death.pid}) {death.how}"
+        there = f"rank {death.rank} (pid {death.pid}, host {self._resources.host}) {death.how}"
         limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
             self._say(f"{what}: replacement {coordinator.used} of {replacements(limit)}")
@@ -264,32 +272,58 @@ class Agent:
             self._say(f"{what}: this ends the job")
             coordinator.end(there, death.pid)
         elif decision is Decision.STOPPED:
-            # The other ranks follow: one line is enough.
-            if all(d is death or d.decision is not decision for d in self._deaths.deaths):
-                self._say(f"{what}: it was told to stop and is not replaced")
-        elif job.state is not JobState.RUNNING:
-            self._say(f"{what}: not replaced, the job is {job.state.value}")
+            self._say_once(death, f"{what}: it was told to stop and is not replaced")
+        elif job.state is JobState.ABORTED:
+            self._say_once(death, "the ranks end the job")  # the last lines say why
+        elif job.state is JobState.COMPLETED:
+            self._say(f"{what}: not replaced, the job is completed")
         elif job.stopping:
             self._say(f"{what}: not replaced, the job was told to stop")
         elif code == NO_RESTART:
-            self._say(f"{what}: not replaced, as this code asks; the other ranks go on")
+            self._say(f"{what}: not replaced, as its exit code {code} asks")
         else:
-            self._say(f"{what}: not replaced, no replacement is left; the other ranks go on")
+            self._say(f"{what}: not replaced, all {coordinator.used} replacements are used")
+        if decision is Decision.LOST and job.state is JobState.RUNNING:
+            self._early_ends.ended(worker, code)
+
+    def _say_once(self, death: Death, line: str) -> None:
+        """Print a line for the first of the workers that end in this way."""
+        if all(d is death or d.decision is not death.decision for d in self._deaths.deaths):
+            self._say(line)
 
     def _decide(self, worker: Worker, code: int, job: JobRecord) -> Decision:
         coordinator, limit = self._resources.coordinator, self._resources.job.max_restarts
         process = process_name(coordinator.host_id, worker.pid)
-        decision = decide(code, process, job, coordinator.used, limit)
+        wrapped = self._resources.job.program.wrapped
+        decision = decide(code, process, job, coordinator.used, limit, wrapped)
         if decision is Decision.REPLACED and not coordinator.take_replacement(replacements(limit)):
             return Decision.LOST  # another host has taken the last one
         return decision
 
-    def _record(self, worker: Worker, code: int, when: float, decision: Decision) -> Death:
+    def _record(
+        self, worker: Worker, code: int, when: float, decision: Decision, job: JobRecord
+    ) -> Death:
         coordinator = self._resources.coordinator
-        death = self._deaths.record(worker, code, when, decision, coordinator.host_id)
+        early = self._early_ends.is_early(worker, job)
+        killer = self._killer(worker, code, job)
+        death = self._deaths.record(
+            worker, code, when, decision, coordinator.host_id, killer=killer, early=early
+        )
         self._resources.emitter.emit(death.event())
         coordinator.failed(death)
         return death
+
+    def _killer(self, worker: Worker, code: int, job: JobRecord) -> str:
+        """Who has killed the worker, if anybody has."""
+        if code not in (-signal.SIGKILL, -signal.SIGTERM):
+            return ""
+        coordinator = self._resources.coordinator
+        process = process_name(coordinator.host_id, worker.pid)
+        if why := coordinator.keys.killed_by_monitor(job, process):
+            return f"its monitor process, after {why}"
+        if code == -signal.SIGKILL and self._oom_kills.any_new():
+            return "the kernel's out-of-memory killer"
+        return "outside"
 
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
@@ -310,7 +344,7 @@ class Agent:
         if self._resources.workers or self._phase not in phases:
             return
         waits = self._replacements.pending and self._phase is Phase.RUNNING
-        if waits and self._resources.coordinator.keys.job().state is JobState.RUNNING:
+        if waits and self._replacements.are_useful:
             return  # all are dead; the replacements will decide among themselves how to continue
         self._replacements.cancel()
         if self._phase is Phase.RESTARTING:

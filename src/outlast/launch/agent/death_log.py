@@ -1,29 +1,21 @@
-"""The deaths of workers and the decision on each; at the end of the job its first cause, its exit
-code, and the summary that the launcher prints.
-"""
+"""The deaths of workers and the decision on each; at the end of the job its first cause."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import signal
 from collections.abc import Sequence
 
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
-from outlast.events.restart_causes import RestartCount, describe_restarts, what_failed
+from outlast.events.restart_causes import RestartCount, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.output.raised import Raised, raised, without_ranks
 from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_summary, exit_text
-from outlast.system.units import duration_text
 
-_RANK = re.compile(r"^\[rank\d+\]: ?")
-"""What torch puts before each line of a traceback."""
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
-"""The line of a traceback with the exception; C++ code may write more lines after it."""
-_CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
-"""What Python writes, between two empty lines, above a traceback with a context or a cause."""
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -37,6 +29,9 @@ class Death:
         decision: the launcher's decision.
         last_output: the worker's traceback, or its last lines on stderr.
         source: the kind of `last_output`: `traceback` or `stderr`; empty for neither.
+        shown: whether the launcher has passed on what it wrote on stderr.
+        killer: who has killed it, as far as that is known.
+        early: whether it had not reached the wrapped function, in a script that has one.
         host: name of its host; empty for this one.
         host_id: of its host in the job; empty if the job has one host.
     """
@@ -49,6 +44,9 @@ class Death:
     local_rank: int = 0
     last_output: str = ""
     source: str = ""
+    shown: bool = False
+    killer: str = ""
+    early: bool = False
     host: str = ""
     host_id: str = ""
 
@@ -57,18 +55,31 @@ class Death:
         """The name of the process in the whole job."""
         return process_name(self.host_id, self.pid)
 
+    @functools.cached_property
+    def error(self) -> Raised | None:
+        """The exception that ended it, if its output ends with one."""
+        return raised(self.last_output) if self.exit_code in (1, NO_RESTART) else None
+
+    @property
+    def how(self) -> str:
+        """How it ended: `failed with KeyError: 'x' at train.py:16`, `exited with code 3`, `was
+        killed by SIGKILL from outside`.
+        """
+        how = exit_text(self.exit_code) if self.error is None else f"failed with {self.error}"
+        by = f" from {self.killer}" if self.killer else ""
+        return f"{how}{by}{' before it reached the wrapped function' if self.early else ''}"
+
     def event(self) -> WorkerFailed:
         """The death as an event."""
-        lines = [_RANK.sub("", line) for line in self.last_output.splitlines()]
-        errors = [line for line in lines if _ERROR.match(line)]
-        *_, message = errors or lines or [""]
+        lines = without_ranks(self.last_output).splitlines()
+        error = raised(self.last_output)
         return WorkerFailed(
             rank=self.rank,
             worker_pid=self.pid,
             exit_code=self.exit_code,
             decision=self.decision.value,
             failed_time=self.when,
-            message=message,
+            message=error.error if error is not None else lines[-1] if lines else "",
         )
 
 
@@ -79,7 +90,15 @@ class DeathLog:
         self.deaths: list[Death] = []
 
     def record(
-        self, worker: Worker, exit_code: int, when: float, decision: Decision, host_id: str
+        self,
+        worker: Worker,
+        exit_code: int,
+        when: float,
+        decision: Decision,
+        host_id: str,
+        *,
+        killer: str = "",
+        early: bool = False,
     ) -> Death:
         """Record a death, with the last output of the worker."""
         last_output, source = worker.last_output()
@@ -92,6 +111,9 @@ class DeathLog:
             decision=decision,
             last_output=last_output,
             source=source,
+            shown=worker.shown,
+            killer=killer,
+            early=early,
             host_id=host_id,
         )
         self.deaths.append(death)
@@ -109,8 +131,8 @@ def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCoun
     counts = []
     for death in deaths:
         if death.decision is Decision.RESTARTED:
-            message = death.event().message
-            what = what_failed("WORKER_FAILED", message, "", exit_summary(death.exit_code))
+            message, place = death.event().message, death.error.place if death.error else ""
+            what = what_failed("WORKER_FAILED", message, place, exit_summary(death.exit_code))
             counts.append(RestartCount.of(what, death.rank))
     return (*counts, *job.restarts)
 
@@ -151,123 +173,3 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
         key=lambda death: (death.process != job.reporter, death.when),
         default=None,
     )
-
-
-def exit_code(cause: Death | None, received: signal.Signals | None) -> int:
-    """The exit code of the job: 128 + n if signal n ended it; else that of the first cause (128 + n
-    if signal n killed that worker); else 0.
-    """
-    if received is not None:
-        return 128 + received
-    if cause is None:
-        return 0
-    return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How a job has ended.
-
-    Attributes:
-        cause: the first failure from which it did not recover.
-        received: the signal to the launcher that ended it.
-        text: why it has failed, if no worker is the cause.
-        saved: whether the last save of a stop was made.
-        unsaved: whether the job was told to stop, and that save was not made.
-        seconds: since the start of the job, or since this host has joined it.
-        restarts: by cause.
-        joined_late: whether this host joined a job that ran already.
-        links: which links between hosts were broken, in words.
-    """
-
-    cause: Death | None
-    received: signal.Signals | None
-    saved: bool
-    seconds: float
-    unsaved: bool = False
-    text: str = ""
-    restarts: tuple[RestartCount, ...] = ()
-    joined_late: bool = False
-    links: tuple[str, ...] = ()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it ended because it was told to, by itself."""
-        told = self.cause is not None and self.cause.decision is Decision.STOPPED
-        return self.saved if self.received is not None else told
-
-    @property
-    def failed(self) -> bool:
-        """Whether nobody asked for this end."""
-        caused = self.cause is not None or bool(self.text)
-        return self.received is None and caused and not self.stopped
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the job."""
-        return 1 if self.failed and self.cause is None else exit_code(self.cause, self.received)
-
-
-def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
-    """The last lines of a job. A failed job's first cause comes after its other failures, and its
-    traceback last; otherwise the last line tells how the job has ended. Ranks that exited with 93
-    because of the first cause are not failures of their own.
-    """
-    cause = ending.cause if ending.failed else None
-    others = [
-        death
-        for death in sorted(deaths, key=lambda death: death.when)
-        if (cause is None or death.process != cause.process)
-        and not (ending.stopped and death.decision is Decision.STOPPED)
-        and not (cause is not None and cause.exit_code == death.exit_code == NO_RESTART)
-    ]
-    lines = ["broken links between hosts, as they were found:"] if ending.links else []
-    lines.extend(f"  {text}" for text in ending.links)
-    lines += ["failures:"] if others and cause is None else ["other failures:"] if others else []
-    lines.extend(
-        f"  {_where(death, host)} {exit_text(death.exit_code)}: {death.decision.value}"
-        for death in others
-    )
-    code, after = f", exit code {ending.exit_code}", _after(ending)
-    then = f",{after}" if after.startswith(" ") else after
-    if ending.stopped:
-        signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
-        saved = "NOT saved, a fault prevented the last save" if ending.unsaved else "saved"
-        lines.append(f"job stopped {signal_}: {saved}{code}{then}")
-    elif ending.received is not None:
-        unsaved = ": NOT saved" if ending.unsaved else ""
-        lines.append(f"job ended by {ending.received.name}{unsaved}{code}{then}")
-    elif cause is not None:
-        lines.append(f"job failed{code}{then}")
-        lines.append(f"first cause: {_where(cause, host)} {exit_text(cause.exit_code)}")
-        if cause.last_output:
-            lines.append("traceback:" if cause.source == "traceback" else "last lines on stderr:")
-            output = cause.last_output.splitlines()
-            if cause.exit_code == NO_RESTART:  # the equal faults before it have the same traceback
-                output = from_last_traceback(output)
-            lines.extend(f"  {line}" for line in output)
-    elif ending.failed:
-        lines += [f"job failed{code}{then}", f"first cause: {ending.text}"]
-    else:
-        lines.append(f"job completed{after}")
-    return lines
-
-
-def _after(ending: Ending) -> str:
-    """After how long and which restarts. A host that joined late knows only its own time."""
-    took, restarts = duration_text(ending.seconds), describe_restarts(ending.restarts)
-    if ending.joined_late:
-        return f"{restarts and f' after {restarts}'}; this host took part for {took}"
-    return f" after {took}{restarts and f' and {restarts}'}"
-
-
-def from_last_traceback(lines: list[str]) -> list[str]:
-    """The lines from the last traceback on, with the tracebacks that it is chained to."""
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    while len(starts) > 1 and lines[starts[-1] - 2].startswith(_CHAINED):
-        starts.pop()
-    return lines[starts[-1] :] if starts else lines
-
-
-def _where(death: Death, host: str) -> str:
-    return f"rank {death.rank} (pid {death.pid}, host {death.host or host})"

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 
+from outlast.coordination.records import FaultRecord
 from outlast.errors import NO_RESTART
 from outlast.events.restart_causes import RestartCount
 
@@ -44,6 +45,7 @@ class JobRecord:
         reporter: the name of the process that has printed why the job was aborted; empty if none
             has.
         restarts: of all calls, by cause, as the ranks have counted them. Not part of the value.
+        fault: the one with which the ranks have ended the job. Not part of the value.
     """
 
     state: JobState = JobState.PLAIN
@@ -53,6 +55,7 @@ class JobRecord:
     unsaved: bool = False
     reporter: str = ""
     restarts: tuple[RestartCount, ...] = ()
+    fault: FaultRecord | None = None
 
     @property
     def saved(self) -> bool:
@@ -102,16 +105,28 @@ def replacements(max_restarts: int | None) -> int:
 
 
 def decide(
-    exit_code: int, process: str, job: JobRecord, used: int, max_restarts: int | None
+    exit_code: int,
+    process: str,
+    job: JobRecord,
+    used: int,
+    max_restarts: int | None,
+    wrapped: bool = False,
 ) -> Decision:
     """Decide how to proceed when a worker of a running job ends by itself or by a fault.
 
     A worker that exits with 93 says that a restart would not help: it is never started again.
     `REPLACED` and `RESTARTED` each consume one of the restarts, of which `used` are already used.
+
+    Args:
+        wrapped: whether the script has a wrapped function, which may not have been reached yet.
+            There the ranks wait for each other; so a worker that is killed on the way is replaced
+            alone. An error on the way comes again: it ends the job.
     """
     if exit_code == 0:
         return Decision.DONE
     if job.state is JobState.PLAIN:
+        if wrapped and exit_code < 0 and used < replacements(max_restarts):
+            return Decision.REPLACED
         if exit_code == NO_RESTART:
             return Decision.FATAL
         return Decision.RESTARTED if used < (max_restarts or 0) else Decision.FATAL

@@ -37,10 +37,13 @@ class JobKeys:
         return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
 
     def ended_job(self) -> JobRecord:
-        """`job`, with the restarts of all calls."""
+        """`job`, with the restarts of all calls, and the fault that ended the job."""
         record = self.job()
         if not record.prefix:
             return record
+        if record.state is JobState.ABORTED:
+            fault = drive(_membership(record).cause_of_end(), perform_on(self._store))
+            record = dataclasses.replace(record, fault=fault)
         calls, _, number = record.prefix.rstrip("/").rpartition("/")
         prefixes = [record.prefix]
         if number.isdecimal():  # the calls before it too
@@ -58,6 +61,33 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if record.prefix:
             drive(_membership(record).give_up(ranks), perform_on(self._store))
+
+    def killed_by_monitor(self, job: JobRecord, process: str) -> str:
+        """Why its monitor process has killed this process; empty if it has not."""
+        if not job.prefix:
+            return ""
+        return drive(_membership(job).announced_kill(process), perform_on(self._store))
+
+    def has_come(self, job: JobRecord, rank: int) -> bool:
+        """Whether a process of this rank has reached the running call."""
+        if not job.prefix:
+            return False
+        return drive(_membership(job).is_registered(rank), perform_on(self._store))
+
+    def will_not_come(self, rank: int, world_size: int, cause: str) -> None:
+        """Tell the members of the running call not to wait for a rank whose only process has ended
+        before it reached the call; no effect if it had reached it: then its monitor tells them.
+        """
+        fault = FaultRecord(
+            iteration=0,
+            member=-1,
+            rank=rank,
+            host="",
+            pid=-1,
+            interruption="TERMINATED",
+            cause=cause,
+        )
+        self.host_lost("", range(rank, rank + 1), world_size, fault)
 
     def suspected_link(self) -> str:
         """The newest suspicion that a link between two hosts is broken: the key under which the

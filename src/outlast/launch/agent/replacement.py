@@ -37,6 +37,13 @@ class Replacements:
         """The ranks whose replacements wait for their back-off."""
         return frozenset(death.rank for _, death in self._waiting)
 
+    @property
+    def are_useful(self) -> bool:
+        """Whether the job still waits for its ranks: it may have ended during a back-off."""
+        state = self._resources.coordinator.keys.job().state
+        wrapped = self._resources.job.program.wrapped
+        return state is JobState.RUNNING or (wrapped and state is JobState.PLAIN)
+
     def schedule(self, death: Death) -> None:
         """Replace a dead worker, after the back-off of its rank."""
         delay_s = self._resources.workers.delay_s(death.local_rank)
@@ -59,15 +66,14 @@ class Replacements:
     def _replace(self, death: Death) -> None:
         self._waiting = [item for item in self._waiting if item[1] is not death]
         resources = self._resources
-        # It may have ended during the back-off.
-        if resources.coordinator.keys.job().state is JobState.RUNNING:
+        if self.are_useful:
             try:
                 worker = resources.workers.replace(death.local_rank)
                 standby = ", a standby process" if worker.was_standby else ""
                 resources.console.say(f"rank {death.rank} is now pid {worker.pid}{standby}")
                 return
-            except LaunchError as e:  # the survivors can still finish the job
-                resources.console.say(f"{e}: the other ranks go on without it")
+            except LaunchError as e:  # the survivors may still finish the job
+                resources.console.say(f"{e}: it is not replaced")
         self._lost(death)
         self._given_up()
 

@@ -33,6 +33,8 @@ def run(options: RunOptions) -> None:
     If the script uses outlast.inprocess.Wrapper, survivors keep running and only a dead worker is
     replaced. With any other script, a failure restarts all workers, as with torchrun, if
     --max-restarts allows it.
+
+    Command lines of torchrun are accepted as they are, also with options that are not listed here.
     """
     try:
         job = job_from_options(in_step(options, environment.step()), environment.take_token())
@@ -74,9 +76,7 @@ def _with_options_of(options: type[RunOptions], function: Any) -> Any:
         )
         for field in dataclasses.fields(options)
     ]
-    # The lines of a paragraph are joined; otherwise the help would keep the source's line breaks.
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-    command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    command.__doc__ = function.__doc__
     command.__annotations__ = hints
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +23,20 @@ from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
 
 DEFAULT_HOST = "127.0.0.1"
+_WRAPPER = re.compile(r"@\s*[\w.]*\bWrapper\b|\bWrapper\(")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program that every worker runs."""
+    """The program that every worker runs. `wrapped`: it has a function with `Wrapper`; a module, or
+    a script that imports that function, does not say so.
+    """
 
     name: str
     args: tuple[str, ...] = ()
     module: bool = False
     python: bool = True
+    wrapped: bool = False
 
     def command(self, interpreter: str, chaos: bool) -> list[str]:
         """The command line of a worker. Output is unbuffered, as with torchrun."""
@@ -170,8 +175,16 @@ def _program(options: RunOptions) -> Program:
             raise ValueError(f"-m {options.script}: not the name of a module")
     elif not options.no_python and not Path(options.script).exists():
         raise ValueError(f"no such script: {options.script}")
-    args = tuple(options.args or ())
-    return Program(options.script, args, options.module, python=not options.no_python)
+    args, script = tuple(options.args or ()), Path(options.script)
+    python = not options.no_python
+    wrapped = not options.module and python and script.is_file()
+    wrapped = wrapped and has_wrapper(script.read_text(errors="replace"))
+    return Program(options.script, args, options.module, python, wrapped)
+
+
+def has_wrapper(source: str) -> bool:
+    """Whether the script itself wraps a function with `outlast.inprocess.Wrapper`."""
+    return "outlast" in source and _WRAPPER.search(source) is not None
 
 
 def _standby(options: RunOptions, *, alone: bool) -> int:

@@ -14,9 +14,14 @@ from typing import Annotated
 
 import typer
 
-_torchrun = functools.partial(typer.Option, rich_help_panel="As in torchrun")
-_outlast = functools.partial(typer.Option, rich_help_panel="Beyond torchrun")
-_accepted = functools.partial(typer.Option, rich_help_panel="Accepted for torchrun's command lines")
+_job = functools.partial(typer.Option, rich_help_panel="The job")
+_faults = functools.partial(typer.Option, rich_help_panel="Faults")
+_output = functools.partial(typer.Option, rich_help_panel="Output and events")
+_hosts = functools.partial(typer.Option, rich_help_panel="Many hosts")
+_rare = functools.partial(typer.Option, hidden=True)
+"""Accepted, and left out of the help: few people set it, or it is there for the command lines of
+torchrun. `docs/launcher.md` lists these.
+"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,29 +37,66 @@ class RunOptions:
 
     nproc_per_node: Annotated[
         str,
-        _torchrun("--nproc-per-node", metavar="N|cpu|gpu|auto", help="Number of workers."),
+        _job("--nproc-per-node", metavar="N|gpu|cpu|auto", help="Number of workers on each host."),
     ] = "1"
-    max_restarts: Annotated[
-        int | None,
-        _torchrun(
-            "--max-restarts",
-            min=0,
-            help="With Wrapper: number of dead workers to replace in the whole job (default 3). "
-            "Without: number of restarts of all workers (default 0).",
+    module: Annotated[bool, _job("--module", "-m", help="SCRIPT is a module.")] = False
+    no_python: Annotated[
+        bool, _job("--no-python", help="SCRIPT is a program: run it without Python.")
+    ] = False
+    run_id: Annotated[
+        str | None,
+        _job(
+            "--run-id",
+            "--rdzv-id",
+            metavar="NAME",
+            help='Name of the run. Default: a new one; on many hosts "none", as with torchrun.',
             show_default=False,
         ),
     ] = None
-    module: Annotated[bool, _torchrun("--module", "-m", help="SCRIPT is a module.")] = False
-    no_python: Annotated[
-        bool, _torchrun("--no-python", help="SCRIPT is a program: run it without Python.")
-    ] = False
+
+    max_restarts: Annotated[
+        int | None,
+        _faults(
+            "--max-restarts",
+            min=0,
+            metavar="N",
+            help="With Wrapper: how many dead workers are replaced in the whole job (default 3). "
+            "Without: how often all workers are restarted (default 0).",
+            show_default=False,
+        ),
+    ] = None
+    standby: Annotated[
+        int | None,
+        _faults(
+            "--standby",
+            min=0,
+            metavar="N",
+            help="Processes that have imported what the script imports, and take the place of a "
+            "dead worker at once. Default: 1 if there is enough memory.",
+            show_default=False,
+        ),
+    ] = None
+    grace: Annotated[
+        float,
+        _faults(
+            "--grace",
+            "--shutdown-timeout",
+            min=0,
+            metavar="SECONDS",
+            help="How long workers may take to end after a signal before they are killed.",
+        ),
+    ] = 30.0
+    chaos: Annotated[
+        Path | None, _faults("--chaos", metavar="PLAN", help="Inject the faults of this plan.")
+    ] = None
+
     log_dir: Annotated[
         Path | None,
-        _torchrun("--log-dir", help="Folder of output files. Alone it means --tee 3."),
+        _output("--log-dir", metavar="DIR", help="Folder of output files. Alone: --tee 3."),
     ] = None
     redirects: Annotated[
         str | None,
-        _torchrun(
+        _output(
             "--redirects",
             "-r",
             metavar="SPEC",
@@ -64,50 +106,49 @@ class RunOptions:
     ] = None
     tee: Annotated[
         str | None,
-        _torchrun(
+        _output(
             "--tee", "-t", metavar="SPEC", help="Output that goes to files and to the console."
         ),
     ] = None
     local_ranks_filter: Annotated[
         str | None,
-        _torchrun(
+        _output(
             "--local-ranks-filter",
             metavar="RANKS",
             help="Show only these ranks on the console, e.g. 0,3.",
         ),
     ] = None
-    run_id: Annotated[
-        str | None,
-        _torchrun(
-            "--run-id",
-            "--rdzv-id",
-            help='Name of the run. Default: a new one; on many hosts "none", as with torchrun.',
+    events_dir: Annotated[
+        Path | None,
+        _output(
+            "--events-dir",
+            metavar="DIR",
+            help="Write events to a folder of this run in DIR, for `outlast report` and "
+            "`outlast top`.",
+        ),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        _output(
+            "--metrics-port",
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve metrics of this host for Prometheus at this port; 0 for a free one.",
             show_default=False,
         ),
     ] = None
-    role: Annotated[str, _torchrun("--role", help="Name of the workers' role.")] = "default"
-    master_addr: Annotated[
-        str | None,
-        _torchrun(
-            "--master-addr",
-            help="Address of the job's store. Default: 127.0.0.1.",
-            show_default=False,
+    opentelemetry: Annotated[
+        bool,
+        _output(
+            "--opentelemetry",
+            help="Send metrics and traces by OTLP, as the OTEL_* environment variables say.",
         ),
-    ] = None
-    master_port: Annotated[
-        int, _torchrun("--master-port", min=0, max=65535, help="Its port; 0 for a free one.")
-    ] = 0
-    local_addr: Annotated[
-        str | None,
-        _torchrun(
-            "--local-addr",
-            help="Address of this host for the other hosts. With one host: the same as "
-            "--master-addr.",
-        ),
-    ] = None
+    ] = False
+
     nnodes: Annotated[
         str | None,
-        _torchrun(
+        _hosts(
             "--nnodes",
             metavar="N|MIN:MAX",
             help="Number of hosts; the same command runs on each. Default: 1, or the nodes of the "
@@ -115,88 +156,47 @@ class RunOptions:
             show_default=False,
         ),
     ] = None
-    node_rank: Annotated[
-        int,
-        _torchrun("--node-rank", help="Place of this host; only with --rdzv-backend static."),
-    ] = 0
+    rdzv_endpoint: Annotated[
+        str | None,
+        _hosts(
+            "--rdzv-endpoint",
+            metavar="HOST[:PORT],...",
+            help="Where hosts meet, the same on all hosts. Any one of several is enough.",
+        ),
+    ] = None
     rdzv_backend: Annotated[
         str,
-        _torchrun(
+        _hosts(
             "--rdzv-backend",
-            metavar="c10d|etcd|static",
-            help="Where hosts meet. c10d: at the hosts of --rdzv-endpoint; etcd: at an etcd v3 "
-            "there; static: as c10d, with the places of --node-rank. Default: c10d with "
-            "--rdzv-endpoint, else static. No effect with one host.",
+            metavar="BACKEND",
+            help="c10d: hosts meet at the hosts of --rdzv-endpoint; etcd: at an etcd v3 there; "
+            "static: as c10d, with the places of --node-rank. Default: c10d with "
+            "--rdzv-endpoint, else static.",
             show_default=False,
         ),
     ] = "static"
-    rdzv_endpoint: Annotated[
-        str | None,
-        _torchrun(
-            "--rdzv-endpoint",
-            metavar="HOST[:PORT][,...]",
-            help="Where hosts meet, the same on all hosts. Any one of several is enough. With one "
-            "host: the same as --master-addr and --master-port.",
+    node_rank: Annotated[
+        int,
+        _hosts(
+            "--node-rank",
+            metavar="N",
+            help="Place of this host; only with --rdzv-backend static.",
         ),
-    ] = None
+    ] = 0
     rdzv_conf: Annotated[
         str,
-        _torchrun(
+        _hosts(
             "--rdzv-conf",
-            metavar="NAME=VALUE[,...]",
+            metavar="NAME=VALUE,...",
             help="join_timeout: seconds to wait for MIN hosts (600); last_call_timeout: seconds "
             "to wait for more once MIN hosts have joined (30); record_dir: where this host keeps "
             "what it knows of the job's hosts (in /var/tmp). For etcd: protocol, cacert, "
             "cert, key, user, password_file.",
         ),
     ] = ""
-
-    events_dir: Annotated[
-        Path | None,
-        _outlast(
-            "--events-dir",
-            metavar="DIR",
-            help="Write events to a folder of this run in DIR; see `outlast report`.",
-        ),
-    ] = None
-    chaos: Annotated[
-        Path | None, _outlast("--chaos", metavar="PLAN", help="Inject the faults of this plan.")
-    ] = None
-    grace: Annotated[
-        float,
-        _outlast(
-            "--grace",
-            "--shutdown-timeout",
-            min=0,
-            metavar="SECONDS",
-            help="Time from SIGTERM (or the signal received) to SIGKILL for the workers.",
-        ),
-    ] = 30.0
-    backoff: Annotated[
-        float,
-        _outlast(
-            "--backoff",
-            min=0,
-            metavar="SECONDS",
-            help="Wait before replacing a rank that died twice soon after its start; doubles with "
-            "each further death. The first replacement never waits.",
-        ),
-    ] = 1.0
-    standby: Annotated[
-        int | None,
-        _outlast(
-            "--standby",
-            min=0,
-            metavar="K",
-            help="Processes that have imported what the script imports, and take the place of a "
-            "dead worker at once. Default: 1 if there is enough memory.",
-            show_default=False,
-        ),
-    ] = None
-
     host_timeout: Annotated[
         float,
-        _outlast(
+        _hosts(
             "--host-timeout",
             metavar="SECONDS",
             help="How long a host may be silent: after that it has ended its workers, and the "
@@ -205,7 +205,7 @@ class RunOptions:
     ] = 5.0
     replacement_timeout: Annotated[
         float | None,
-        _outlast(
+        _hosts(
             "--replacement-timeout",
             metavar="SECONDS",
             help="How long the ranks of a lost host wait for another host. Default: 1 if the job "
@@ -213,10 +213,9 @@ class RunOptions:
             show_default=False,
         ),
     ] = None
-
     token_file: Annotated[
         Path | None,
-        _outlast(
+        _hosts(
             "--token-file",
             metavar="FILE",
             help="A file with the secret of the job, the same on all hosts, which only its owner "
@@ -226,34 +225,12 @@ class RunOptions:
         ),
     ] = None
 
-    metrics_port: Annotated[
-        int | None,
-        _outlast(
-            "--metrics-port",
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="Serve metrics of this host for Prometheus at this port; 0 for a free one.",
-            show_default=False,
-        ),
-    ] = None
-    metrics_host: Annotated[
-        str, _outlast("--metrics-host", metavar="ADDRESS", help="The address of that port.")
-    ] = "127.0.0.1"
-    opentelemetry: Annotated[
-        bool,
-        _outlast(
-            "--opentelemetry",
-            help="Send metrics and traces by OTLP, as the OTEL_* environment variables say.",
-        ),
-    ] = False
-
-    standalone: Annotated[bool, _accepted("--standalone", help="One host, as is the default.")] = (
-        False
-    )
-    start_method: Annotated[
-        str, _accepted("--start-method", help="No effect: workers are always new processes.")
-    ] = "spawn"
-    monitor_interval: Annotated[
-        float, _accepted("--monitor-interval", help="No effect: the launcher does not poll.")
-    ] = 0.1
+    backoff: Annotated[float, _rare("--backoff", min=0)] = 1.0
+    role: Annotated[str, _rare("--role")] = "default"
+    master_addr: Annotated[str | None, _rare("--master-addr")] = None
+    master_port: Annotated[int, _rare("--master-port", min=0, max=65535)] = 0
+    local_addr: Annotated[str | None, _rare("--local-addr")] = None
+    metrics_host: Annotated[str, _rare("--metrics-host")] = "127.0.0.1"
+    standalone: Annotated[bool, _rare("--standalone")] = False
+    start_method: Annotated[str, _rare("--start-method")] = "spawn"
+    monitor_interval: Annotated[float, _rare("--monitor-interval")] = 0.1

@@ -26,6 +26,13 @@ _HARMLESS_CALLS = (
     *("re", "time", "typing", "warnings"),
     *("Path", "TypeVar", "getLogger", "namedtuple", "os.environ.get", "os.getenv", "os.path"),
 )
+_FRAMEWORKS = (
+    *("accelerate", "datasets", "deepspeed", "lightning", "pytorch_lightning", "torchmetrics"),
+    *("torchtitan", "torchvision", "transformers"),
+)
+"""Packages whose import takes seconds, and does not depend on what a script has done before, except
+for what `framework_imports` looks at.
+"""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
@@ -91,6 +98,36 @@ def beginning(source: str | bytes) -> Beginning:
             return Beginning(tuple(steps), line, _changes_environment(rest))
         steps += found
     return Beginning(tuple(steps), 0, _changes_environment(module.body))
+
+
+def framework_imports(source: str | bytes, known: Iterable[Import | SetVariable]) -> list[Import]:
+    """The imports of frameworks behind the beginning of a script, in its functions too; without
+    those that are `known`. None if the script may change what they import or do: if it assigns
+    environment variables or attributes of modules, or mentions `sys.path` or `sys.modules`.
+    """
+    module = ast.parse(source)
+    found: list[Import] = []
+    modules: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            modules.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            found += [Import(alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.update(alias.asname or alias.name for alias in node.names)
+            found.append(Import(node.module or "", tuple(alias.name for alias in node.names)))
+    if _changes_environment(module.body):
+        return []
+    for node in ast.walk(module):
+        name = _dotted(node) if isinstance(node, ast.Attribute) else ""
+        assigned = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if name in ("sys.path", "sys.modules") or (assigned and name.split(".")[0] in modules):
+            return []
+    before = set(known)
+    return [
+        dataclasses.replace(step, optional=True)
+        for step in dict.fromkeys(found)
+        if step.name.partition(".")[0] in _FRAMEWORKS and step not in before
+    ]
 
 
 def _steps(statement: ast.stmt) -> list[Import | SetVariable] | None:

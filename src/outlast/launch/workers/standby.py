@@ -216,9 +216,15 @@ class StandbyPool:
         if answer["ready"]:
             standby.ready = True
             line = answer["ends_at"]
-            early = f", without imports after line {line} of {script}" if line else ""
-            self._console.say(f"standby pid {pid} is ready{early}")
+            early = (
+                f", but without the imports below line {line} of {script}: that line may change "
+                "what an import does, so move them above it"
+            )
+            self._console.say(f"standby pid {pid} is ready{early if line else ''}")
         elif answer["limit"] < self._limit:
             self._limit = answer["limit"]
-            self._console.say(f"standby processes leave imports to the script: {answer['reason']}")
+            self._console.say(
+                f"standby processes import nothing from here on: {answer['reason']}; a replacement "
+                "takes longer by what that imports"
+            )
         return True

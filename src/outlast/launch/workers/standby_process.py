@@ -45,6 +45,7 @@ _CHAOS = (
 )
 _LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
 """Packages that import some of their modules on use: a standby imports all that are exported."""
+_READS = "reads %s when it is imported: read it in a function, or move the import to the end"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,7 @@ def main(settings: Settings) -> None:
             answer: dict[str, Any] = {"ready": True, "ends_at": prepare(settings)}
         except ImportLeft as left:
             answer = {"ready": False, "limit": left.limit, "reason": str(left)}
+        importlib.import_module("outlast.system.fast_exit").exit_fast()
         channel.sendall(json.dumps(answer).encode())
         if not answer["ready"]:
             return
@@ -95,7 +97,9 @@ def main(settings: Settings) -> None:
         return  # the job needs it no longer
     for number, file, descriptor in zip((1, 2), captured, descriptors, strict=True):
         _release(number, file, descriptor)
-    importlib.import_module(_ENVIRONMENT).set_variables(json.loads(data)["environment"])
+    environment = importlib.import_module(_ENVIRONMENT)
+    environment.set_variables(json.loads(data)["environment"])
+    environment.tell_frameworks_the_rank()
     run(settings)
 
 
@@ -132,9 +136,9 @@ def prepare(settings: Settings) -> int:
             found = imports.beginning(source)
         except (OSError, ImportError, SyntaxError, ValueError):
             return 0  # the worker will report it
-        for number, step in enumerate(found.steps):
-            if number == settings.limit:
-                return 0
+        frameworks = imports.framework_imports(source, found.steps)
+        frameworks = [step for step in frameworks if _is_installed(step.name.partition(".")[0])]
+        for number, step in enumerate([*found.steps, *frameworks][: settings.limit]):
             if isinstance(step, imports.SetVariable):
                 environment.set_variables({step.name: step.value}, keep=step.default)
                 continue
@@ -142,13 +146,16 @@ def prepare(settings: Settings) -> int:
                 _import(step, package)
             except Exception as error:
                 if not step.optional:
-                    raise ImportLeft(number, f"{step}: {type(error).__name__}: {error}") from error
+                    why = f"{type(error).__name__}: {error}"
+                    raise ImportLeft(number, f"`{step}` fails there ({why})") from error
             if reads:
-                raise ImportLeft(number, f"{step} reads {reads[0]}")
+                raise ImportLeft(number, f"`{step}` {_READS % reads[0]}")
+        if settings.limit < len(found.steps):
+            return 0
         if found.ends_at == 0:
             _import_later(found.changes_environment)
             if reads:
-                raise ImportLeft(number, f"a module reads {reads[0]} at its import")
+                raise ImportLeft(number, f"a module {_READS % reads[0]}")
     gc.collect()
     return int(found.ends_at)
 
@@ -157,6 +164,13 @@ def _import(step: Any, package: str) -> None:
     """Import as the statement in the script does; submodules in `names` too."""
     namespace = {"__name__": "__main__", "__package__": package or None}
     __import__(step.name, namespace, None, step.names, step.level)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package is an installed one, not a folder of the script's."""
+    spec = importlib.util.find_spec(package)
+    folders = Path(str(spec.origin if spec is not None else "")).parts
+    return "site-packages" in folders or "dist-packages" in folders
 
 
 def _import_later(changes_environment: bool) -> None:

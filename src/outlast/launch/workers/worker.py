@@ -43,7 +43,7 @@ class WorkerSlot:
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with its pipes and files."""
+    """A worker process with its pipes and files. `shown`: the console shows its stderr."""
 
     slot: WorkerSlot
     process: subprocess.Popen[bytes]
@@ -53,6 +53,7 @@ class Worker:
     captures: list[Capture]
     stderr: Capture | None
     stderr_file: tuple[Path, int] | None
+    shown: bool
 
     @property
     def pid(self) -> int:
@@ -155,6 +156,7 @@ def start_worker(
         captures=list(captures.values()),
         stderr=captures.get(Std.ERR),
         stderr_file=stderr_file,
+        shown=job.routes.to_console(local_rank, Std.ERR),
     )
 
 

@@ -1,0 +1,34 @@
+"""A fast end of a process that has imported torch.
+
+At its end, Python searches all objects for garbage, several times. Each search visits the 200,000
+to 300,000 objects that torch and a script's other packages have created: 0.5 to 1 s of CPU time for
+each process of a job, all at the same moment. It finds nothing but objects in reference cycles, and
+their memory is about to be released anyway.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+def exit_fast() -> None:
+    """Let this process end without these searches. Exit handlers run, and objects outside of cycles
+    are released, as always; a file in a cycle, which the search would have closed, is flushed. May
+    be called again.
+    """
+    atexit.unregister(_hide_from_the_search)
+    atexit.register(_hide_from_the_search)
+
+
+def _hide_from_the_search() -> None:
+    for each in gc.get_objects():
+        # By its type: `isinstance` asks proxies, whose object may be gone, for their class.
+        if issubclass(type(each), _BUFFERED) and not each.closed:
+            with contextlib.suppress(OSError, ValueError):  # its disk is full, its reader is gone
+                each.flush()
+    gc.freeze()

@@ -1,0 +1,38 @@
+"""The end of a process: no search for garbage, and nothing that was written is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import atexit, pathlib, sys
+class Node:
+    def __init__(self):
+        self.me, self.file = self, open(sys.argv[1], "w")
+        self.file.write("kept")
+    def __del__(self):
+        print("found by a search")
+node = Node()
+free = open(sys.argv[1] + ".free", "w")
+free.write("kept too")
+"""
+CALLS = {
+    "directly": "from outlast.system.fast_exit import exit_fast\nexit_fast()\nexit_fast()\n",
+    "wrapped": "from outlast.inprocess import Wrapper\nWrapper()(lambda: None)()\n",
+}
+
+
+@pytest.mark.parametrize("how", ["directly", pytest.param("wrapped", marks=pytest.mark.slow)])
+def test_no_search_and_no_loss(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "file"
+    command = [sys.executable, "-c", PROGRAM + CALLS[how], str(path)]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "found by a search" not in done.stdout, done.stderr
+    assert path.read_text() == "kept"
+    assert Path(f"{path}.free").read_text() == "kept too"
