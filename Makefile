@@ -1,6 +1,6 @@
 # Everything a contributor runs. Each target creates the environment it needs.
 #   make venv      .venv with torch (the CPU build) and everything for development
-#   make demo      a training run with planned faults, and its report
+#   make demo      a training run through planned faults without a rollback, and its report
 #   make check     format, lint, types, import order, the documentation and its examples
 #   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
@@ -76,12 +76,15 @@ $(FRAMEWORKS_STAMP): $(BUILT_FROM)
 
 venv: $(STAMP)
 
+# TORCH_CPP_LOG_LEVEL: DDP warns that `find_unused_parameters` finds none.
+demo: export TORCH_CPP_LOG_LEVEL = ERROR
 demo: $(STAMP)
 	rm -rf build/demo
 	mkdir -p build/demo
-	@echo 'Without faults, in one process:'
-	$(BIN)/python examples/digits.py --state build/demo/without
-	@echo 'Four ranks, through an exception, a SIGKILL and a hang:'
+	@echo 'Four ranks, without faults:'
+	$(BIN)/outlast run --nproc-per-node 4 examples/digits.py --state build/demo/without
+	@echo 'The same through an exception, a SIGKILL and a hang: the weights are the same, and no step is'
+	@echo 'made twice, because after each fault at least one rank still has the newest step in memory:'
 	$(BIN)/outlast run --nproc-per-node 4 --max-restarts 8 --chaos examples/digits_faults.json \
 		--events-dir build/demo/events examples/digits.py --state build/demo/with
 	$(BIN)/outlast report build/demo/events
@@ -124,7 +127,7 @@ test-ray: $(FRAMEWORKS_STAMP)
 
 # Hangs wait for their timeouts, and each killed process is replaced by one that imports torch.
 campaign: $(STAMP)
-	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown docs/campaign.md
+	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown docs/chaos.md
 
 # Each trial is a process; a failed one prints the command that runs it again. ONLY= chooses some.
 TORTURE_SECONDS ?= 3600

@@ -5,36 +5,119 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.lib.sheets import to_markdown
 
 __all__ = ["MODULES", "load", "write_docs"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+class Benchmark(NamedTuple):
+    """Where a benchmark is, the title of its section on the page, and a sentence of method."""
+
+    module: str
+    title: str
+    method: str
+
+
 MODULES = {
-    "restart": ("inprocess.restart", "Restart latency"),
-    "replacement": ("inprocess.replacement", "Replacement of a killed rank"),
-    "hang": ("inprocess.hang", "Hangs"),
-    "overhead": ("inprocess.overhead", "Cost without faults"),
-    "scale": ("inprocess.scale", "Scale"),
-    "hosts": ("hosts.scale", "Many hosts"),
-    "death": ("hosts.death", "The death of a host"),
-    "soak": ("inprocess.soak", "A thousand restarts in a row"),
-    "checkpoint": ("checkpoint.run", "Checkpoints"),
-    "copies": ("copies.run", "Copies in another host's memory"),
-    "ablation": ("checkpoint.ablation", "Recycled files"),
-    "recovery": ("recovery.run", "Beside other systems"),
-    "elastic": ("elastic.run", "Elastic state"),
-    "rollback": ("rollback.run", "No rollback where a replica survives"),
-    "silent": ("elastic.silent", "Checks for silent faults"),
+    "restart": Benchmark(
+        "inprocess.restart",
+        "Restart latency",
+        "From a fault, stamped by the failing rank, to the last survivor's entry into the "
+        "function: four ranks on one host, gloo, a collective in flight, every timeout at its "
+        "default; the survivors of a kill do not wait for the replacement.",
+    ),
+    "replacement": Benchmark(
+        "inprocess.replacement",
+        "Replacement of a killed rank",
+        "From the end of a process under `outlast run` to the last of four ranks' entry.",
+    ),
+    "hang": Benchmark(
+        "inprocess.hang",
+        "Hangs",
+        "From the moment at which a rank stops to that at which another one knows, and the "
+        "restart after it.",
+    ),
+    "overhead": Benchmark(
+        "inprocess.overhead",
+        "Cost without faults",
+        "Segments with and without the wrapper alternate in the same processes.",
+    ),
+    "scale": Benchmark(
+        "inprocess.scale",
+        "Scale",
+        "The real state machine of up to 512 members against one real store.",
+    ),
+    "hosts": Benchmark(
+        "hosts.scale",
+        "Many hosts",
+        "The real recovery protocol, combining and table of up to 2,048 hosts in a simulation "
+        "with modelled latencies and the leader's measured CPU time; without the work of the "
+        "ranks themselves, and without lost messages.",
+    ),
+    "death": Benchmark(
+        "hosts.death",
+        "The death of a host",
+        "Real hosts in network namespaces, each of which dies in turn, the leader too.",
+    ),
+    "soak": Benchmark(
+        "inprocess.soak",
+        "A thousand restarts in a row",
+        "Each rank, each monitor process and the job's store, early and at the end.",
+    ),
+    "checkpoint": Benchmark(
+        "checkpoint.run",
+        "Checkpoints",
+        "A transformer with Adam, 768 MiB in one process and 192 MiB in each of four gloo "
+        "ranks; ways to save alternate, and each figure is also a ratio to what the machine can"
+        " do in the same run (a copy into warm memory, the faster of a buffered and an "
+        "`O_DIRECT` write with fsync, the fastest raw read with checksums).",
+    ),
+    "copies": Benchmark(
+        "copies.run",
+        "Copies in another host's memory",
+        "The step rate of a training that saves with and without `replicas=1`, and the time "
+        "from the loss of a host to the first step after the restore.",
+    ),
+    "ablation": Benchmark(
+        "checkpoint.ablation",
+        "Recycled files",
+        "The same saves with and without them, in turns.",
+    ),
+    "recovery": Benchmark(
+        "recovery.run",
+        "Beside other systems",
+        "Whole systems train the same model on the same data with two ranks, and get the same "
+        "exceptions and SIGKILLs in turn, one a minute and one every ten seconds.",
+    ),
+    "elastic": Benchmark(
+        "elastic.run",
+        "Elastic state",
+        "Positions, loaders, saves and restores of a job beside torch's, all ranks on one machine.",
+    ),
+    "rollback": Benchmark(
+        "rollback.run",
+        "No rollback where a replica survives",
+        "Two ranks with DDP under `outlast run`, and a fault three steps after a checkpoint; "
+        "the state comes from the survivors (`Job`), or from a checkpoint (`Job(live=False)`) "
+        "in memory or on disk.",
+    ),
+    "silent": Benchmark(
+        "elastic.silent",
+        "Checks for silent faults",
+        "Segments of ten steps with and without both checks at their default intervals "
+        "alternate in the same two processes.",
+    ),
 }
-"""The module of each benchmark, and the title of its section on the page."""
+"""The benchmarks by name, in the order of the page."""
 
 
 def load(name: str) -> Any:
     """Imports the module of a benchmark."""
-    return importlib.import_module(f"benchmarks.{MODULES[name][0]}")
+    return importlib.import_module(f"benchmarks.{MODULES[name].module}")
 
 
 def write_docs(page: Path, results: dict[str, Any]) -> None:
@@ -50,7 +133,7 @@ def write_docs(page: Path, results: dict[str, Any]) -> None:
         raise ValueError(f"{page} lacks the lines {_BEGIN} and {_END}")
     present = _sections(figures)
     parts = []
-    for name, (_, title) in MODULES.items():
+    for name, (_, title, _) in MODULES.items():
         if name in results:
             parts.append(_section(name, results[name]))
         elif title in present:
@@ -66,7 +149,12 @@ def _sections(figures: str) -> dict[str, str]:
 
 def _section(name: str, result: dict[str, Any]) -> str:
     machine = "; ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"## {MODULES[name][1]}", ""]
+    lines = [
+        f"## {MODULES[name].title}",
+        "",
+        f"`python -m benchmarks {name}`: {MODULES[name].method}",
+        "",
+    ]
     if result["quick"]:
         lines.extend(["**A quick run: these figures only test the benchmark.**", ""])
     lines.extend(to_markdown(sheet) for sheet in load(name).sheets(result["data"]))

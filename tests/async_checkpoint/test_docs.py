@@ -1,4 +1,4 @@
-"""The guide's examples run as written."""
+"""The examples of background calls run as the page has them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs" / "async_calls.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+GUIDE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+SECTION = GUIDE.read_text().partition("\n## Background calls\n")[2]
+EXAMPLES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+
+
+def test_the_page_has_examples() -> None:
+    assert len(EXAMPLES) == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Restart in place: a fault on any rank restarts the function on every healthy rank.
 
 The names are those of nvidia-resiliency-ext 0.2. `outlast.compat.nvrx.inprocess` has the names and
-signatures of 0.4; `docs/migration-nvrx.md` compares them.
+signatures of 0.4; `docs/migration.md` compares them.
 """
 
 from outlast.inprocess import (

@@ -19,7 +19,7 @@ from outlast.elastic import ElasticLoader
 from procs import NET_S, Job
 from zygote import shared
 
-PAGE = Path(__file__).parents[3] / "docs" / "migration-torchrun.md"
+PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
 FILES = dict(re.findall(r'```(?:python|sh) title="(.*?)"\n(.*?)```', PAGE.read_text(), re.DOTALL))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OUTLAST = ("outlast.launch", "run", "--standby=0", "--standalone", "--nproc-per-node", "2")

@@ -2,7 +2,7 @@
 
     import outlast.compat.nvrx.inprocess as inprocess   # was: nvidia_resiliency_ext.inprocess
 
-`docs/migration-nvrx.md` lists what is the same, what is better and what is missing. A program whose
+`docs/migration.md` lists what is the same, what is better and what is missing. A program whose
 imports cannot be changed calls `install()` before them.
 """
 

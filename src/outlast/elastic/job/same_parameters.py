@@ -89,7 +89,7 @@ def _difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> st
     return (
         "the optimizer has different parameters on different ranks, but its state is saved by "
         f"their numbers: parameter {number} is {said[0]}, and {said[1]}. Save pipeline stages with "
-        "a Checkpointer, by the names of the parameters: see docs/integrations/parallelism.md"
+        "a Checkpointer, by the names of the parameters: see docs/frameworks.md"
     )
 
 
