@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.checks.leftovers import leaks
-from outlast.campaign.checks.result import Reference, differences
-from outlast.campaign.records import Entry, Records, Step
+from outlast.campaign.records import Entry, Records, Reference, Step, differences
+from outlast.campaign.rounds.checks import leaks
 
 
 def test_a_step_that_another_rank_has_completed_may_lack_its_record(tmp_path: Path) -> None:
