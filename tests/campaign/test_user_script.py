@@ -151,7 +151,8 @@ def test_the_faults_come_within_the_steps_of_the_script(steps: int) -> None:
 def test_a_script_through_faults(tmp_path: Path) -> None:
     code, output = invoke(
         *("--faults=4", "--faults-per-round=4", "--kinds=exception,sigkill", "--seed=2"),
-        *("--nproc-per-node=2", f"--out={tmp_path}", "--", str(SCRIPT), "checkpoints", "nothing"),
+        *("--nproc-per-node=2", "--no-shrink", f"--out={tmp_path}"),
+        *("--", str(SCRIPT), "checkpoints", "nothing"),
     )
     assert code == 0, output
     assert "identical" in output

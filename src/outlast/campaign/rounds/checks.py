@@ -74,7 +74,8 @@ def temporary_files(folder: Path, prefix: str) -> list[str]:
 def unfinished_checkpoints(folder: Path) -> list[str]:
     """Working folders of saves that were neither committed nor removed."""
     with contextlib.closing(named_files.open_storage(str(folder))) as storage:
-        return [f"{one.folder}: {one.wrong}" for one in named_files.survey(storage) if not one.step]
+        found = [one for one in named_files.survey(storage) if one.step is None]
+    return [f"{one.folder}: {one.wrong}" for one in found]
 
 
 def damaged_checkpoints(folder: Path) -> list[str]:
