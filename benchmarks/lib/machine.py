@@ -8,7 +8,7 @@ from importlib import metadata
 
 import psutil
 
-from outlast.campaign.machine import processor
+from outlast.campaign.environment import processor
 
 __all__ = ["describe"]
 

@@ -24,6 +24,7 @@ def save(
     *,
     save_id: str = "aa",
     metric: float | None = None,
+    tensors: Mapping[str, TensorEntry] | None = None,
 ) -> str:
     """Commits a checkpoint; returns its folder."""
     files = files if files is not None else {"__0_0.distcp": bytes(range(256)) * 10}
@@ -35,8 +36,8 @@ def save(
         storage.put(working, name, content)
         sums = [checksum(content[at : at + n]) for at, n in pieces(len(content), CHUNK_BYTES)]
         entries[name] = FileEntry(name, len(content), sums)
-    tensors = {"weight": TensorEntry(["weight"], "float32", [0], [])}
-    manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, tensors, {})
+    described = dict(tensors or {"weight": TensorEntry(["weight"], "float32", [0], [])})
+    manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, described, {})
     storage.put(working, MANIFEST, encode(manifest))
     storage.publish(working, final)
     return final

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.checks.leftovers import leaks
-from outlast.campaign.checks.result import Reference, differences
-from outlast.campaign.records import Entry, Records, Step
+from async_checkpoint import made
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.campaign.records import Entry, Records, Reference, Step, differences
+from outlast.campaign.rounds.checks import leaks, unfinished_checkpoints
 
 
 def test_a_step_that_another_rank_has_completed_may_lack_its_record(tmp_path: Path) -> None:
@@ -39,3 +40,10 @@ def test_a_leak_repeats_at_each_restart(
         entry = Entry(pid=7, rank=0, iteration=iteration, descriptors={"socket": count}, threads=5)
         records.write(entry)
     assert bool(leaks(tmp_path)) == grows
+
+
+def test_a_checkpoint_before_the_first_step_is_complete(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    made.save(storage, 0)
+    (tmp_path / ".tmp-step-00000003-x").mkdir()
+    assert unfinished_checkpoints(tmp_path) == [".tmp-step-00000003-x: not committed"]

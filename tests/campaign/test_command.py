@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from campaign import launchers
 from outlast.campaign import campaign
-from outlast.campaign.checks.processes import reap_orphans
 from outlast.campaign.output import ProgressLine
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
 from outlast.campaign.rounds import run_round
+from outlast.campaign.rounds.checks import reap_orphans
 from outlast.launch.cli import app
 
 

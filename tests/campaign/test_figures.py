@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.figures import Stage, believed_partial, fired_faults
+from outlast.campaign.output import markdown
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import CampaignResult, Fired, Problems, RoundResult
-from outlast.campaign.table import markdown
+from outlast.campaign.rounds.figures import Stage, believed_partial, fired_faults
 from outlast.chaos import Kind, Phase, PlannedFault
 from outlast.events import (
     Assigned,

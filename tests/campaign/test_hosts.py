@@ -14,9 +14,9 @@ from campaign import launchers
 from outlast.campaign import campaign
 from outlast.campaign.campaign import Campaign, CampaignError, Options
 from outlast.campaign.generate import Shape, parse_kinds
-from outlast.campaign.hosts.network import Network, unavailable
 from outlast.campaign.plan import OF_HOSTS, LauncherFault, RoundPlan
 from outlast.campaign.rounds import job_on_hosts
+from outlast.campaign.rounds.network import Network, unavailable
 
 PLAN = RoundPlan(seed=1, number=1, ranks=3, steps=20)
 

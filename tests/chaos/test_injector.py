@@ -11,7 +11,17 @@ import pytest
 
 from fake_clock import FakeClock
 from outlast import chaos
-from outlast.chaos import Injector, Kind, MemoryFired, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.chaos import (
+    Injector,
+    Kind,
+    MemoryFired,
+    Plan,
+    PlannedFault,
+    RandomFaults,
+    fail_at,
+    installed,
+)
+from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError
 from outlast.inprocess import observers
 
@@ -113,6 +123,29 @@ def test_pings_are_not_steps_once_the_script_reports_steps() -> None:
     assert bench.done == []
     bench.injector.step(60)
     assert bench.done == ["abort"]
+
+
+def test_the_steps_of_a_job_count_instead_of_pings() -> None:
+    bench = Bench([fail_at(0, step=60, kind="abort")])
+    call = Call()
+    with installed(bench.injector):
+        bench.injector.entered(call)
+        report_step(59, completed=True)
+        bench.injector.pinged(call, 70)
+        report_step(60)  # it is only saved
+        assert bench.done == []
+        report_step(60, completed=True)
+        assert bench.done == ["abort"]
+
+
+def test_the_steps_of_a_job_do_not_count_once_the_script_reports_steps() -> None:
+    bench = Bench([fail_at(0, step=60, kind="abort")])
+    with installed(bench.injector):
+        bench.injector.step(59)
+        report_step(60, completed=True)
+        assert bench.done == []
+        bench.injector.step(60)
+        assert bench.done == ["abort"]
 
 
 def test_a_timed_fault_fires_at_the_next_ping() -> None:

@@ -16,22 +16,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
-from outlast.campaign.checks.result import Reference
+from outlast.campaign.environment import describe
 from outlast.campaign.generate import Card, Shape, parse_kinds, plans, reference_plan
-from outlast.campaign.hosts.network import unavailable
-from outlast.campaign.machine import describe
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.results import CampaignResult, Failure, RoundResult
+from outlast.campaign.rounds.network import unavailable
+from outlast.campaign.rounds.programs import (
+    AnyProgram,
+    CampaignError,
+    OwnTraining,
+)
 from outlast.campaign.rounds.run_round import Surroundings, run_round
+from outlast.campaign.rounds.user_script import UserScript
 from outlast.campaign.shrink import shorten
 from outlast.campaign.side_by_side import Cancelled, SideBySide
-from outlast.errors import OutlastError
 
 LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
 TRAINING = Path(__file__).with_name("training.py")
 
-_UNDISTURBED = "the undisturbed run"
+_UNDISTURBED = ("the undisturbed run", "its repetition")
 _MOST_RUNS = 12
 """Runs that shorten the plan of one failed round."""
 _FEW = 6
@@ -61,7 +66,8 @@ class Options:
         standby: how many standby processes each job has.
         keep: whether to keep the folders of all rounds.
         shrink: whether to shorten the plans of failed rounds.
-        script: the training.
+        script: the campaign's own training.
+        command: the user's script and its arguments, instead of that training.
         stall_s: a job in which no rank completes a step for this long has failed.
         linger_s: how long after the end of a launcher its job's other processes may end.
         launcher: the command `outlast run`.
@@ -79,6 +85,7 @@ class Options:
     keep: bool = False
     shrink: bool = True
     script: Path = field(default_factory=lambda: TRAINING)
+    command: tuple[str, ...] = ()
     stall_s: float = 150.0
     linger_s: float = 15.0
     launcher: tuple[str, ...] = field(default_factory=lambda: LAUNCHER)
@@ -104,24 +111,23 @@ class Observer:
         """These faults are not possible here."""
 
 
-class CampaignError(OutlastError):
-    """The undisturbed run has failed, so that nothing can be compared with it; or this machine
-    cannot make the faults that were asked for.
-    """
-
-
 class Campaign:
     """Runs the rounds of a campaign.
 
     Raises:
-        CampaignError: if the undisturbed run fails, or none of the kinds is possible here.
+        CampaignError: if an undisturbed run fails, or differs from another one, or none of the
+            kinds is possible here.
     """
 
     def __init__(self, options: Options, observer: Observer | None = None) -> None:
         self._options = options
         self._observer = observer or Observer()
+        own = not options.command
+        self._program: AnyProgram = (
+            OwnTraining(options.script) if own else UserScript(options.command)
+        )
         self._surroundings = Surroundings(
-            script=options.script,
+            program=self._program,
             standby=options.standby,
             stall_s=options.stall_s,
             linger_s=options.linger_s,
@@ -141,6 +147,7 @@ class Campaign:
         """Runs rounds as the options say."""
         options, shape = self._options, self._possible(self._options.shape)
         reference = self._reference(reference_plan(options.seed, shape))
+        shape = shape.with_steps(self._program.steps(reference))
         self._run_all(plans(options.seed, shape), reference)
         return self.result(options.seed, options.ranks)
 
@@ -164,6 +171,7 @@ class Campaign:
         return CampaignResult(
             seed=seed,
             ranks=ranks,
+            command=self._options.command,
             jobs=self._options.jobs,
             machine=describe(),
             date=datetime.date.today().isoformat(),
@@ -172,7 +180,7 @@ class Campaign:
             seconds=time.monotonic() - self._since,
         )
 
-    def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
+    def _run_all(self, upcoming: Iterator[RoundPlan], reference: object) -> None:
         def next_round() -> Callable[[], None] | None:
             plan = next(upcoming, None) if self._continues() else None
             if plan is None:
@@ -221,27 +229,31 @@ class Campaign:
             return True
         return time.monotonic() - self._since + longest <= options.seconds
 
-    def _reference(self, plan: RoundPlan) -> Reference:
-        folder = self._new(self._options.out / "reference")
+    def _reference(self, plan: RoundPlan) -> Any:
+        """The result of the undisturbed run."""
+        names = _UNDISTURBED[: self._program.undisturbed_runs]
+        folders = [
+            self._new(self._options.out / f"reference{'-again' * again}")
+            for again in range(len(names))
+        ]
         # Nothing in it needs a standby process.
         surroundings = dataclasses.replace(self._surroundings, standby=0)
 
-        def run() -> RoundResult:
-            return self._one(plan, folder, _UNDISTURBED, None, alone.check, surroundings)
+        def run(folder: Path, name: str) -> RoundResult:
+            return self._one(plan, folder, name, None, side_by_side.check, surroundings)
 
-        # In a thread, as the rounds are: a signal raises an exception in the main thread, which
+        # In threads, as the rounds are: a signal raises an exception in the main thread, which
         # must not come between the start of a launcher and the code that ends it.
-        tasks = iter([run])
-        alone = SideBySide(1, lambda: next(tasks, None))
-        with contextlib.closing(alone.results(self._look)) as results:
-            (result,) = results
-        if result.problems:
-            raise CampaignError(
-                f"the undisturbed run in {folder} failed: {'; '.join(result.problems.lines())}"
-            )
-        return Reference.read(folder / "records")
+        tasks = (functools.partial(run, *each) for each in zip(folders, names, strict=True))
+        side_by_side = SideBySide(self._options.jobs, lambda: next(tasks, None))
+        with contextlib.closing(side_by_side.results(self._look)) as results:
+            for folder, result in zip(folders, results, strict=True):
+                if result.problems:
+                    wrong = "; ".join(result.problems.lines())
+                    raise CampaignError(f"the undisturbed run in {folder} failed: {wrong}")
+        return self._program.result(folders)
 
-    def _run(self, plan: RoundPlan, reference: Reference, check: Callable[[], None]) -> None:
+    def _run(self, plan: RoundPlan, reference: object, check: Callable[[], None]) -> None:
         folder = self._new(self.folder_of(plan))
         one = functools.partial(
             self._one, reference=reference, check=check, surroundings=self._surroundings
@@ -297,7 +309,7 @@ class Campaign:
         plan: RoundPlan,
         folder: Path,
         what: str,
-        reference: Reference | None,
+        reference: object | None,
         check: Callable[[], None],
         surroundings: Surroundings,
     ) -> RoundResult:

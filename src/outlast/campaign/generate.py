@@ -36,6 +36,8 @@ _OF_RANK_0 = Phase.COMMITTED
 """Only rank 0 commits."""
 
 Card = Kind | Action
+OF_SCRIPTS: tuple[Card, ...] = tuple(kind for kind in Kind if kind is not Kind.HANG_PYTHON)
+"""The kinds for a script: all but what is found only after `ping_timeout`, ten minutes."""
 T = TypeVar("T")
 
 
@@ -47,16 +49,32 @@ class Shape:
         ranks: how many.
         faults: in each round.
         kinds: which ones; the names of kinds of fault plans and of actions on the launcher.
+        known_steps: of the training; by default as many as the faults need.
     """
 
     ranks: int
     faults: int
     kinds: tuple[Card, ...] = (*Kind, *_ENDS_JOB[1:])
+    known_steps: int | None = None
 
     @property
     def steps(self) -> int:
         """The steps of the training."""
+        if self.known_steps is not None:
+            return self.known_steps
         return self.faults * GAP_STEPS + _UNDISTURBED_STEPS
+
+    @property
+    def gap(self) -> int:
+        """The steps between two faults."""
+        return max(1, (self.steps - _UNDISTURBED_STEPS) // self.faults)
+
+    def with_steps(self, steps: int | None) -> Shape:
+        """For a training of so many steps, which has no more faults than fit; `None`: as it is."""
+        if steps is None:
+            return self
+        most = max(1, (steps - _UNDISTURBED_STEPS) // GAP_STEPS)
+        return dataclasses.replace(self, faults=min(self.faults, most), known_steps=steps)
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[Card, ...]:
@@ -118,7 +136,7 @@ def _plan(seed: int, number: int, shape: Shape, cards: Sequence[tuple[Card, Phas
     faults: list[PlannedFault] = []
     launcher: list[LauncherFault] = []
     for index, (card, phase) in enumerate(cards):
-        step = index * GAP_STEPS + draw.randrange(GAP_STEPS)
+        step = index * shape.gap + draw.randrange(shape.gap)
         if isinstance(card, Action):
             launcher.append(LauncherFault(card, max(step, 1)))
             continue

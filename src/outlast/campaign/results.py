@@ -101,6 +101,7 @@ class CampaignResult:
     """The result of a campaign.
 
     Attributes:
+        command: the user's script and its arguments; empty for the training of the campaign.
         jobs: how many rounds ran at the same time.
         machine: on which it ran.
         date: on which it ended.
@@ -109,6 +110,7 @@ class CampaignResult:
 
     seed: int
     ranks: int
+    command: tuple[str, ...] = ()
     jobs: int = 1
     machine: str = ""
     date: str = ""
@@ -136,6 +138,7 @@ class CampaignResult:
         values = {
             "seed": self.seed,
             "ranks": self.ranks,
+            "command": list(self.command),
             "jobs": self.jobs,
             "machine": self.machine,
             "date": self.date,

@@ -41,7 +41,8 @@ _OPERATIONS: dict[str, tuple[Phase, Sequence[Kind]]] = {
 class Injector:
     """Fires the faults of a plan in this process.
 
-    The step is the number of pings in this iteration, until the script reports its own with `step`.
+    The step is the script's own if it reports any with `step`; otherwise the one that `Job.step`
+    has completed; otherwise the number of pings in this iteration.
 
     Args:
         plan: the plan, or a sequence of `fail_at(...)`.
@@ -73,7 +74,8 @@ class Injector:
         self._iteration = 0
         self._step = 0
         self._step_before = 0  # the last one of the iteration before
-        self._own_steps = False  # the script reports steps; pings do not count
+        self._own_steps = False  # the script reports steps: those of the job do not count
+        self._job_steps = False  # the job reports steps: pings do not count
         self._closed = threading.Event()
         self._timer: threading.Thread | None = None
         # Faults that other threads have left to the training thread, with the event that they
@@ -115,10 +117,21 @@ class Injector:
     def pinged(self, call: ObservedCall, pings: int) -> None:
         """Observer method: the rank made progress, `pings` times so far."""
         self._firing.monitor_pid = call.monitor_pid
-        if not self._own_steps:
+        counts = not self._own_steps and not self._job_steps
+        if counts:
             self._step = pings
-        self._fire_due(is_step=not self._own_steps)
+        self._fire_due(is_step=counts)
         self._await_collective()
+
+    def trained(self, step: int, completed: bool) -> None:
+        """Observer function: `Job.step` has completed this step. A step that was only saved says
+        nothing about those between.
+        """
+        if completed and not self._own_steps:
+            self._job_steps = True
+            self._step = step
+            self._fire_due(is_step=True)
+            self._await_collective()
 
     def recovering(self, iteration: int, rank: int) -> None:
         """Observer method: a restart in place of this rank."""

@@ -1,18 +1,20 @@
-"""The injector of the process: an observer of the restart wrapper and of checkpointers, used by
-`chaos.step`.
+"""The injector of the process: an observer of the restart wrapper, of checkpointers and of the
+steps of a job, used by `chaos.step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from outlast.chaos.injector import Injector
 from outlast.chaos.plan import Plan, PlannedFault
+from outlast.coordination.training_step import observed_steps
 
 _WRITER = "outlast.chaos.writer.program"
 
 _installed: Injector | None = None
+_undo = ExitStack()
 
 
 def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
@@ -25,16 +27,21 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
     global _installed
     # Imported here: a script that only calls `step` needs neither torch nor the wrapper.
     from outlast.async_checkpoint import observers as saves
-    from outlast.inprocess.observers import add_observer
+    from outlast.inprocess.observers import add_observer, remove_observer
 
     if _installed is not None:
         raise RuntimeError("an injector is installed already: call uninstall() first")
     injector = plan if isinstance(plan, Injector) else Injector(plan)
+    _undo.callback(injector.close)
     injector.start()
     add_observer(injector)
+    _undo.callback(remove_observer, injector)
     saves.add_observer(injector)
+    _undo.callback(saves.remove_observer, injector)
+    _undo.enter_context(observed_steps(injector.trained))
     if injector.writers is not None:
         saves.set_writer_program(_WRITER)
+        _undo.callback(saves.set_writer_program, None)
     _installed = injector
     return injector
 
@@ -42,15 +49,8 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
 def uninstall() -> None:
     """Removes the installed injector, if there is one, and ends its threads."""
     global _installed
-    from outlast.async_checkpoint import observers as saves
-    from outlast.inprocess.observers import remove_observer
-
-    injector, _installed = _installed, None
-    if injector is not None:
-        saves.set_writer_program(None)
-        saves.remove_observer(injector)
-        remove_observer(injector)
-        injector.close()
+    _installed = None
+    _undo.close()
 
 
 @contextmanager

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast.campaign.checks.processes import reap_orphans
 from outlast.campaign.environment import job_environment
-from outlast.campaign.hosts.network import Network
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
-from outlast.campaign.records import Progress
+from outlast.campaign.rounds.checks import reap_orphans
 from outlast.campaign.rounds.launcher import Follower, print_stacks
+from outlast.campaign.rounds.network import Network
+from outlast.campaign.rounds.programs import Progress
 
 _LOOK_S = 0.05
 _TAIL_LINES = 15

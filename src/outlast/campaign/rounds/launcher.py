@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from outlast.campaign.checks.processes import marked
 from outlast.campaign.plan import Action, LauncherFault
-from outlast.campaign.records import Progress
+from outlast.campaign.rounds.checks import marked
+from outlast.campaign.rounds.programs import Progress
 from outlast.system.waiting import readable
 
 _LOOK_S = 0.05
@@ -35,16 +35,23 @@ class LauncherProcess:
         environment: of the launcher.
         mark: the value of the mark in `environment`.
         log: the file of its output.
+        directory: where it is started; `None`: here.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], mark: str, log: Path
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        mark: str,
+        log: Path,
+        directory: Path | None = None,
     ) -> None:
         self._mark = mark
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -10,34 +10,31 @@ import time
 import uuid
 from pathlib import Path
 
-from outlast.campaign.checks.leftovers import (
+from outlast.campaign.environment import job_environment
+from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.campaign.results import Fired, Problems, RoundResult
+from outlast.campaign.rounds.checks import (
     damaged_checkpoints,
-    leaks,
+    reap_orphans,
     temporary_files,
     unfinished_checkpoints,
 )
-from outlast.campaign.checks.processes import reap_orphans
-from outlast.campaign.checks.result import Reference, differences
-from outlast.campaign.environment import job_environment
-from outlast.campaign.figures import (
+from outlast.campaign.rounds.figures import (
+    DAMAGING,
     Stage,
     believed_partial,
     fired_faults,
     job_times,
     read_stages,
 )
-from outlast.campaign.plan import Action, LauncherFault, RoundPlan
-from outlast.campaign.records import Progress
-from outlast.campaign.results import Fired, Problems, RoundResult
 from outlast.campaign.rounds.job_on_hosts import JobOnHosts, multi_host_options
 from outlast.campaign.rounds.launcher import Follower, LauncherProcess
+from outlast.campaign.rounds.programs import AnyProgram, Progress
 from outlast.chaos import Kind, Plan
 from outlast.errors import EventLogError
 
 STOPPED = 143
 _TAIL_LINES = 15
-_DAMAGING = ("torn_write", "flipped_byte")
-"""Kinds after which a committed checkpoint may be damaged: a restore must pass over it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +42,14 @@ class Surroundings:
     """How rounds are run.
 
     Attributes:
-        script: the training.
+        program: the training.
         linger_s: how long after the end of a launcher its job's other processes may end.
         launcher: the command `outlast run`.
         standby: how many standby processes each job has.
         stall_s: a job in which no rank completes a step for this long is ended, and has failed.
     """
 
-    script: Path
+    program: AnyProgram
     standby: int
     stall_s: float
     linger_s: float
@@ -62,7 +59,7 @@ class Surroundings:
 def run_round(
     plan: RoundPlan,
     folder: Path,
-    reference: Reference | None,
+    reference: object | None,
     surroundings: Surroundings,
     follower: Follower = lambda step: None,
 ) -> RoundResult:
@@ -77,7 +74,7 @@ def run_round(
     try:
         wrong = round_.run()
         if reference is not None:
-            wrong += differences(reference, round_.records)
+            wrong += surroundings.program.differences(reference, round_.folder, plan)
         try:
             stages = read_stages(folder / "events")
         except EventLogError as error:
@@ -94,11 +91,10 @@ class _Round:
     ) -> None:
         folder.mkdir(parents=True)
         self._plan = plan
-        self._folder = folder.absolute()
+        self.folder = folder.absolute()
         self._surroundings = surroundings
         self._follower = follower
-        self.records = self._folder / "records"
-        self._fired = self._folder / "fired"
+        self._fired = self.folder / "fired"
         self._fired.mkdir(mode=0o700)
         # Not in `folder`: the path of a Unix socket is limited to 107 bytes.
         self.temporary = Path(tempfile.mkdtemp(prefix="outlast-round-"))
@@ -108,11 +104,11 @@ class _Round:
 
     def run(self) -> list[str]:
         """Runs launchers until the training has ended; returns why it did not, if so."""
-        (self._folder / "plan.json").write_text(self._plan.to_json())
+        (self.folder / "plan.json").write_text(self._plan.to_json())
         faults = self._plan.faults
         if faults:
-            (self._folder / "chaos.json").write_text(Plan(faults=faults).to_json())
-        progress = Progress(self.records)
+            (self.folder / "chaos.json").write_text(Plan(faults=faults).to_json())
+        progress = self._surroundings.program.progress(self.folder)
         if self._plan.hosts:
             return self._run_on_hosts(progress)
         # A rank that gets SIGTERM ends the job like a launcher that gets it.
@@ -125,9 +121,10 @@ class _Round:
 
     def _run_launcher(self, number: int, progress: Progress) -> tuple[list[str], bool]:
         mark = uuid.uuid4().hex
-        log = self._folder / f"launcher-{number}.log"
+        log = self.folder / f"launcher-{number}.log"
         environment = job_environment(mark, self.temporary, self._fired)
-        launcher = LauncherProcess(self._command(), environment, mark, log)
+        directory = self._surroundings.program.working_directory(self.folder)
+        launcher = LauncherProcess(self._command(), environment, mark, log, directory)
         left = self._plan.launcher[len(self._taken) :]
         try:
             code, taken = launcher.follow(
@@ -157,7 +154,7 @@ class _Round:
             command=self._command(*multi_host_options(plan)),
             fired=self._fired,
             temporary=self.temporary,
-            logs=self._folder,
+            logs=self.folder,
         )
         with job:
             wrong = job.follow(progress, surroundings.stall_s, self._follower)
@@ -174,27 +171,22 @@ class _Round:
             *(options or here),
             "--max-restarts=100000",
             "--backoff=0",
-            f"--events-dir={self._folder / 'events'}",
-            *([f"--chaos={self._folder / 'chaos.json'}"] if plan.faults else []),
-            str(self._surroundings.script),
-            f"--folder={self._folder}",
-            f"--steps={plan.steps}",
-            f"--seed={plan.seed}",
+            f"--events-dir={self.folder / 'events'}",
+            *([f"--chaos={self.folder / 'chaos.json'}"] if plan.faults else []),
+            *self._surroundings.program.command(plan, self.folder),
         ]
 
     def result(self, wrong: list[str], stages: list[Stage], since: float) -> RoundResult:
         """The result, with everything that is wrong."""
         inside = fired_faults(self._plan, self._fired, stages)
         outside = [Fired(kind=one.action.value, step=one.step) for one in self._taken]
-        checkpoints = self._folder / "checkpoints"
-        leftovers = temporary_files(self.temporary)
+        program = self._surroundings.program
+        leftovers = temporary_files(self.temporary, program.temporary)
         believed = believed_partial(stages)
-        if checkpoints.exists():
+        for checkpoints in program.checkpoints(self.folder):
             leftovers += unfinished_checkpoints(checkpoints)
-            if not any(one.kind in _DAMAGING for one in inside):
+            if not any(one.kind in DAMAGING for one in inside):
                 believed += damaged_checkpoints(checkpoints)
-        # Processes on different hosts have the same IDs, so they cannot be told apart.
-        grown = [] if self._plan.hosts else leaks(self.records)
         wall, productive = job_times(stages)
         return RoundResult(
             plan=self._plan,
@@ -202,7 +194,7 @@ class _Round:
             problems=Problems(
                 differences=tuple(wrong),
                 orphans=tuple(self._orphans),
-                leaks=tuple(grown),
+                leaks=tuple(program.leaks(self.folder)),
                 leftovers=tuple(leftovers),
                 believed=tuple(believed),
             ),

@@ -341,7 +341,7 @@ class Job:
         if self._live is not None:
             self._counters.clean_step = self._checks.clean_step(self.steps)
             self._live.completed(self.steps, self._counters.live_state_dict())
-        report_step(self.steps)
+        report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)
         self._ending.stop_if_last()
         if self._schedule.is_due(self.steps):

@@ -347,7 +347,7 @@ class _Session:
         with contextlib.suppress(RuntimeError):  # the store is lost
             self.notice.aborted(reports=self.host.reported_cause)
 
-    def _reached(self, step: int) -> None:
+    def _reached(self, step: int, completed: bool) -> None:
         self.page.step, self.page.pinged = max(self.page.step, step), self.clock.now()
 
     def _run_abort(self, again: bool) -> None:

@@ -19,6 +19,8 @@ import typer
 from outlast.errors import ChaosError, OutlastError
 from outlast.launch.commands.error_exit import exit_on
 
+_STALL_S = 900.0
+"""More than the default timeouts of the restart wrapper, after which hangs end."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,12 +34,21 @@ def register(app: typer.Typer) -> None:
 
 
 def campaign(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT ARGUMENT...]",
+            help="A script that trains with Job, and saves to a relative folder, or to one below "
+            "'{folder}' in an argument. Default: a training of the campaign's own.",
+            show_default=False,
+        ),
+    ] = None,
     faults: Annotated[
         int | None,
         typer.Option(
             "--faults",
             min=1,
-            help="How many faults to fire. Default: 1000, or no limit with --seconds.",
+            help="How many faults to fire. Default: 1000, of a script 20; no limit with --seconds.",
             show_default=False,
         ),
     ] = None,
@@ -100,30 +111,39 @@ def campaign(
     ] = None,
 ) -> None:
     """Train through planned faults, and compare each loss and the final weights, bit by bit, with
-    an undisturbed run. The exit code is 1 if anything differs or is left over.
+    an undisturbed run; of a script, every tensor of its last checkpoints. The exit code is 1 if
+    anything differs or is left over.
     """
     from rich.console import Console
 
     from outlast.campaign.campaign import Campaign, Options, default_jobs
-    from outlast.campaign.generate import parse_kinds
-    from outlast.campaign.output import ProgressLine, print_result
+    from outlast.campaign.generate import OF_SCRIPTS, parse_kinds
+    from outlast.campaign.output import ProgressLine, print_result, write_markdown
     from outlast.campaign.plan import RoundPlan
-    from outlast.campaign.table import write_markdown
+    from outlast.chaos import Kind
 
     try:
         chosen = parse_kinds([name for part in kinds.split(",") if (name := part.strip())])
+        if script and not kinds:
+            chosen = OF_SCRIPTS
+        elif script and (others := [str(kind) for kind in chosen if not isinstance(kind, Kind)]):
+            raise ValueError(f"{', '.join(others)}: only for the training of the campaign")
     except ValueError as e:
         raise typer.BadParameter(str(e), param_hint="--kinds") from e
+    if faults is None and seconds is None:
+        faults = 20 if script else 1000
     console = Console()
     with exit_on(OutlastError, OSError):
         plan = None if replay is None else RoundPlan.load(replay)
         options = Options(
             out=out if out is not None else Path(tempfile.mkdtemp(prefix="outlast-campaign-")),
-            faults=1000 if faults is None and seconds is None else faults,
+            faults=faults,
             seconds=seconds,
             seed=seed,
             ranks=ranks,
             kinds=chosen,
+            command=tuple(script or ()),
+            stall_s=_STALL_S if script else Options.stall_s,
             per_round=per_round,
             jobs=default_jobs() if jobs is None else jobs,
             standby=standby,

@@ -1,23 +1,34 @@
 """Restart in place with the names and signatures of nvidia_resiliency_ext.inprocess 0.4."""
 
+import sys
+
 from outlast.compat.nvrx.inprocess import (
-    abort,
-    attribution,
-    completion,
     exception,
     finalize,
     health_check,
-    initialize,
     nested_restarter,
     rank_assignment,
     rank_filter,
     state,
-    store,
-    terminate,
 )
-from outlast.compat.nvrx.inprocess.compose import Compose
 from outlast.compat.nvrx.inprocess.state import FrozenState, Mode, State
 from outlast.compat.nvrx.inprocess.wrap import CallWrapper, Wrapper
+from outlast.inprocess import abort, attribution, compose, ending, initialize, store
+from outlast.inprocess.compose import Compose
+
+completion = terminate = ending
+
+# Modules of `outlast.inprocess`, which `import outlast.compat.nvrx.inprocess.abort` finds as well.
+_SAME = {
+    "abort": abort,
+    "attribution": attribution,
+    "completion": completion,
+    "compose": compose,
+    "initialize": initialize,
+    "store": store,
+    "terminate": terminate,
+}
+sys.modules.update({f"{__name__}.{name}": module for name, module in _SAME.items()})
 
 __all__ = [
     "CallWrapper",

@@ -11,12 +11,8 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from outlast.compat.nvrx.inprocess import adapters
-from outlast.compat.nvrx.inprocess.abort import Abort, AbortTorchDistributed
-from outlast.compat.nvrx.inprocess.completion import Completion
-from outlast.compat.nvrx.inprocess.compose import Compose
 from outlast.compat.nvrx.inprocess.finalize import Finalize
 from outlast.compat.nvrx.inprocess.health_check import HealthCheck
-from outlast.compat.nvrx.inprocess.initialize import Initialize
 from outlast.compat.nvrx.inprocess.rank_assignment import (
     ActivateAllRanks,
     RankAssignment,
@@ -24,10 +20,13 @@ from outlast.compat.nvrx.inprocess.rank_assignment import (
     as_core,
 )
 from outlast.compat.nvrx.inprocess.rank_filter import RankFilter
-from outlast.compat.nvrx.inprocess.store import StoreMixin, TCPStore
-from outlast.compat.nvrx.inprocess.terminate import Terminate
 from outlast.inprocess import CallWrapper
 from outlast.inprocess import Wrapper as CoreWrapper
+from outlast.inprocess.abort import Abort, AbortTorchDistributed
+from outlast.inprocess.compose import Compose
+from outlast.inprocess.ending import Completion, Terminate
+from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.store import StoreMixin, TCPStore
 from outlast.system.arguments import as_timedelta
 
 __all__ = ["CallWrapper", "Wrapper"]

@@ -22,6 +22,8 @@ _UNKNOWN = "it is not known whether"
 """In the cause of a save whose rank 0 may have committed it before it died."""
 _WITHOUT_RESTART = ("slow_disk", "torn_write", "flipped_byte", "signal_storm")
 """Kinds that training does not notice, or only by the damage that a later restore finds."""
+DAMAGING = ("torn_write", "flipped_byte")
+"""Kinds after which a committed checkpoint may be damaged: a restore must pass over it."""
 _LONGEST_S = 10.0
 """The time from a fault to its restart: more than the hard timeout of the training."""
 _MOMENT_S = 0.5

@@ -1,14 +1,20 @@
-"""What a round has left behind: temporary files, unfinished checkpoints, open descriptors."""
+"""What a round must not leave behind: processes, temporary files, unfinished or damaged
+checkpoints, open descriptors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from outlast.async_checkpoint import named_files
+from outlast.campaign.environment import MARK
 from outlast.campaign.records import Entry, read_entries
 from outlast.errors import CheckpointError
 
@@ -20,19 +26,56 @@ _WARM = 2
 """Entries of a process before its resources are compared: some are opened once."""
 
 
-def temporary_files(folder: Path) -> list[str]:
-    """Files and sockets in the folder of temporary files; empty folders do not count."""
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        # It has ended, or is another user's.
+        with contextlib.suppress(psutil.Error, OSError):
+            is_marked = process.environ().get(MARK) == mark
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def reap_orphans(mark: str, linger_s: float) -> list[str]:
+    """Waits `linger_s` for the processes to end; describes and kills those that do not."""
+    deadline = time.monotonic() + linger_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+    described = []
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            described.append(f"process {process.pid}, {process.status()}: {_command(process)}")
+            process.kill()
+    psutil.wait_procs(left, timeout=linger_s)
+    return described
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return f"{process.name()} ({' '.join(process.cmdline())[:200]})"
+    except psutil.Error as error:
+        return type(error).__name__
+
+
+def temporary_files(folder: Path, prefix: str) -> list[str]:
+    """Files and sockets in the folder of temporary files, in entries whose names begin with the
+    prefix; empty folders do not count.
+    """
     return [
         f"temporary file {path.relative_to(folder)}"
         for path in sorted(folder.rglob("*"))
-        if not path.is_dir() or path.is_symlink()
+        if path.relative_to(folder).parts[0].startswith(prefix)
+        and (not path.is_dir() or path.is_symlink())
     ]
 
 
 def unfinished_checkpoints(folder: Path) -> list[str]:
     """Working folders of saves that were neither committed nor removed."""
     with contextlib.closing(named_files.open_storage(str(folder))) as storage:
-        return [f"{one.folder}: {one.wrong}" for one in named_files.survey(storage) if not one.step]
+        found = [one for one in named_files.survey(storage) if one.step is None]
+    return [f"{one.folder}: {one.wrong}" for one in found]
 
 
 def damaged_checkpoints(folder: Path) -> list[str]:

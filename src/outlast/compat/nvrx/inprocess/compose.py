@@ -1,5 +1,0 @@
-"""`Compose`: that of `outlast.inprocess`."""
-
-from outlast.inprocess.compose import Compose
-
-__all__ = ["Compose"]
