@@ -26,8 +26,8 @@ _ORDERS = "orders"
 
 
 class GradientBuckets:
-    """The order of the buckets of each DDP in these modules. They are in the same order on all
-    ranks, which call the same methods.
+    """The order of the buckets of each DDP in these modules, where it may change. They are in the
+    same order on all ranks, which call the same methods.
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:
@@ -58,15 +58,14 @@ class GradientBuckets:
         on them.
         """
         for number, ddp in enumerate(self._ddps):
-            if not self._order_of(number) and ddp.reducer._rebuild_buckets():
+            if not self._order_of(number) and not ddp.static_graph and _has_decided(ddp):
                 self._orders += [b""] * (number + 1 - len(self._orders))
                 self._orders[number] = _present_order(ddp)
 
     def _find(self, modules: Iterable[Any]) -> None:
         for module in modules:
             for each in module.modules() if isinstance(module, nn.Module) else ():
-                # A sum of two is the same in any order.
-                if isinstance(each, DistributedDataParallel) and each.process_group.size() > 2:
+                if isinstance(each, DistributedDataParallel) and _may_change(each):
                     self._ddps.append(each)
 
     def _apply_from(self, first: int) -> None:
@@ -82,6 +81,20 @@ class GradientBuckets:
 
     def _order_of(self, number: int) -> bytes:
         return self._orders[number] if number < len(self._orders) else b""
+
+
+def _may_change(ddp: DistributedDataParallel) -> bool:
+    """Whether the order may change, and matters: a sum of two is the same in any order."""
+    is_decided_by_pass = ddp.static_graph or not ddp.find_unused_parameters
+    return is_decided_by_pass and ddp.process_group.size() > 2
+
+
+def _has_decided(ddp: DistributedDataParallel) -> bool:
+    """Whether a pass has decided the order of all later ones."""
+    if ddp.reducer._rebuild_buckets():
+        return True
+    ddp.logger.set_runtime_stats_and_log()  # a step of several passes has agreed on it itself
+    return bool(ddp._get_ddp_logging_data().get("has_rebuilt_buckets"))
 
 
 def _present_order(ddp: DistributedDataParallel) -> bytes:
