@@ -93,6 +93,7 @@ def _has_decided(ddp: DistributedDataParallel) -> bool:
     """Whether a pass has decided the order of all later ones."""
     if ddp.reducer._rebuild_buckets():
         return True
+    assert ddp.logger is not None
     ddp.logger.set_runtime_stats_and_log()  # a step of several passes has agreed on it itself
     return bool(ddp._get_ddp_logging_data().get("has_rebuilt_buckets"))
 
