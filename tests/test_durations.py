@@ -44,6 +44,8 @@ OTHERS = {
     "run_within.timeout",  # called by parts that have checked theirs
     "RepeatedFaults.pause.times",  # a count
     "seconds.value",
+    "Wrapper.timeouts",  # `Timeouts`, and
+    "Wrapper.durations",  # its attributes by name
 }
 HANDLES, WAITS = ("PendingSave", "SaveHandle"), ("exception", "result", "wait")
 NONE_ALLOWED = {  # no limit, or none given
@@ -144,6 +146,10 @@ def in_long_phase(path: Path, value: Any) -> None:
         raise error
 
 
+def timeouts(name: str) -> Call:
+    return lambda path, value: inprocess.Timeouts(**{name: value})
+
+
 def wrapper(name: str) -> Call:
     return lambda path, value: inprocess.Wrapper(**{name: value})
 
@@ -183,7 +189,8 @@ CALLS: dict[str, Call] = {
     "save_state.timeout": lambda path, value: elastic.save_state(Kept("kept"), None, timeout=value),
     **{f"PendingSave.{wait}.timeout": on_pending_save(wait) for wait in WAITS},
     **{f"SaveHandle.{wait}.timeout": on_save_handle(wait) for wait in WAITS},
-    **{f"Wrapper.{name}": wrapper(name) for name in options_of(inprocess.Wrapper)},
+    **{f"Timeouts.{name}": timeouts(name) for name in options_of(inprocess.Timeouts)},
+    **{f"Wrapper.{name}": wrapper(name) for name in options_of(inprocess.Timeouts)},
 }
 
 
@@ -191,7 +198,7 @@ def test_every_duration_is_known_here() -> None:
     assert sorted(durations() - CALLS.keys()) == []
 
 
-@pytest.mark.parametrize("name", sorted(durations()))
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_anything_but_a_duration_is_refused(tmp_path: Path, name: str) -> None:
     argument = name.rpartition(".")[2]
     wrong: list[Any] = ["5", [5], True, float("nan"), float("inf"), -1]

@@ -34,6 +34,40 @@ def test_lightning(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+def test_lightning_files(tmp_path: Path, zygote: Zygote) -> None:
+    """One version of the logs, with each row once; the best checkpoints, and no others; each sample
+    once, with the same random numbers in the workers.
+    """
+    pytest.importorskip("lightning", reason="make test-ports")
+    faults = [
+        *waiting(1, "step 4", "raise", for_other="step 4"),
+        *waiting(0, "step 8", "SIGKILL", for_other="step 8"),
+        *waiting(0, "validation 2", "raise another", for_other="validation 2"),
+        {"rank": 0, "at": "step 18", "do": "SIGTERM"},
+        *waiting(1, "epoch 3", "raise", for_other="epoch 3"),
+    ]
+    # Short names: the sockets of DataLoader workers are in there.
+    undisturbed = run(tmp_path / "u", "own_lightning_files")
+    faulty = run(tmp_path / "f", "own_lightning_files", faults)
+    steps = [step for step, _ in faulty.restored()]
+    assert [*steps[:4], steps[-1]] == [0, 3, 7, 15, 20], faulty.errors
+    assert "your dataloader is not resumable" not in faulty.errors
+    assert faulty.codes == [143, 0]
+    check_same(faulty, undisturbed)
+    expected, found = (_files(tmp_path / each) for each in "uf")
+    assert found == expected
+    assert len([name for name in found if name.endswith(".ckpt")]) == 2
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The files of the logs, with the text of those that are text."""
+    return {
+        str(each.relative_to(folder)): each.read_text() if each.suffix == ".csv" else ""
+        for each in folder.glob("state-logs/**/*")
+        if not each.name.startswith(".")
+    }
+
+
 def test_trainer(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("transformers", reason="make test-ports")
     faults = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import random
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,16 @@ class Data(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.loaded.append(index)
         return torch.tensor([float(index)])
+
+
+class Augmented(Data):
+    """Changes its samples at random, with each of the generators, and with one more draw for some
+    samples than for others.
+    """
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.random() + np.random.rand() + torch.rand(1 + index % 2).sum()
+        return super().__getitem__(index) + noise
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -83,9 +95,13 @@ LOADERS: dict[str, Any] = {
     "list": lambda data: [torch.full((1, 1), float(i)) for i in range(STEPS)],
     "elastic": lambda data: ElasticLoader(data, global_batch_size=BATCH, rank=0, replicas=1),
     "sharded": lambda data: ShardedStream(["a"], items, batch_size=BATCH, rank=0, replicas=1),
-    "workers": lambda data: DataLoader(data, BATCH, shuffle=True, num_workers=1),
+    "workers": lambda data: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
     "persistent": lambda data: DataLoader(
-        data, BATCH, shuffle=True, generator=own(), num_workers=1, persistent_workers=True
+        Augmented(), BATCH, generator=own(), num_workers=2, persistent_workers=True
+    ),
+    "single": lambda data: DataLoader(Augmented(), None, sampler=range(STEPS), num_workers=2),
+    "elastic workers": lambda data: ElasticLoader(
+        Augmented(), global_batch_size=BATCH, rank=0, replicas=1, num_workers=2
     ),
 }
 FAST = ("shuffled",)
@@ -118,7 +134,8 @@ def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
             raise Killed
 
     try:
-        with job_with(path, loader if kind in ("elastic", "sharded") else None) as job:
+        own_position = isinstance(loader, ElasticLoader | ShardedStream)
+        with job_with(path, loader if own_position else None) as job:
             job.restore()
             for epoch in job.epochs(EPOCHS):
                 torch.rand(epoch)  # before the batches: drawn again within the epoch

@@ -116,8 +116,10 @@ def test_bit_identical_at_any_world_size_with_any_fault(trainings: Made, seed: i
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size"), [(4, 2), (5, 3)])
 def test_bit_identical_at_a_constant_world_size(trainings: Made, seed: int, size: int) -> None:
-    """Under plain DDP, with dropout and gradient accumulation."""
-    plan = {"max_batch": 5, "unused": size > 2}
+    """Under plain DDP, with dropout and gradient accumulation; its buckets have another order after
+    its first pass, which three ranks keep.
+    """
+    plan = {"max_batch": 5}
     reference = trainings("reference", **plan)
     reference.run(size)
 

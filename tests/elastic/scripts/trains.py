@@ -38,7 +38,6 @@ PLAN: dict[str, Any] = {
     "dropout": 0.2,
     "workers": 0,
     "linger": 0,
-    "unused": False,
     "sharded": False,
     "states": {},
     "faults": [],
@@ -120,9 +119,7 @@ def wrap(module: nn.Module) -> nn.Module:
         return module
     if WORLD_SIZE == 1:
         return module
-    # Otherwise DDP rebuilds its buckets after the first pass, and then adds the gradients of three
-    # or more ranks in another order.
-    return DistributedDataParallel(module, find_unused_parameters=PLAN["unused"])
+    return DistributedDataParallel(module)
 
 
 def fire_faults(job: Job, when: str) -> None:

@@ -27,6 +27,7 @@ from outlast.elastic import environment
 from outlast.elastic.data.batch_size_change import warn_if_changed
 from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
+from outlast.elastic.data.worker_seeds import Seeded, has_worker_processes
 from outlast.system.arguments import as_int, check_options, options_of
 
 
@@ -59,6 +60,11 @@ class ElasticLoader:
     Once its last part has been yielded, a global batch counts as trained on when the loop requests
     the next, `done` is called (`Job.step` does so), or the state is saved: so save after the
     optimizer's step.
+
+    With `num_workers`, the global generators of a worker (Python, NumPy, torch) are seeded for each
+    batch, from `seed`, the epoch and the position of the batch: so the random numbers of an
+    augmentation are those of the batch, whichever worker loads it, also after a restore. Pass a
+    `generator` to have torch seed the workers from it instead, once for each iteration.
 
     For arguments not described here, see `ElasticSampler`.
 
@@ -171,21 +177,25 @@ class ElasticLoader:
             if iteration == self._iteration:
                 self.done()
 
-    def _parts(self, fetched: deque[tuple[Share, int]]) -> Iterator[list[int]]:
+    def _parts(self, fetched: deque[tuple[Share, int]]) -> Iterator[Any]:
         """The batch sampler of torch's loader: yields the indices of each part in turn."""
+        own = "generator" not in self._options and has_worker_processes(self._options)
         for share in self.sampler.shares(self.rank, self.replicas):
             for part, indices in enumerate(share.indices):
                 fetched.append((share, part))
-                yield indices
+                yield Seeded(indices, self._seed_at(share.begins[part])) if own else indices
 
     def _generator(self) -> torch.Generator:
         """Seeds the worker processes of torch's loader. By default each iteration draws a seed from
         the global generator, so a training run stopped within an epoch would draw one more than an
         uninterrupted run.
         """
-        sampler = self.sampler
-        position = mix64(mix64(sampler.seed * 0x1_0000_0001 + sampler.epoch) + sampler.position)
-        return torch.Generator().manual_seed(mix64(position + self.rank) >> 1)
+        seed = mix64(self._seed_at(self.sampler.position) + self.rank)
+        return torch.Generator().manual_seed(seed >> 1)
+
+    def _seed_at(self, position: int) -> int:
+        """The seed of a position in the present epoch."""
+        return mix64(mix64(self.sampler.seed * 0x1_0000_0001 + self.sampler.epoch) + position)
 
     def done(self) -> int:
         """Records that the last complete global batch was trained on. Returns its number of samples

@@ -33,12 +33,14 @@ class Share:
             averages over the replicas, summed over the parts, are those of the mean loss over the
             global batch.
         samples: the number of samples of the global batch.
+        begins: for each part, the position of its first sample in the epoch.
         first: the number of the first part, among the `virtual_replicas` if there are any.
     """
 
     indices: list[list[int]]
     weights: list[float]
     samples: int
+    begins: list[int]
     first: int = 0
 
 
@@ -209,7 +211,8 @@ class _Plan:
         # A replica without samples in this batch, or in a part of it, must still take part in the
         # collectives: with a filler sample of weight 0.
         parts = [own[a - low : b - low] or [filler] for a, b in pairwise(self._cuts)]
-        return Share(parts, self._weights, self._size, self._first)
+        begins = [self._begin + a for a in self._cuts[:-1]]
+        return Share(parts, self._weights, self._size, begins, self._first)
 
 
 def _cuts(size: int, parts: int) -> list[int]:

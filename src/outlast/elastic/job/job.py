@@ -333,7 +333,7 @@ class Job:
         """
         self._check_restored()
         self._ending.listen()
-        self._training.epochs.stepped(self.steps + 1)
+        self._training.stepped(self.steps + 1)
         self._counters.steps += 1
         self._ending.note_step()
         self._step_events.completed(self.steps)
@@ -361,6 +361,13 @@ class Job:
         follows it. Otherwise a fault without `epochs` is a warning.
         """
         self._training.epochs.by_framework = True
+
+    def watch_ddp(self, model: nn.Module) -> None:
+        """For a model that is wrapped in DDP after `restore`, of which the job was given the module
+        inside: gradients are summed as before a restart, also by three ranks or more. Call it on
+        all ranks, before the first pass.
+        """
+        self._training.buckets.watch(model)
 
     def stop(self, why: str = "stop() was called") -> None:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,

@@ -56,8 +56,9 @@ class Restoring:
 
     def done(self) -> None:
         """The job continues from what was restored, or from its initial state. From now on, the
-        state of each step is noted.
+        state of each step is noted. Collective.
         """
+        self._training.buckets.apply()
         if self._live is not None:
             self._live.begin(self._from, self._counters.live_state_dict())
 

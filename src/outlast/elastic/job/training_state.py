@@ -20,6 +20,7 @@ from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
 from outlast.elastic.job.backup import Backup
 from outlast.elastic.job.epochs.epochs import Epochs
+from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
 from outlast.elastic.wrapped_modules import (
     consistent_ddp,
@@ -31,7 +32,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger("outlast.elastic")
 
-_OPTIONAL = ("random.", "states.", "parts.", "epochs.", "loader.global_batch_size")
+_OPTIONAL = ("random.", "states.", "parts.", "epochs.", "buckets.", "loader.global_batch_size")
 
 
 class TrainingState:
@@ -61,6 +62,12 @@ class TrainingState:
         self._world_size = world_size
         self._random = random
         self.epochs = Epochs(loader, states, rank=rank, world_size=world_size, random=random)
+        self.buckets = GradientBuckets([model, *states.values()])
+
+    def stepped(self, steps: int) -> None:
+        """A step was made: the job has made `steps`."""
+        self.epochs.stepped(steps)
+        self.buckets.note()
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the tensors themselves, not copies."""
@@ -78,6 +85,8 @@ class TrainingState:
             state["parts"] = self.consistent_ddp.parts_state_dict()
         if epochs := self.epochs.state_dict():
             state["epochs"] = epochs
+        if buckets := self.buckets.state_dict():
+            state["buckets"] = buckets
         return state
 
     def shared_state(self) -> dict[str, Any]:
@@ -92,6 +101,8 @@ class TrainingState:
                 state["states"][name] = AttachedState(source).state()
         if epochs := self.epochs.shared_state():
             state["epochs"] = epochs
+        if buckets := self.buckets.state_dict():
+            state["buckets"] = buckets
         return state
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -102,7 +113,7 @@ class TrainingState:
         `load_state_dict` hands to the optimizer: the current moments then need no backup.
         """
         self._create_sharded_moments()
-        state = {**self.state_dict(), "epochs": {}}  # filled with the saved ones
+        state = {**self.state_dict(), "epochs": {}, "buckets": {}}  # filled with the saved ones
         if self.loader is not None:
             state["loader"] = self._loader().load_target(state["loader"])
         for name in self.states:
@@ -136,7 +147,7 @@ class TrainingState:
         else:
             self.optimizer.state.clear()
         self.epochs.load_state_dict(state.get("epochs", {}), int(state["counters"]["steps"]))
-        self._load_generators_and_parts(state)
+        self._load_others(state)
 
     def check_savable(self) -> None:
         """Checks that the additional objects' states come back from a checkpoint as they are.
@@ -175,7 +186,7 @@ class TrainingState:
             except Exception:
                 log.exception("the state %r could not be rolled back", name)
         self.epochs.load_state_dict(state.get("epochs", {}), self.epochs.steps)
-        self._load_generators_and_parts(state)
+        self._load_others(state)
 
     def _loader(self) -> _Adapter:
         if is_third_party(self.loader, is_loader=True):
@@ -188,7 +199,8 @@ class TrainingState:
             return ThirdPartyLoader(source, self._rank, self._world_size, required=False)
         return AttachedState(source)
 
-    def _load_generators_and_parts(self, state: Mapping[str, Any]) -> None:
+    def _load_others(self, state: Mapping[str, Any]) -> None:
+        self.buckets.load_state_dict(state.get("buckets", {}))
         if self._random:
             random_generators.set_all(state["random"][str(self._rank)])
         if self.consistent_ddp is not None:

@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import outlast
 from outlast.inprocess import CallWrapper
+from outlast.integrations.lightning.csv_logs import CsvLogs
+from outlast.integrations.lightning.loader_position import position_of
 from outlast.integrations.lightning.signal_handlers import SignalHandlers
 from outlast.integrations.lightning.states import LoopStates, states_of
 
@@ -30,8 +32,7 @@ class JobCallback(Callback):
     Args:
         path: the folder of the checkpoints, as for `Job`.
         loader: the `ElasticLoader` that the fit trains with, or another one with a state. Without
-            it, a fit that continues trains the batches that are left of its epoch on data from the
-            beginning of the epoch.
+            it, the position in the `DataLoader` of the fit is saved.
         call: the handle of the wrapped function, for a ping in each batch.
         states: more objects with `state_dict` and `load_state_dict`, by name.
         options: passed to `Job`: `every`, `keep`, `min_ranks`, ...
@@ -55,8 +56,15 @@ class JobCallback(Callback):
         self._states, self._options = dict(states or {}), options
         self._handlers = SignalHandlers()
         self._global_step = 0
+        self._logs: CsvLogs | None = None
 
     # ------------------------------------------------------------------------- begin and end
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Continues the logs of an earlier fit: before `ModelCheckpoint` asks for their folder."""
+        if stage == "fit":
+            self._logs = CsvLogs(trainer, self._path)
+            self._logs.continue_versions()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the newest checkpoint; without one, saves the initial state."""
@@ -70,14 +78,16 @@ class JobCallback(Callback):
         loops = LoopStates(trainer, lambda: self._count_step(trainer))
         self.job = outlast.Job(
             self._path,
-            model=pl_module,
+            model=trainer.strategy.model,  # in DDP
             optimizer=trainer.optimizers[0],
-            loader=self._loader,
+            loader=position_of(trainer) if self._loader is None else self._loader,
             states={**states_of(trainer, self, loops), **self._states},
             **self._options,
         )
         self.job.leave_epochs_to_framework()
-        self.job.restore()
+        step = self.job.restore()
+        if self._logs is not None:
+            self._logs.begin(step)
         loops.resume()
         self._global_step = trainer.global_step
         self._handlers.remember()
@@ -134,6 +144,8 @@ class JobCallback(Callback):
         """
         if self.job is not None and trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
+            if self._logs is not None:
+                self._logs.completed(self.job.steps + 1)
             self.job.step()
 
     # --------------------------------------------------------------------------------- pings

@@ -112,10 +112,11 @@ class JobTrainerMixin(_Mixed):
             self._using(job),
         ):
             job.leave_epochs_to_framework()
-            if job.restore() == 0:
+            resumed = job.restore() > 0
+            self._watch_begin(resumed)
+            if not resumed:
                 return super().train(None, *args, **kwargs)
             self._generators = random_generators.capture()
-            self._finish_step_at_begin()
             with tempfile.TemporaryDirectory() as folder:
                 # Trainer reads its position in the data from there, and nothing else.
                 self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
@@ -180,13 +181,15 @@ class JobTrainerMixin(_Mixed):
         stop: bool = control.should_epoch_stop or control.should_training_stop
         return stop or epoch.is_integer()
 
-    def _finish_step_at_begin(self: Any) -> None:
+    def _watch_begin(self: Any, resumed: bool) -> None:
         handler, begin = self.callback_handler, self.callback_handler.on_train_begin
 
         def on_train_begin(*args: Any, **kwargs: Any) -> Any:
             del handler.on_train_begin
+            self.job.watch_ddp(self.model_wrapped)  # Trainer has just wrapped it
             self.control = begin(*args, **kwargs)
-            self._finish_step()
+            if resumed:
+                self._finish_step()
             return self.control
 
         handler.on_train_begin = on_train_begin

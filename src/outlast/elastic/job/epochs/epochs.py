@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from outlast.elastic.data.loader import ElasticLoader
+from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.epochs.passes import Pass, length_of
 from outlast.elastic.job.epochs.resumed_iteration import samplers_of
@@ -169,11 +170,12 @@ class Epochs:
                 f"{length_of(loader)} (-1: unknown). A job that continues must call job.batches() "
                 "with the same loaders in the same order"
             )
-        return self._pass(loader, found)
+        return self._pass(loader, found, number)
 
-    def _pass(self, loader: Iterable[Any], found: Pass) -> Iterator[Any]:
+    def _pass(self, loader: Iterable[Any], found: Pass, number: int) -> Iterator[Any]:
         passes = self._passes
-        for batch in found.batches(loader, self._restored):
+        seed = mix64(self.number) + number if self._random else None
+        for batch in found.batches(loader, self._restored, seed):
             if self._passes is not passes:
                 raise ValueError("this loop over job.batches() belongs to an epoch that is over")
             yield batch

@@ -71,13 +71,15 @@ class Pass:
         left = self._has_ended and not self.is_complete
         return left and bool(self.done) and self.taken == self.done
 
-    def batches(self, loader: Iterable[Any], present: Generators | None) -> Iterator[Any]:
+    def batches(
+        self, loader: Iterable[Any], present: Generators | None, worker_seed: int | None
+    ) -> Iterator[Any]:
         """The batches that are left. `present` are the states of the global generators with which a
-        pass continues; those that they have by default.
+        pass continues; those that they have by default. `worker_seed` as for `Beginning`.
         """
         self.is_open, is_over = True, self.is_over
         try:
-            for batch in self._left_of(loader, present):
+            for batch in self._left_of(loader, present, worker_seed):
                 if is_over:
                     break
                 self.taken += 1
@@ -90,11 +92,13 @@ class Pass:
             # lost, as an exception is that closes a generator: assignments only.
             self.is_open, self.is_over, self._has_ended = False, True, True
 
-    def _left_of(self, loader: Iterable[Any], present: Generators | None) -> Iterator[Any]:
+    def _left_of(
+        self, loader: Iterable[Any], present: Generators | None, worker_seed: int | None
+    ) -> Iterator[Any]:
         if not self.done:
             if self.has_position:
                 return iter(loader)
-            self._beginning = Beginning()
+            self._beginning = Beginning(worker_seed=worker_seed)
             return resumed(loader, self._beginning)
         present = capture() if present is None else present
         if self.has_position or self._noted is None:  # without: by another number of ranks
@@ -102,7 +106,7 @@ class Pass:
             set_generators(present)
             return found
         dropped = None if self.is_complete else self.done
-        self._beginning = Beginning(dropped, self.is_over, self._noted, present)
+        self._beginning = Beginning(dropped, self.is_over, self._noted, present, worker_seed)
         return resumed(loader, self._beginning)
 
 

@@ -7,7 +7,8 @@ their indices, where torch's `DataLoader` has a sampler, so that no sample is lo
 Other data, such as an `IterableDataset`, are read again up to there.
 
 The moment is that of the sampler's first draw, and not that of `iter(loader)`: workers that persist
-draw their seeds only in the first epoch of a process.
+draw their seeds only in the first epoch of a process. So what workers draw to augment their samples
+follows from the state at that moment, too, and from the number of the batch (`worker_seeds`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
+from outlast.elastic.data.permutation import mix64
+from outlast.elastic.data.worker_seeds import Seeded, has_worker_processes
 from outlast.elastic.numerics import generators
 
 log = logging.getLogger("outlast.elastic")
@@ -39,6 +43,8 @@ class Beginning:
         ends: whether to yield nothing after that.
         noted: the states of the generators at the beginning; `None` if it begins only now.
         present: the states that the global generators have after a beginning that is repeated.
+        worker_seed: a number of this iteration, for the seeds of a loader's workers; `None` if
+            torch seeds them.
 
     Attributes:
         noted: as given, or as found when the iteration began.
@@ -50,8 +56,10 @@ class Beginning:
         ends: bool = False,
         noted: Noted | None = None,
         present: generators.Generators | None = None,
+        worker_seed: int | None = None,
     ) -> None:
         self.dropped, self.ends, self.noted = dropped, ends, noted
+        self.worker_seed = worker_seed
         self._present = present or {}
 
     def of(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
@@ -84,7 +92,10 @@ def resumed(loader: Iterable[Any], beginning: Beginning) -> Iterator[Any]:
     assert isinstance(loader, DataLoader)
     given = getattr(loader, name)
     sampler = _samplers.setdefault(loader, _Sampler(given))
-    sampler.begin(beginning, own)
+    seeds = None
+    if beginning.worker_seed is not None and has_worker_processes(vars(loader)):
+        seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
+    sampler.begin(beginning, own, seeds)
     if beginning.ends and not loader.persistent_workers:
         yield from sampler
         return
@@ -117,16 +128,32 @@ class _Sampler:
         self._sampler = sampler
         self._beginning: Beginning | None = None
         self._own: Sequence[torch.Generator] = ()
+        self._seeds: str | None = None
         self.has_begun = False
 
-    def begin(self, beginning: Beginning, own: Sequence[torch.Generator]) -> None:
-        """Sets the beginning of the next iteration."""
+    def begin(
+        self, beginning: Beginning, own: Sequence[torch.Generator], seeds: str | None
+    ) -> None:
+        """Sets the beginning of the next iteration. `seeds`: the generator from whose state follow
+        the seeds of the workers, if they get any.
+        """
         self._beginning, self._own, self.has_begun = beginning, own, False
+        self._seeds = seeds
 
     def __iter__(self) -> Iterator[Any]:
-        assert self._beginning is not None
+        beginning, seeds = self._beginning, self._seeds
+        assert beginning is not None
         self.has_begun = True
-        yield from self._beginning.of(self._sampler, self._own)
+        found = beginning.of(self._sampler, self._own)
+        if seeds is None:
+            yield from found
+            return
+        assert beginning.noted is not None
+        assert beginning.worker_seed is not None
+        _, state = beginning.noted[seeds]
+        first = mix64(xxhash.xxh3_64_intdigest(state) + beginning.worker_seed)
+        for number, indices in enumerate(found, beginning.dropped or 0):
+            yield Seeded(indices, mix64(first + number))
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -1,0 +1,109 @@
+"""`LoaderPosition`: the position in a `DataLoader` that a framework iterates, for adapters.
+
+A `Job` saves it as a data loader, rank by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from outlast.elastic.data.permutation import mix64
+from outlast.elastic.job.epochs.passes import Pass, length_of
+from outlast.errors import CheckpointMismatch
+
+
+class LoaderPosition:
+    """The position in the batches of an epoch, each of which the framework trains on before it
+    takes the next.
+
+    Args:
+        epoch: returns the number of the present epoch.
+        world_size: the number of ranks.
+    """
+
+    resizable = True  # so that `load_state_dict` sees the other number, and can say what to do
+
+    def __init__(self, epoch: Callable[[], int], world_size: int) -> None:
+        self._present_epoch, self._world_size = epoch, world_size
+        self._pass: Pass | None = None
+        self._epoch = -1  # of the pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pass, in which all batches that were taken are done."""
+        state: dict[str, Any] = {"world_size": self._world_size, "epoch": self._epoch}
+        if self._pass is not None:
+            self._pass.done = self._pass.taken
+            state |= {"pass": self._pass.saved(), "noted": self._pass.noted}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keeps the pass until its loader is there.
+
+        Raises:
+            CheckpointMismatch: if it was saved within an epoch by another number of ranks.
+        """
+        found = Pass.restored(state["pass"], state["noted"]) if "pass" in state else None
+        before = state["world_size"]
+        if before != self._world_size:
+            if found is not None and not found.is_complete:
+                raise CheckpointMismatch(
+                    f"the position in the data was saved by {before} ranks within an epoch, and "
+                    f"there are {self._world_size} now: some samples would be repeated and others "
+                    f"skipped. Continue with {before} ranks, or train with an "
+                    "outlast.elastic.ElasticLoader, which supports any number, from the beginning"
+                )
+            found = None
+        self._pass, self._epoch = found, state["epoch"]
+
+    def of(self, loader: DataLoader[Any]) -> Any:
+        """Stands in for the loader: yields what is left of the present epoch, in the same order,
+        and its workers draw the same random numbers.
+        """
+        return _Resumed(loader, self._batches)
+
+    def _batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        epoch = self._present_epoch()
+        if self._pass is None or self._epoch != epoch:
+            self._pass, self._epoch = Pass(length_of(loader), False), epoch
+        elif self._pass.length != len(loader):
+            raise ValueError(
+                f"epoch {epoch} was saved after {self._pass.done} of {self._pass.length} batches, "
+                f"and now the loader has {len(loader)}: the job continues with the same one only"
+            )
+        yield from self._pass.batches(loader, None, mix64(epoch))
+
+
+class _Resumed:
+    """Has all attributes of the loader."""
+
+    def __init__(
+        self, loader: DataLoader[Any], batches: Callable[[DataLoader[Any]], Iterator[Any]]
+    ) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """None: it is that of the position. But Lightning warns of a loader without this method."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def has_no_state(loader: Any) -> bool:
+    """Whether `LoaderPosition` is for this loader: a `DataLoader` with a length, and without a
+    state of its own.
+    """
+    has_state = hasattr(loader, "state_dict")
+    return isinstance(loader, DataLoader) and length_of(loader) >= 0 and not has_state

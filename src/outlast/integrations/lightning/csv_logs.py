@@ -1,0 +1,124 @@
+"""`CsvLogs`: a fit that continues also continues the files of Lightning's `CSVLogger`.
+
+A restart makes a new logger, which takes the next free version; with a given version, it deletes
+the file that is there. Here the version of the first fit is noted beside the checkpoints, and set
+before anything else asks for it: the folder of a `ModelCheckpoint` may be that of the version. And
+the file is kept, with the rows up to the restored step: what is done again is logged again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+_VERSIONS = ".lightning-versions"
+
+
+class CsvLogs:
+    """The CSV files of one fit.
+
+    Args:
+        path: the folder of the job. With a URL, Lightning's own rules hold.
+    """
+
+    def __init__(self, trainer: Trainer, path: str | os.PathLike[str]) -> None:
+        self._trainer = trainer
+        self._loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
+        self._file = None if "://" in os.fspath(path) else Path(path) / _VERSIONS
+        self._rows: list[_Rows] = []
+
+    def continue_versions(self) -> None:
+        """Sets the versions of the first fit, if there was one. Collective, in `setup`."""
+        noted: list[Any] | None = None
+        if self._trainer.is_global_zero and self._file is not None and self._file.exists():
+            noted = json.loads(self._file.read_text())
+        noted = self._trainer.strategy.broadcast(noted)
+        if noted is None or len(noted) != len(self._loggers):
+            return
+        for logger, version in zip(self._loggers, noted, strict=True):
+            unused = logger.log_dir
+            if logger.version != version:
+                logger._version, logger._experiment = version, None
+                if self._trainer.is_global_zero:
+                    with contextlib.suppress(OSError):  # it is not empty
+                        os.rmdir(unused)
+
+    def begin(self, step: int) -> None:
+        """The state of `step` is restored: its rows are those to continue from."""
+        if self._trainer.is_global_zero and self._file is not None and self._loggers:
+            _replace(self._file, json.dumps([each.version for each in self._loggers]))
+            self._rows = [_Rows(each, step) for each in self._loggers]
+
+    def completed(self, step: int) -> None:
+        """The job will be at `step`, with all that is logged so far."""
+        for each in self._rows:
+            each.completed(step)
+
+
+class _Rows:
+    """The rows of one logger. For each step, their number is noted, in a file beside theirs, when
+    they are written: so a process that is killed loses none. Theirs has a second name, under which
+    it survives a new logger, which deletes the first.
+    """
+
+    def __init__(self, logger: CSVLogger, step: int) -> None:
+        self._writer = logger.experiment
+        self._path = Path(self._writer.metrics_file_path)
+        self._kept, self._noted = self._path.with_name(".metrics"), self._path.with_name(".rows")
+        text = self._noted.read_text() if self._noted.exists() else ""
+        lines = [line for line in text.splitlines() if int(line.split()[0]) <= step]
+        self._count = self._last = int(lines[-1].split()[1]) if lines else 0
+        self._continue()
+        _replace(self._noted, "".join(f"{line}\n" for line in lines))
+        self._count += len(self._writer.metrics)
+        log_metrics = self._writer.log_metrics
+
+        def count_and_log(*arguments: Any, **named: Any) -> None:
+            self._count += 1
+            log_metrics(*arguments, **named)
+
+        self._writer.log_metrics = count_and_log
+
+    def _continue(self) -> None:
+        """Makes a new file with the rows to continue from."""
+        self._path.unlink(missing_ok=True)
+        if self._count == 0 or not self._kept.exists():
+            self._kept.unlink(missing_ok=True)
+            self._count = 0
+            return
+        with self._kept.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(islice(reader, self._count))
+            names = self._writer.metrics_keys = list(reader.fieldnames or ())
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, names)
+        writer.writeheader()
+        writer.writerows(rows)
+        _replace(self._kept, text.getvalue())
+        os.link(self._kept, self._path)
+
+    def completed(self, step: int) -> None:
+        """Writes what was logged, and notes it."""
+        if self._count == self._last:
+            return
+        self._writer.save()
+        if not self._kept.exists():
+            os.link(self._path, self._kept)
+        with self._noted.open("a") as file:
+            file.write(f"{step} {self._count}\n")
+        self._last = self._count
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, newline="")
+    new.replace(path)
