@@ -17,9 +17,9 @@ from outlast.events import (
     StepsDone,
     WorkerExited,
 )
-from outlast.events.report import build
-from outlast.events.report.render import render_report
-from outlast.events.report.sentences import cause_text, describe_restart
+from outlast.events.report import build, render_report
+from outlast.events.report.figures.causes import cause_text
+from outlast.events.report.views.sentences import describe_restart
 
 LOST = {"host_id": "c-1", "name": "c", "address": "10.0.0.3", "reason": "no heartbeat for 3.6 s"}
 

@@ -1,4 +1,5 @@
-"""Divides the time outside the function, between two stretches of training, into its parts.
+"""Divides the time outside the function, between two stretches of training, into its parts; and
+what each restart took.
 
 The parts follow each other: detection, abort, leave, clean-up, entry. Each ends when the last rank
 of the host has finished it. Waits for replacements are taken out of the part in which they were.
@@ -22,8 +23,15 @@ from outlast.events import (
     Seen,
     WorkerExited,
 )
-from outlast.events.report.history.stretches import Stretch
-from outlast.events.report.intervals import Interval, difference, intersection, length, union
+from outlast.events.report.figures.intervals import (
+    Interval,
+    difference,
+    intersection,
+    length,
+    union,
+)
+from outlast.events.report.figures.stretches import Stretch
+from outlast.events.report.model import Recovery
 
 REPLACEMENTS = "replacements"
 """The name of the `BarrierPassed` event that ends the wait for replacements."""
@@ -36,19 +44,21 @@ class Gap:
     """The time between two stretches on one host.
 
     Attributes:
-        before: the stretch that ended.
-        after: the stretch that followed.
+        after: the position of the stretch that followed.
         parts: when each of `PARTS` was.
     """
 
     before: Stretch
-    after: Stretch
+    after: int
     parts: dict[str, list[Interval]]
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The length of each of `PARTS`."""
-        return {name: length(intervals) for name, intervals in self.parts.items()}
+    def recovery(self, host: str, restore: float) -> Recovery:
+        """What the host spent the restart on; `restore` is the time from the entry."""
+        # Hung ranks made no progress before the stretch ended, if they had made any in it.
+        hang = max(0.0, self.before.end - max(self.before.start, self.before.hung_from))
+        parts = {name: length(intervals) for name, intervals in self.parts.items()}
+        total = hang + sum(parts.values()) + restore
+        return Recovery(host=host, hang=hang, **parts, restore=restore, total=total)
 
 
 def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
@@ -60,15 +70,14 @@ def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
     """
     times = [event.time for event in events]
     found = []
-    for before, after in itertools.pairwise(stretches):
+    for number, (before, after) in enumerate(itertools.pairwise(stretches), start=1):
         if before.call == after.call:
             inside = slice(bisect_left(times, before.end), bisect_right(times, after.start))
-            found.append(Gap(before, after, _divide(before, after, events[inside])))
+            found.append(Gap(before, number, _divide(before, after.start, events[inside])))
     return found
 
 
-def _divide(before: Stretch, after: Stretch, events: Sequence[Event]) -> dict[str, list[Interval]]:
-    start, end = before.end, after.start
+def _divide(before: Stretch, end: float, events: Sequence[Event]) -> dict[str, list[Interval]]:
     wrapped = any(isinstance(event, Seen | LeftFunction) for event in events)
     terms = [event.time for event in events if _is_barrier(event, "term")]
     met = min(terms, default=end)
@@ -88,19 +97,18 @@ def _divide(before: Stretch, after: Stretch, events: Sequence[Event]) -> dict[st
             ends["clean_up"].append(event.time)
         elif isinstance(event, BarrierPassed) and event.name == REPLACEMENTS:
             waits.append((event.time - event.seconds, event.time))
+    begin = before.end
     if before.host_lost:  # until a fresh host with its name asks to join
         joined = (event.time for event in events if isinstance(event, Joined))
-        waits.append((start, min(joined, default=end)))
-    waiting = intersection(union(waits), union([(start, end)]))
+        waits.append((begin, min(joined, default=end)))
+    waiting = intersection(union(waits), union([(begin, end)]))
     parts: dict[str, list[Interval]] = {}
-    begin = start
     for name, moments in ends.items():
         until = min(end, max(begin, *moments)) if moments else begin
         parts[name] = difference(union([(begin, until)]), waiting)
         begin = until
     parts["entry"] = difference(union([(begin, end)]), waiting)
-    parts[REPLACEMENTS] = waiting
-    return parts
+    return {**parts, REPLACEMENTS: waiting}
 
 
 def _is_barrier(event: Event, name: str) -> bool:

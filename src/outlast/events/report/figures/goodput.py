@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from outlast.events import (
     CheckpointCommitted,
@@ -30,47 +30,41 @@ from outlast.events import (
     StepsDone,
     WorkerStarted,
 )
-from outlast.events.report.figures.gaps import PARTS, Gap, gaps_of
-from outlast.events.report.history.stretches import Stretch
-from outlast.events.report.intervals import Interval, difference, intersection, length, union
-from outlast.events.report.model import HostTime, LostTime, RestartParts
+from outlast.events.report.figures.gaps import PARTS, gaps_of
+from outlast.events.report.figures.intervals import (
+    Interval,
+    difference,
+    intersection,
+    length,
+    union,
+)
+from outlast.events.report.figures.stretches import Stretch
+from outlast.events.report.model import HostTime, LostTime, TimeOutside
 
 Save = CheckpointCommitted | CheckpointFailed
 Restore = CheckpointRestored | NothingToRestore
-
 
 LIVE_SOURCES = ("live", "replica")
 """Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 
-def measure(
-    stretches: dict[str, list[Stretch]],
-    walls: dict[str, list[Interval]],
-    events: Iterable[Event],
-) -> tuple[HostTime, ...]:
-    """The productive and the lost time of each host; `events` are those of the whole run."""
-    by_host: dict[str, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.time):
-        by_host[event.host].append(event)
-    return tuple(
-        _measure_host(host, stretches.get(host, []), union(walls[host]), by_host[host])
-        for host in sorted(walls)
-    )
-
-
-def _measure_host(
-    host: str, stretches: Sequence[Stretch], wall: list[Interval], events: Sequence[Event]
+def host_time(
+    host: str, stretches: Sequence[Stretch], walls: Sequence[Interval], events: Sequence[Event]
 ) -> HostTime:
+    """The productive and the lost time of a host with these events."""
+    wall = union(walls)
+    begin = wall[0][0] if wall else 0.0
     worked = union((each.start, each.end) for each in stretches)
     outside = difference(wall, worked)
     layers = {
         "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
         "setup": union(_setup_times(stretches, events)),
-        "saves": union(_blocked(e) for e in events if isinstance(e, Save)),
-        "redone": _discarded(events, wall[0][0] if wall else 0.0),
+        "saves": union(
+            (_began(e), _began(e) + e.blocked_seconds) for e in events if isinstance(e, Save)
+        ),
+        "redone": _discarded(events, begin),
     }
-    lost: dict[str, float] = {"restart": length(outside)}
-    rest = worked
+    lost, rest = {"restart": length(outside)}, worked
     for name, layer in layers.items():
         lost[name] = length(intersection(rest, layer))
         rest = difference(rest, layer)
@@ -80,31 +74,25 @@ def _measure_host(
         productive += size * length(intersection(left, of_size))
         left = difference(left, of_size)
     lost["reduced"] = length(rest) - productive
-    parts = _restart_parts(gaps_of(stretches, events), outside)
-    wall_s = length(wall)
-    return HostTime(
-        host=host,
-        wall_seconds=wall_s,
-        productive_seconds=productive,
-        goodput=productive / wall_s if wall_s > 0 else None,
-        lost=LostTime(**lost, replacements=parts.replacements, restart_parts=parts),
-        start_seconds=_start(events, wall[0][0]) if wall else None,
-    )
-
-
-def _restart_parts(gaps: Sequence[Gap], outside: list[Interval]) -> RestartParts:
-    parts, rest = {}, outside
+    parts, between = {}, outside
+    gaps = gaps_of(stretches, events)
     for name in PARTS:
         layer = union(interval for gap in gaps for interval in gap.parts[name])
-        parts[name] = length(intersection(rest, layer))
-        rest = difference(rest, layer)
-    return RestartParts(**parts, uneven=length(rest))
-
-
-def _start(events: Sequence[Event], entry: float) -> float | None:
-    """From the start of the first process to the first entry; without `Wrapper`, that is 0."""
+        parts[name] = length(intersection(between, layer))
+        between = difference(between, layer)
     started = [event.time for event in events if isinstance(event, WorkerStarted)]
-    return max(0.0, entry - started[0]) if started else None
+    return HostTime(
+        host=host,
+        wall_seconds=length(wall),
+        productive_seconds=productive,
+        goodput=productive / length(wall) if wall else None,
+        lost=LostTime(
+            **lost,
+            replacements=parts["replacements"],
+            restart_parts=TimeOutside(**parts, uneven=length(between)),
+        ),
+        start_seconds=max(0.0, begin - started[0]) if wall and started else None,
+    )
 
 
 def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict[int, Interval]:
@@ -114,8 +102,7 @@ def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict
     starts = [each.start for each in stretches]
     ends: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
-        number = bisect_right(starts, event.time) - 1
-        if isinstance(event, Restore) and number >= 0:
+        if isinstance(event, Restore) and (number := bisect_right(starts, event.time) - 1) >= 0:
             ends[number].setdefault(event.pid, event.time)
     return {number: (starts[number], max(times.values())) for number, times in ends.items()}
 
@@ -146,42 +133,40 @@ def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
     moments = [(_began(event), event.step) for event in events if isinstance(event, Save)]
     restored = [event for event in events if isinstance(event, Restore)]
     moments += [(e.time, e.step) for e in restored if isinstance(e, CheckpointRestored)]
+    moments.sort()
     by_step: dict[int, list[float]] = defaultdict(list)
-    for time, step in sorted(moments):
+    for time, step in moments:
         by_step[step].append(time)
     found = []
     for event in restored:
-        if isinstance(event, CheckpointRestored) and event.source in LIVE_SOURCES:
-            found.append(_beyond(event, events, sorted(moments)))
-            continue
-        step = event.step if isinstance(event, CheckpointRestored) else -1
-        start = event.time - (event.seconds if isinstance(event, CheckpointRestored) else 0.0)
+        if isinstance(event, NothingToRestore):
+            step, start = -1, event.time
+        else:
+            step, start = event.step, event.time - event.seconds
+            if event.source in LIVE_SOURCES:
+                found.append(_beyond(step, start, events, moments))
+                continue
         before = by_step[step][: bisect_right(by_step[step], start)]
         found.append((before[-1] if before else begin, start))
     return union(found)
 
 
 def _beyond(
-    event: CheckpointRestored, events: Sequence[Event], moments: Sequence[tuple[float, int]]
+    step: int, start: float, events: Sequence[Event], moments: Sequence[tuple[float, int]]
 ) -> Interval:
-    """The time of the completed steps after the one that a living rank still had: rarely more than
-    one. No save tells when they began, so they count as long as those before, on average.
+    """The time of the completed steps after the one that a living rank still had at `start`: rarely
+    more than one. No save tells when they began, so they count as long as those before, on average.
     """
-    start = event.time - event.seconds
-    before = [e.time for e in events if isinstance(e, Restore) and e.time < start]
-    since_restore = max(before, default=float("-inf"))
+    restored = [e.time for e in events if isinstance(e, Restore) and e.time < start]
+    since_restore = max(restored, default=float("-inf"))
     done = [e for e in events if isinstance(e, StepsDone) and since_restore <= e.time <= start]
     last = max(done, key=lambda each: each.last, default=None)
-    if last is None or last.last <= event.step:
+    if last is None or last.last <= step:
         return start, start
     since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
     each = (last.time - since) / max(1, last.last - max(first, 0))
-    return last.time - each * (last.last - event.step), last.time
+    return last.time - each * (last.last - step), last.time
 
 
 def _began(save: Save) -> float:
     return save.time - save.seconds
-
-
-def _blocked(save: Save) -> Interval:
-    return _began(save), _began(save) + save.blocked_seconds

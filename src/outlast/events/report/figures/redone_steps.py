@@ -9,8 +9,7 @@ step, so the number is approximate.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from outlast.events import (
     CheckpointCommitted,
@@ -21,57 +20,48 @@ from outlast.events import (
     NothingToRestore,
     StepsDone,
 )
+from outlast.events.report.one_pass import Run
 
 STEPS, PINGS = "steps", "pings"
+_KINDS = CheckpointCommitted, CheckpointRestored, Fault, LeftFunction, NothingToRestore, StepsDone
 
 
 def redone_steps(
-    segments: Sequence[Mapping[str, float]], events: Iterable[Event]
-) -> tuple[list[int | None], str]:
-    """The steps of each segment that were executed again (`None`: not known), and what the numbers
-    are based on: `STEPS`, `PINGS` or an empty string.
-
-    Args:
-        segments: when each segment began, on each host.
-        events: those of the whole run.
+    segments: Sequence[Mapping[str, float]], run: Run
+) -> tuple[list[int | None], str, bool]:
+    """The steps of each segment that were executed again (`None`: not known); what the numbers are
+    based on (`STEPS`, `PINGS` or an empty string); and whether a restart restored a checkpoint, or
+    found that there was none yet. `segments`: when each began, on each host.
     """
-    parts = _split(segments, events)
-    recorded = any(isinstance(event, StepsDone) for part in parts for event in part)
+    parts = _split(segments, run)
     pinged = any(isinstance(e, LeftFunction) and e.pings for part in parts for e in part)
+    recorded = any(isinstance(e, StepsDone) for part in parts for e in part)
     source = STEPS if recorded else PINGS if pinged else ""
     restored = [_restored_step(part) for part in parts]
     counts: list[int | None] = []
     for number, part in enumerate(parts):
         last = _last_step(part, restored[number], source)
-        later = (step for step in restored[number + 1 :] if step is not None)
-        back = next(later, None)
-        known = last is not None and back is not None
-        counts.append(max(0, last - back) if known else None)  # type: ignore[operator]
-    return counts, source if any(count is not None for count in counts) else ""
+        back = next((step for step in restored[number + 1 :] if step is not None), None)
+        counts.append(None if last is None or back is None else max(0, last - back))
+    known = any(count is not None for count in counts)
+    return counts, source if known else "", any(step is not None for step in restored[1:])
 
 
-def any_restored(segments: Sequence[Mapping[str, float]], events: Iterable[Event]) -> bool:
-    """Whether a restart restored a checkpoint, or found that there was none yet."""
-    return any(_restored_step(part) is not None for part in _split(segments, events)[1:])
-
-
-def _split(segments: Sequence[Mapping[str, float]], events: Iterable[Event]) -> list[list[Event]]:
+def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[Event]]:
     """The events of each segment. Those before the first one belong to the first."""
-    begins: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    begins: dict[str, list[tuple[float, int]]] = {}
     for number, hosts in enumerate(segments):
         for host, time in hosts.items():
-            begins[host].append((time, number))
-    times = {}
-    for host, pairs in begins.items():
+            begins.setdefault(host, []).append((time, number))
+    for pairs in begins.values():
         pairs.sort()
-        times[host] = [time for time, _ in pairs]
     parts: list[list[Event]] = [[] for _ in segments]
-    for event in events:
-        if event.host in times:
+    for event in run.any_of(*_KINDS):
+        if pairs := begins.get(event.host, []):
             # A checkpoint belongs to the segment in which its save began.
             time = event.time - (event.seconds if isinstance(event, CheckpointCommitted) else 0.0)
-            index = max(0, bisect_right(times[event.host], time) - 1)
-            parts[begins[event.host][index][1]].append(event)
+            place = bisect_right(pairs, (time, len(segments))) - 1
+            parts[pairs[max(0, place)][1]].append(event)
     return parts
 
 

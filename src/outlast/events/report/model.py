@@ -1,8 +1,15 @@
-"""The restarts of a run: the fault that caused each, and what the recovery took."""
+"""The report as plain dataclasses: the restarts, what each took, the checkpoints, the totals.
+
+Every time `at` is in seconds from the first event of the host on which it happened, since the
+monotonic clocks of two hosts have nothing in common. An unknown duration is `None`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+SCHEMA = 1
+"""The version of the JSON report: raised when a field is removed or changes its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,10 +19,8 @@ class Cause:
     Attributes:
         rank: the member's rank in the iteration that the fault ended.
         interruption: a name of `outlast.inprocess.attribution.Interruption`.
-        message: the fault's message.
         pid: the process; -1 if it is not known.
-        launcher_rank: the rank in the launcher's messages, which never changes; -1 if the launcher
-            did not record it.
+        launcher_rank: the rank in the launcher's messages, which never changes; -1 if unknown.
         exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
         consequence: whether it looks like the consequence of another fault (a peer's closed
             connection).
@@ -96,7 +101,7 @@ PHASE_FIELDS = {
     "init": "initialize",
     "total": "total",
 }
-"""The fields of `Phases` by their names in tables and metrics, in order."""
+"""The fields of `Phases` by their names in tables, traces and metrics, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +117,11 @@ class HostLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """What one host spent a restart on, in seconds: parts that follow each other, and add up.
-
-    Unlike `Phases`, it has the times of all ranks of the host, and no time twice.
+class RestartParts:
+    """The time between two stays in the function, in seconds. The parts follow each other: each
+    ends when the last rank of the host has finished it.
 
     Attributes:
-        hang: without progress, until a timeout ended the iteration.
         detection: until the last rank of the host knew of the fault.
         abort: until in-flight collectives were aborted.
         leave: until the last rank had left the function; without `Wrapper`, until the processes
@@ -127,20 +130,64 @@ class Recovery:
         replacements: in which the restart waited for the replacements of lost ranks.
         entry: until all ranks of the host were in the function again: rank assignment, barriers,
             initialize; without `Wrapper`, the start of the processes.
-        restore: from the entry to the end of the restore.
-        total: the sum.
     """
 
-    host: str
-    hang: float
     detection: float
     abort: float
     leave: float
     clean_up: float
     replacements: float
     entry: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery(RestartParts):
+    """What one host spent a restart on. Unlike `Phases`, no time is in it twice.
+
+    Attributes:
+        hang: without progress, until a timeout ended the iteration.
+        restore: from the entry to the end of the restore.
+        total: the sum.
+    """
+
+    host: str
+    hang: float
     restore: float
     total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A state of a rank, or a phase of its recovery.
+
+    `state` in a lane: starting, restoring, training, hung, reserve (a spare rank, waiting),
+    restarting, lost; of checkpoints: saving. Without `Wrapper`, training means that the process was
+    running. Of a recovery: a name of `PHASE_FIELDS` or of a barrier.
+    """
+
+    state: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecovery:
+    """One rank, from when it learned that the iteration must end to its next entry.
+
+    Attributes:
+        rank: the rank in the iteration that ended.
+        lane: the rank of its lane in the timeline.
+        seen: when its process recorded that the iteration must end.
+    """
+
+    host: str
+    pid: int
+    rank: int
+    lane: int
+    start: float
+    end: float | None
+    seen: float | None
+    phases: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +198,16 @@ class Restart:
         call: number of the call of a wrapped function, from 0.
         iteration: the iteration that ended.
         cause: the first fault of a rank; `None` if none was recorded, as when a process joined.
-        host_loss: the loss of a host if that is the first cause. The faults of ranks, `cause`
-            too, are then its consequences.
         others: the other faults of the same iteration, in order.
         reason: why the survivors left the iteration, as they recorded it.
         resumed: whether any member entered the function in the next iteration.
         swallowed: places in user code that caught the interrupt and continued.
         redone_steps: how many completed steps the following restore discarded; `None` if unknown.
+        host_loss: the loss of a host if that is the first cause. The faults of ranks, `cause`
+            too, are then its consequences.
         recovery: what the host of the fault (or else the slowest host) spent the restart on;
             `None` if the function was not entered again.
+        ranks: the recovery of each survivor; it is in traces, not in the JSON report.
     """
 
     call: int
@@ -178,3 +226,69 @@ class Restart:
     redone_steps: int | None = None
     host_loss: HostLoss | None = None
     recovery: Recovery | None = None
+    ranks: tuple[RankRecovery, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeOutside(RestartParts):
+    """`RestartParts` of all restarts, and `uneven`: ranks entered the function at different times
+    at the start, or left it at different times at the end.
+    """
+
+    uneven: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostTime:
+    """The wall time of a host that advanced nothing, in seconds, by its first reason.
+    `replacements` and `restart_parts` are parts of `restart`; all others add up.
+
+    Attributes:
+        restart: not every active rank of the host was in the function, or the host knew of a fault.
+        hang: from the last progress of hung ranks, or of a lost host, to the end of the iteration.
+        setup: from the entry into the function to the end of the restore.
+        saves: `save` blocked training.
+        redone: the resulting state was discarded, since a later restore went back further.
+        reduced: the share of the ranks that the job lacked, of the rest.
+    """
+
+    restart: float
+    replacements: float
+    hang: float
+    setup: float
+    saves: float
+    redone: float
+    reduced: float
+    restart_parts: TimeOutside
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """Wall time and productive time of one host.
+
+    Attributes:
+        wall_seconds: from the first entry into the function to the end, summed over the calls.
+        goodput: productive time divided by wall time; `None` without wall time.
+        start_seconds: from the start of the first process to the first entry into the function,
+            which is before the wall time; `None` if the launcher did not record it.
+    """
+
+    host: str
+    wall_seconds: float
+    productive_seconds: float
+    goodput: float | None
+    lost: LostTime
+    start_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Durations in seconds; percentiles by nearest rank, so each is one that was measured.
+
+    `p99` is `None` for fewer than 20 values.
+    """
+
+    count: int
+    p50: float
+    p99: float | None
+    worst: float
