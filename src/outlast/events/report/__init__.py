@@ -30,14 +30,16 @@ from outlast.events.report.model import (
     Phases,
     RankRecovery,
     Restart,
+    Span,
 )
 from outlast.events.report.views.page import render_html
 from outlast.events.report.views.text import render, render_report, to_json
 from outlast.events.report.views.trace import to_trace
 from outlast.events.report.whole import Report, Saves
-from outlast.events.report.words import parts_of
+from outlast.events.report.words import PARTS, parts_of
 
 __all__ = [
+    "PARTS",
     "PHASE_FIELDS",
     "Cause",
     "HostTime",
@@ -47,6 +49,7 @@ __all__ = [
     "Report",
     "Restart",
     "Saves",
+    "Span",
     "build",
     "load",
     "load_run",
