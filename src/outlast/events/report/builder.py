@@ -7,20 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import outlast.events as ev
 from outlast.errors import NO_RESTART
-from outlast.events import (
-    Event,
-    LauncherEnded,
-    LauncherStarted,
-    MonitorRestarted,
-    Note,
-    PlannedFault,
-    ReplicaMismatch,
-    StopRequested,
-    StragglerFound,
-    WorkerExited,
-    WorkerStarted,
-)
 from outlast.events.report.figures.calls import Call
 from outlast.events.report.figures.causes import count_causes, count_hosts, restarts_in_words
 from outlast.events.report.figures.gaps import gaps_of
@@ -46,7 +34,7 @@ BACK = "back"
 _PERCENTILES_FROM = 20
 
 
-def build(events: Iterable[Event]) -> Report:
+def build(events: Iterable[ev.Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""
     run = Run(events)
     calls, rounds = [Call(run, number) for number in range(len(run.calls))], rounds_of(run)
@@ -80,7 +68,7 @@ def build(events: Iterable[Event]) -> Report:
     lost = sum(len(restart.lost) for restart in restarts)
     joined = sum(len(restart.joined) for restart in restarts)
     saves, injected = summarize_saves(run), _injected(run)
-    started = run.all(LauncherStarted)
+    started = run.all(ev.LauncherStarted)
     return Report(
         run_id=started[0].run_id if started else "",
         command=started[0].command if started else "",
@@ -101,8 +89,8 @@ def build(events: Iterable[Event]) -> Report:
         stop=_stop(run),
         waiting=tuple(party for call in calls for party in call.waiting()),
         completed=course.completed,
-        monitors_restarted=len(run.all(MonitorRestarted)),
-        notes=dict(sorted(Counter(note.name for note in run.all(Note)).items())),
+        monitors_restarted=len(run.all(ev.MonitorRestarted)),
+        notes=dict(sorted(Counter(note.name for note in run.all(ev.Note)).items())),
         torn_logs=tuple(sorted(run.torn)),
         saves=saves,
         hosts_lost=tuple(each.loss for each in losses),
@@ -112,9 +100,9 @@ def build(events: Iterable[Event]) -> Report:
         host_counts=count_hosts(restarts),
         injected=injected,
         no_restart=tuple(
-            sorted(e.rank for e in run.all(WorkerExited) if e.exit_code == NO_RESTART)
+            sorted(e.rank for e in run.all(ev.WorkerExited) if e.exit_code == NO_RESTART)
         ),
-        no_end=bool(run.all(WorkerStarted)) and not run.all(LauncherEnded),
+        no_end=bool(run.all(ev.WorkerStarted)) and not run.all(ev.LauncherEnded),
         timeline=timeline_of(
             run,
             wrapped,
@@ -126,7 +114,9 @@ def build(events: Iterable[Event]) -> Report:
             losses=[each.loss for each in losses],
         ),
         mismatches=_mismatches(run),
-        stragglers=tuple(record(Straggler, e, rank=e.straggler) for e in run.all(StragglerFound)),
+        stragglers=tuple(
+            record(Straggler, e, rank=e.straggler) for e in run.all(ev.StragglerFound)
+        ),
     )
 
 
@@ -179,14 +169,14 @@ def _recovery_of(
 
 def _stop(run: Run) -> Stop | None:
     """The first request to stop; `None` if there was none."""
-    requests = run.all(StopRequested)
+    requests = run.all(ev.StopRequested)
     if not requests:
         return None
     # The launcher's request comes before those of the ranks, to which it is forwarded.
     first = min(requests, key=lambda event: (event.rank >= 0, event.time, event.rank))
     ends = {
         event.rank: exit_summary(event.exit_code)
-        for event in run.all(WorkerExited)
+        for event in run.all(ev.WorkerExited)
         if event.time >= first.time and event.host == first.host
     }
     exits = tuple(f"rank {rank} ({text})" for rank, text in sorted(ends.items()))
@@ -196,7 +186,7 @@ def _stop(run: Run) -> Stop | None:
 def _injected(run: Run) -> tuple[InjectedFault, ...]:
     """The planned faults, each once: every launcher writes those that it knows of."""
     found: dict[str, InjectedFault] = {}
-    for event in run.all(PlannedFault):
+    for event in run.all(ev.PlannedFault):
         if event.fired or event.key not in found:
             found[event.key] = record(InjectedFault, event, kind=event.name)
     return tuple(found.values())
@@ -205,7 +195,7 @@ def _injected(run: Run) -> tuple[InjectedFault, ...]:
 def _mismatches(run: Run) -> tuple[Mismatch, ...]:
     """Each set of ranks that differed, at the first check that found it."""
     found: dict[tuple[int, ...], Mismatch] = {}
-    for event in run.all(ReplicaMismatch):
+    for event in run.all(ev.ReplicaMismatch):
         ranks = tuple(event.ranks)
         if before := found.get(ranks):
             found[ranks] = dataclasses.replace(before, checks=before.checks + 1)

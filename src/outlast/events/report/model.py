@@ -14,19 +14,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One fault: on which rank, of which kind, and when.
+    """One fault: on which rank, of which kind, and when; see `outlast.events.Fault`.
 
     Attributes:
         rank: the member's rank in the iteration that the fault ended.
-        interruption: a name of `outlast.inprocess.attribution.Interruption`.
         pid: the process; -1 if it is not known.
         launcher_rank: the rank in the launcher's messages, which never changes; -1 if unknown.
         exit: how the process ended ("killed by SIGKILL"), if the launcher recorded it.
-        consequence: whether it looks like the consequence of another fault (a peer's closed
-            connection).
-        overtaken: whether a restart interrupted the exception before it had left the function.
-        idle: of a hung rank, how long it had made no progress, in seconds.
-        where: the user's line that raised the exception; empty if none did.
     """
 
     rank: int
@@ -62,18 +56,14 @@ class Party:
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Durations of the phases of one restart, in seconds.
-
-    Each is the slowest survivor's, except that the barriers are those of the last to arrive, since
-    the others wait for that survivor rather than for the barrier.
+    """Durations of the phases of one restart, in seconds: of the slowest survivor, except that the
+    barriers are those of the last to arrive, for which the others wait.
 
     Attributes:
         detection: from the fault until the last survivor on the same host has seen it.
         interrupt: from the end of the abort until the function is left.
-        health_check: after the fault and before the function is entered again.
-        total: from the fault until the last survivor on the same host is in the function again.
-        total_from_seen: whether `total` starts where the fault was first seen, because no
-            survivor shares a host with the fault.
+        total: from the fault until the last survivor on the same host is in the function again;
+            `total_from_seen`: from where it was first seen, for no survivor shares its host.
     """
 
     detection: float | None = None
@@ -119,17 +109,9 @@ class HostLoss:
 @dataclass(frozen=True, kw_only=True)
 class RestartParts:
     """The time between two stays in the function, in seconds. The parts follow each other: each
-    ends when the last rank of the host has finished it.
-
-    Attributes:
-        detection: until the last rank of the host knew of the fault.
-        abort: until in-flight collectives were aborted.
-        leave: until the last rank had left the function; without `Wrapper`, until the processes
-            had ended.
-        clean_up: until finalize and health check had run on all ranks.
-        replacements: in which the restart waited for the replacements of lost ranks.
-        entry: until all ranks of the host were in the function again: rank assignment, barriers,
-            initialize; without `Wrapper`, the start of the processes.
+    ends when the last rank of the host has finished it. `clean_up` is finalize and health check;
+    `entry` is rank assignment, barriers and initialize, or without `Wrapper` the start of the
+    processes. Waits for `replacements` are in no other part.
     """
 
     detection: float
@@ -142,12 +124,8 @@ class RestartParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery(RestartParts):
-    """What one host spent a restart on. Unlike `Phases`, no time is in it twice.
-
-    Attributes:
-        hang: without progress, until a timeout ended the iteration.
-        restore: from the entry to the end of the restore.
-        total: the sum.
+    """What one host spent a restart on, from the last progress before it (`hang`) to the end of the
+    restore; `total` is the sum. Unlike in `Phases`, no time is in it twice.
     """
 
     host: str
@@ -172,12 +150,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecovery:
-    """One rank, from when it learned that the iteration must end to its next entry.
-
-    Attributes:
-        rank: the rank in the iteration that ended.
-        lane: the rank of its lane in the timeline.
-        seen: when its process recorded that the iteration must end.
+    """One rank, from when it learned that the iteration must end to its next entry. `rank` is that
+    of the iteration that ended, `lane` that of its lane in the timeline; `seen` is when its process
+    recorded that the iteration must end.
     """
 
     host: str
@@ -240,16 +215,9 @@ class TimeOutside(RestartParts):
 
 @dataclass(frozen=True, kw_only=True)
 class LostTime:
-    """The wall time of a host that advanced nothing, in seconds, by its first reason.
-    `replacements` and `restart_parts` are parts of `restart`; all others add up.
-
-    Attributes:
-        restart: not every active rank of the host was in the function, or the host knew of a fault.
-        hang: from the last progress of hung ranks, or of a lost host, to the end of the iteration.
-        setup: from the entry into the function to the end of the restore.
-        saves: `save` blocked training.
-        redone: the resulting state was discarded, since a later restore went back further.
-        reduced: the share of the ranks that the job lacked, of the rest.
+    """The wall time of a host that advanced nothing, in seconds, by its first reason (see
+    `figures/goodput.py`). `replacements` and `restart_parts` are parts of `restart`; all others add
+    up.
     """
 
     restart: float
@@ -264,13 +232,9 @@ class LostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """Wall time and productive time of one host.
-
-    Attributes:
-        wall_seconds: from the first entry into the function to the end, summed over the calls.
-        goodput: productive time divided by wall time; `None` without wall time.
-        start_seconds: from the start of the first process to the first entry into the function,
-            which is before the wall time; `None` if the launcher did not record it.
+    """Wall time (from the first entry into the function to the end, summed over the calls) and
+    productive time of one host. `start_seconds` is before it, from the start of the first process;
+    `None` if the launcher did not record it.
     """
 
     host: str
@@ -283,9 +247,8 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Durations in seconds; percentiles by nearest rank, so each is one that was measured.
-
-    `p99` is `None` for fewer than 20 values.
+    """Durations in seconds; percentiles by nearest rank, so each is one that was measured. `p99` is
+    `None` for fewer than 20 values.
     """
 
     count: int

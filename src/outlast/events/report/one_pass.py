@@ -16,23 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from outlast.events import (
-    Assigned,
-    Completed,
-    Entered,
-    Event,
-    Note,
-    StopRequested,
-    WorkerExited,
-    WorkerStarted,
-)
+import outlast.events as ev
 from outlast.events.report.log_reader import TORN_LINE
 from outlast.system.error_text import exit_summary
 
 Process = tuple[str, int]
 """Host and process ID."""
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=ev.Event)
 R = TypeVar("R")
 
 
@@ -53,15 +44,15 @@ class Run:
         torn: the logs with a torn last line.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, events: Iterable[ev.Event]) -> None:
         self.torn: list[str] = []
         self.exits: dict[Process, str] = {}
         self.launcher_ranks: dict[Process, int] = {}
         self.lanes: dict[Process, int] = {}
         self.stops: dict[str, float] = {}
-        self.hosts: dict[str, list[Event]] = defaultdict(list)
-        self._kinds: dict[type[Event], list[Any]] = defaultdict(list)
-        processes: dict[Process, list[Event]] = defaultdict(list)
+        self.hosts: dict[str, list[ev.Event]] = defaultdict(list)
+        self._kinds: dict[type[ev.Event], list[Any]] = defaultdict(list)
+        processes: dict[Process, list[ev.Event]] = defaultdict(list)
         ranks: set[Process] = set()
         self.events = self._by_clock(events)
         for event in self.events:
@@ -69,14 +60,14 @@ class Run:
             self._kinds[type(event)].append(event)
             self.hosts[event.host].append(event)
             processes[process].append(event)
-            if isinstance(event, Assigned | Entered):
+            if isinstance(event, ev.Assigned | ev.Entered):
                 ranks.add(process)
                 self.lanes.setdefault(process, event.rank)
-            elif isinstance(event, WorkerStarted):
+            elif isinstance(event, ev.WorkerStarted):
                 self.launcher_ranks[event.host, event.worker_pid] = event.rank
-            elif isinstance(event, WorkerExited):
+            elif isinstance(event, ev.WorkerExited):
                 self.exits[event.host, event.worker_pid] = exit_summary(event.exit_code)
-            elif isinstance(event, StopRequested):
+            elif isinstance(event, ev.StopRequested):
                 self.stops.setdefault(event.host, event.time)
         self.lanes |= self.launcher_ranks
         self.calls = _calls(processes, ranks)
@@ -85,15 +76,15 @@ class Run:
         """The events of exactly this kind."""
         return self._kinds.get(kind, [])
 
-    def any_of(self, *kinds: type[Event]) -> list[Event]:
+    def any_of(self, *kinds: type[ev.Event]) -> list[ev.Event]:
         """The events of these kinds, by the clock of each host."""
         return sorted((e for kind in kinds for e in self.all(kind)), key=order)
 
-    def _by_clock(self, events: Iterable[Event]) -> list[Event]:
+    def _by_clock(self, events: Iterable[ev.Event]) -> list[ev.Event]:
         origins: dict[str, float] = {}
         own = []
         for event in events:
-            if isinstance(event, Note) and event.name == TORN_LINE:
+            if isinstance(event, ev.Note) and event.name == TORN_LINE:
                 self.torn.append(str(event.data.get("file", "")))
                 continue
             origins[event.host] = min(event.time, origins.get(event.host, event.time))
@@ -104,21 +95,21 @@ class Run:
         )
 
 
-def order(event: Event) -> tuple[float, str, int]:
+def order(event: ev.Event) -> tuple[float, str, int]:
     """The order of events, which has a meaning between those of one host only."""
     return event.time, event.host, event.pid
 
 
-def record(kind: type[R], event: Event, /, **values: Any) -> R:
+def record(kind: type[R], event: ev.Event, /, **values: Any) -> R:
     """A record of the report, with `values` and the fields that `event` has by the same names."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     own = {n: getattr(event, n) for n in names - values.keys() if hasattr(event, n)}
     return kind(**{"at": event.time, **own, **values})
 
 
-def _calls(processes: dict[Process, list[Event]], ranks: set[Process]) -> list[list[Event]]:
+def _calls(processes: dict[Process, list[ev.Event]], ranks: set[Process]) -> list[list[ev.Event]]:
     """The events of each call, in the order of the calls."""
-    calls: dict[int, list[Event]] = defaultdict(list, {0: []})
+    calls: dict[int, list[ev.Event]] = defaultdict(list, {0: []})
     ends: dict[str, dict[int, float]] = defaultdict(dict)  # of each host's calls but the last
 
     def call_at(host: str, time: float) -> int:
@@ -136,16 +127,16 @@ def _calls(processes: dict[Process, list[Event]], ranks: set[Process]) -> list[l
     return [sorted(calls[number], key=order) for number in range(max(calls) + 1)]
 
 
-def _split(log: list[Event]) -> list[list[Event]]:
+def _split(log: list[ev.Event]) -> list[list[ev.Event]]:
     """The events of one process by its calls."""
-    parts: list[list[Event]] = [[]]
+    parts: list[list[ev.Event]] = [[]]
     iteration, completed = -1, False
     for event in log:
-        if isinstance(event, Assigned | Entered):
+        if isinstance(event, ev.Assigned | ev.Entered):
             if completed or event.iteration < iteration:
                 parts.append([])
                 completed = False
             iteration = event.iteration
-        completed = completed or isinstance(event, Completed)
+        completed = completed or isinstance(event, ev.Completed)
         parts[-1].append(event)
     return parts

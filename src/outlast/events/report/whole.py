@@ -22,14 +22,8 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class CauseCount:
-    """Restarts with the same first cause.
-
-    Attributes:
-        what: the type of an exception and its line, a signal, or a few words.
-        where: ranks and hosts of the faults, the most frequent first, with their numbers.
-        recovery_seconds: sum of the totals of the restarts.
-        redone_steps: over all of them; `None` if not known for each.
-        restarts: the positions of these restarts in the report, from 0.
+    """Restarts with the same first cause (`what`), the ranks and hosts on which it was with their
+    numbers, and the positions of these restarts in the report, from 0.
     """
 
     what: str
@@ -124,19 +118,16 @@ class Saves:
     """The checkpoints of a run, as rank 0 saw them; a save ends the same way on all ranks.
 
     Attributes:
-        committed: number of committed saves.
-        size_bytes, newest: the size and the step of the last one.
+        size_bytes, newest: the size and the step of the last committed save.
         blocked_median, blocked_worst: seconds for which `save` blocked training.
         durable_median: seconds until the commit.
-        failed: step and cause of each that was not committed.
+        failed, passed_over: step and cause of each that was not committed, and that a restore found
+            damaged and skipped.
         restored: step and source of each restore: storage, memory, memory and the copies of named
             ranks, or the ranks' own state.
-        passed_over: step and cause of each that a restore found damaged and skipped.
-        copied: number of saves that were copied to other hosts' memory.
-        copied_bytes, copied_median: what rank 0 sent for the last one; seconds until it was there.
+        copied_bytes, copied_median: what rank 0 sent to another host's memory for the last save
+            that was copied; seconds until it was there.
         not_copied: step and cause of each that was not; step -1 if none could be.
-        removed: number of checkpoints that the retention policy removed.
-        each, restores: all of them, in their order.
     """
 
     committed: int
@@ -182,12 +173,8 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimeline:
-    """The lanes of one host.
-
-    Attributes:
-        shift: what to add to the times of this host so that its entries into the function coincide
-            with those of the host with the longest wall time; `None` if they were in no common
-            iteration.
+    """The lanes of one host. `shift` is what to add to its times so that its entries into the
+    function coincide with those of the host with the longest wall time; `None` if unknown.
     """
 
     host: str

@@ -12,17 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from outlast.events import (
-    Assigned,
-    Completed,
-    Entered,
-    Event,
-    Fault,
-    InterruptSwallowed,
-    Joined,
-    Lost,
-    Seen,
-)
+import outlast.events as ev
 from outlast.events.hang_report import HUNG, hung_ranks
 from outlast.events.report.figures.intervals import Interval
 from outlast.events.report.figures.phases import measure, rank_recovery
@@ -33,7 +23,7 @@ _HANGS = (HUNG, "HARD_TIMEOUT", "UNRESPONSIVE")
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")
 """How a rank that was told to stop leaves: with `SystemExit`, or killed by the signal."""
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=ev.Event)
 
 
 class Call:
@@ -49,21 +39,21 @@ class Call:
     def __init__(self, run: Run, number: int) -> None:
         self.number, self.events = number, run.calls[number]
         self._run = run
-        self.views: dict[int, dict[int, Assigned | Entered]] = defaultdict(dict)
-        self._iterations: dict[int, list[Event]] = defaultdict(list)
-        self._tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        self.views: dict[int, dict[int, ev.Assigned | ev.Entered]] = defaultdict(dict)
+        self._iterations: dict[int, list[ev.Event]] = defaultdict(list)
+        self._tracks: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
         self._processes: dict[int, Process] = {}
         self._firsts: dict[int, int] = {}
         self._lasts: dict[int, int] = {}
-        self._faults: dict[int, list[Fault]] = {}
-        self.completed = {e.member for e in self.events if isinstance(e, Completed)}
-        ranks = {(e.host, e.pid) for e in self.events if isinstance(e, Assigned | Entered)}
+        self._faults: dict[int, list[ev.Fault]] = {}
+        self.completed = {e.member for e in self.events if isinstance(e, ev.Completed)}
+        ranks = {(e.host, e.pid) for e in self.events if isinstance(e, ev.Assigned | ev.Entered)}
         for event in self.events:
             self._iterations[event.iteration].append(event)
             if (event.host, event.pid) in ranks and event.member >= 0:
                 self._tracks[event.member, event.iteration].append(event)
                 self._processes[event.member] = event.host, event.pid
-            if isinstance(event, Assigned | Entered) and event.member >= 0:
+            if isinstance(event, ev.Assigned | ev.Entered) and event.member >= 0:
                 self.views[event.iteration].setdefault(event.member, event)
         for iteration in sorted(self.views):
             for member in self.views[iteration]:
@@ -72,20 +62,20 @@ class Call:
 
     def iterations(self) -> list[int]:
         """Every iteration that has events."""
-        ended = {event.iteration for event in self.events if isinstance(event, Fault | Seen)}
+        ended = {event.iteration for event in self.events if isinstance(event, ev.Fault | ev.Seen)}
         return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
 
-    def during(self, iteration: int) -> Sequence[Event]:
+    def during(self, iteration: int) -> Sequence[ev.Event]:
         """The events of one iteration."""
         return self._iterations.get(iteration, ())
 
     def world_size(self, iteration: int) -> int:
         """The number of members in the iteration."""
         view = self.views.get(iteration, {})
-        sizes = [event.world_size for event in view.values() if isinstance(event, Assigned)]
+        sizes = [event.world_size for event in view.values() if isinstance(event, ev.Assigned)]
         return max(sizes, default=len(view))
 
-    def faults(self, iteration: int) -> list[Fault]:
+    def faults(self, iteration: int) -> list[ev.Fault]:
         """The faults of the iteration, the first cause first.
 
         A fault that two processes report (the failed one and its monitor) counts once.
@@ -99,7 +89,7 @@ class Call:
         ends = self.ends()
         walls: dict[str, Interval] = {}
         for event in self.events:
-            if isinstance(event, Entered) and event.member in self._firsts:
+            if isinstance(event, ev.Entered) and event.member in self._firsts:
                 walls.setdefault(event.host, (event.time, ends[event.host]))
         return walls
 
@@ -115,7 +105,7 @@ class Call:
         for event in self.events:
             process = event.host, event.pid
             if event.member in self._firsts:
-                (inside.add if isinstance(event, Entered) else inside.discard)(process)
+                (inside.add if isinstance(event, ev.Entered) else inside.discard)(process)
             if event.member in self._firsts or process in inside:
                 ends[event.host] = event.time
         return ends
@@ -131,7 +121,7 @@ class Call:
         """The members of the iteration that are in no later one."""
         view = self.views.get(iteration, {})
         events = [*self.during(iteration), *self.during(iteration + 1)]
-        reasons = {event.member: event.reason for event in events if isinstance(event, Lost)}
+        reasons = {event.member: event.reason for event in events if isinstance(event, ev.Lost)}
         if self.views.get(iteration + 1):
             gone = {member for member in view if self._lasts[member] == iteration}
         else:
@@ -155,7 +145,7 @@ class Call:
 
     def waiting(self) -> list[Party]:
         """The processes that asked to join and were in no iteration."""
-        asked = [event for event in self.events if isinstance(event, Joined)]
+        asked = [event for event in self.events if isinstance(event, ev.Joined)]
         return [
             Party(rank=event.preferred_rank, member=event.member, host=event.host)
             for event in asked
@@ -166,12 +156,12 @@ class Call:
         """Every iteration that ended in a restart, or should have."""
         found = []
         for iteration in self.iterations():
-            faults, seen = self.faults(iteration), _only(Seen, self.during(iteration))
+            faults, seen = self.faults(iteration), _only(ev.Seen, self.during(iteration))
             if (faults or seen or iteration + 1 in self.views) and not self._stopped(iteration):
                 found.append(self._restart(iteration, faults, seen))
         return found
 
-    def _restart(self, iteration: int, faults: list[Fault], seen: list[Seen]) -> Restart:
+    def _restart(self, iteration: int, faults: list[ev.Fault], seen: list[ev.Seen]) -> Restart:
         # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
         first = next((fault for fault in faults if not fault.overtaken), None)
         moments = *([first] if first else []), *seen, *self.views.get(iteration + 1, {}).values()
@@ -200,8 +190,8 @@ class Call:
             joined=joined,
             world_size_before=self.world_size(iteration),
             world_size_after=self.world_size(iteration + 1),
-            resumed=bool(_only(Entered, self.during(iteration + 1))),
-            swallowed=tuple(e.where for e in _only(InterruptSwallowed, self.during(iteration))),
+            resumed=bool(_only(ev.Entered, self.during(iteration + 1))),
+            swallowed=tuple(e.where for e in _only(ev.InterruptSwallowed, self.during(iteration))),
             ranks=ranks,
         )
 
@@ -209,14 +199,14 @@ class Call:
         """Whether the iteration ended only because ranks left when the job was told to stop."""
         stops = self._run.stops
         left = [f for f in self.faults(iteration) if not (f.consequence or f.overtaken)]
-        lost = _only(Lost, self.during(iteration))
+        lost = _only(ev.Lost, self.during(iteration))
         return bool(stops and (left or lost)) and all(
-            not (isinstance(event, Fault) and event.interruption not in _LEAVES)
+            not (isinstance(event, ev.Fault) and event.interruption not in _LEAVES)
             and event.time >= stops.get(event.host, float("inf"))
             for event in (*left, *lost)
         )
 
-    def _cause(self, fault: Fault) -> Cause:
+    def _cause(self, fault: ev.Fault) -> Cause:
         """The fault as the report shows it, on its own host though only others reported it."""
         process = self._processes.get(fault.member, ("", -1))
         return record(
@@ -230,12 +220,14 @@ class Call:
             idle=fault.idle if fault.interruption in _HANGS else 0.0,
         )
 
-    def _recovery(self, member: int, iteration: int) -> list[Event]:
+    def _recovery(self, member: int, iteration: int) -> list[ev.Event]:
         """The events of the member's process from the end of the iteration to its next entry."""
         before = self._tracks[member, iteration]
         after = self._tracks[member, iteration + 1]
-        placed = [i for i, event in enumerate(before) if isinstance(event, Assigned | Entered)]
-        entered = [i for i, event in enumerate(after) if isinstance(event, Entered)]
+        placed = [
+            i for i, event in enumerate(before) if isinstance(event, ev.Assigned | ev.Entered)
+        ]
+        entered = [i for i, event in enumerate(after) if isinstance(event, ev.Entered)]
         return before[placed[-1] + 1 :] + after[: entered[0] + 1 if entered else None]
 
     def _exit(self, member: int, iteration: int) -> str:
@@ -249,29 +241,29 @@ class Call:
             return ""
         return self._run.exits.get(process, "")
 
-    def _order_faults(self, iteration: int) -> list[Fault]:
+    def _order_faults(self, iteration: int) -> list[ev.Fault]:
         seen: dict[str, float] = {}
-        for event in _only(Seen, self.during(iteration)):
+        for event in _only(ev.Seen, self.during(iteration)):
             seen.setdefault(event.host, event.time)
-        found = _merge_hung(_only(Fault, self.during(iteration)), seen)
+        found = _merge_hung(_only(ev.Fault, self.during(iteration)), seen)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
-        def likely(fault: Fault) -> tuple[bool, bool]:
+        def likely(fault: ev.Fault) -> tuple[bool, bool]:
             """As the ranks themselves decide (`recovery/faults` of the wrapper)."""
             return fault.consequence or (fault.overtaken and bool(hung)), fault.overtaken
 
-        def cause_first(faults: list[Fault]) -> tuple[tuple[bool, bool], bool, int, int]:
+        def cause_first(faults: list[ev.Fault]) -> tuple[tuple[bool, bool], bool, int, int]:
             fault = faults[0]
             behind = hung.index(fault.member) if fault.interruption == HUNG else -1
             late = seen.get(fault.host, fault.time) < fault.time
             return likely(fault), late, behind, fault.rank
 
-        heads: dict[str, list[Fault]] = defaultdict(list)
+        heads: dict[str, list[ev.Fault]] = defaultdict(list)
         for fault in found:  # ordered by time, which is meaningful within each host
             heads[fault.host].append(fault)
         for faults in heads.values():
             faults.sort(key=likely)
-        merged: dict[int, Fault] = {}
+        merged: dict[int, ev.Fault] = {}
         while waiting := [faults for faults in heads.values() if faults]:
             fault = min(waiting, key=cause_first).pop(0)
             one = fault.member >= 0 and not fault.overtaken
@@ -279,11 +271,11 @@ class Call:
         return list(merged.values())
 
 
-def _only(kind: type[E], events: Sequence[Event]) -> list[E]:
+def _only(kind: type[E], events: Sequence[ev.Event]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def _parties(members: Iterable[tuple[Assigned | Entered, str]]) -> tuple[Party, ...]:
+def _parties(members: Iterable[tuple[ev.Assigned | ev.Entered, str]]) -> tuple[Party, ...]:
     found = [
         Party(rank=event.rank, member=event.member, host=event.host, reason=reason)
         for event, reason in members
@@ -291,7 +283,7 @@ def _parties(members: Iterable[tuple[Assigned | Entered, str]]) -> tuple[Party, 
     return tuple(sorted(found, key=lambda party: party.rank))
 
 
-def _merge_hung(faults: Sequence[Fault], seen: Mapping[str, float]) -> list[Fault]:
+def _merge_hung(faults: Sequence[ev.Fault], seen: Mapping[str, float]) -> list[ev.Fault]:
     """The faults, with those of hung ranks reduced to one for each rank, the likely cause first.
 
     A rank reports its own hang after the iteration has ended. The fault therefore gets the time at

@@ -12,17 +12,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from outlast.events import (
-    AbortDone,
-    BarrierPassed,
-    Event,
-    FinalizeDone,
-    Joined,
-    LeftFunction,
-    Lost,
-    Seen,
-    WorkerExited,
-)
+import outlast.events as ev
 from outlast.events.report.figures.intervals import (
     Interval,
     difference,
@@ -61,7 +51,7 @@ class Gap:
         return Recovery(host=host, hang=hang, **parts, restore=restore, total=total)
 
 
-def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
+def gaps_of(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Gap]:
     """The gaps between the stretches of one host that belong to one call of the function.
 
     Args:
@@ -77,29 +67,31 @@ def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
     return found
 
 
-def _divide(before: Stretch, end: float, events: Sequence[Event]) -> dict[str, list[Interval]]:
-    wrapped = any(isinstance(event, Seen | LeftFunction) for event in events)
+def _divide(before: Stretch, end: float, events: Sequence[ev.Event]) -> dict[str, list[Interval]]:
+    wrapped = any(isinstance(event, ev.Seen | ev.LeftFunction) for event in events)
     terms = [event.time for event in events if _is_barrier(event, "term")]
     met = min(terms, default=end)
     ends: dict[str, list[float]] = {name: [] for name in PARTS[:-2]}
     waits: list[Interval] = []
     for event in events:
-        if isinstance(event, Seen):
+        if isinstance(event, ev.Seen):
             ends["detection"].append(event.time)
-        elif isinstance(event, AbortDone):
+        elif isinstance(event, ev.AbortDone):
             ends["abort"].append(event.time)
-        elif isinstance(event, LeftFunction) or (isinstance(event, WorkerExited) and not wrapped):
+        elif isinstance(event, ev.LeftFunction) or (
+            isinstance(event, ev.WorkerExited) and not wrapped
+        ):
             ends["leave"].append(event.time)
-        elif isinstance(event, Lost) and event.time <= met:
+        elif isinstance(event, ev.Lost) and event.time <= met:
             # The survivors waited for this rank: one that does not leave is terminated at last.
             ends["leave"].append(event.time)
-        elif isinstance(event, FinalizeDone) or _is_barrier(event, "term"):
+        elif isinstance(event, ev.FinalizeDone) or _is_barrier(event, "term"):
             ends["clean_up"].append(event.time)
-        elif isinstance(event, BarrierPassed) and event.name == REPLACEMENTS:
+        elif isinstance(event, ev.BarrierPassed) and event.name == REPLACEMENTS:
             waits.append((event.time - event.seconds, event.time))
     begin = before.end
     if before.host_lost:  # until a fresh host with its name asks to join
-        joined = (event.time for event in events if isinstance(event, Joined))
+        joined = (event.time for event in events if isinstance(event, ev.Joined))
         waits.append((begin, min(joined, default=end)))
     waiting = intersection(union(waits), union([(begin, end)]))
     parts: dict[str, list[Interval]] = {}
@@ -111,5 +103,5 @@ def _divide(before: Stretch, end: float, events: Sequence[Event]) -> dict[str, l
     return {**parts, REPLACEMENTS: waiting}
 
 
-def _is_barrier(event: Event, name: str) -> bool:
-    return isinstance(event, BarrierPassed) and event.name == name
+def _is_barrier(event: ev.Event, name: str) -> bool:
+    return isinstance(event, ev.BarrierPassed) and event.name == name

@@ -20,16 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointRestored,
-    Event,
-    LeftFunction,
-    NothingToRestore,
-    StepsDone,
-    WorkerStarted,
-)
+import outlast.events as ev
 from outlast.events.report.figures.gaps import PARTS, gaps_of
 from outlast.events.report.figures.intervals import (
     Interval,
@@ -41,15 +32,15 @@ from outlast.events.report.figures.intervals import (
 from outlast.events.report.figures.stretches import Stretch
 from outlast.events.report.model import HostTime, LostTime, TimeOutside
 
-Save = CheckpointCommitted | CheckpointFailed
-Restore = CheckpointRestored | NothingToRestore
+Save = ev.CheckpointCommitted | ev.CheckpointFailed
+Restore = ev.CheckpointRestored | ev.NothingToRestore
 
 LIVE_SOURCES = ("live", "replica")
 """Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 
 def host_time(
-    host: str, stretches: Sequence[Stretch], walls: Sequence[Interval], events: Sequence[Event]
+    host: str, stretches: Sequence[Stretch], walls: Sequence[Interval], events: Sequence[ev.Event]
 ) -> HostTime:
     """The productive and the lost time of a host with these events."""
     wall = union(walls)
@@ -80,7 +71,7 @@ def host_time(
         layer = union(interval for gap in gaps for interval in gap.parts[name])
         parts[name] = length(intersection(between, layer))
         between = difference(between, layer)
-    started = [event.time for event in events if isinstance(event, WorkerStarted)]
+    started = [event.time for event in events if isinstance(event, ev.WorkerStarted)]
     return HostTime(
         host=host,
         wall_seconds=length(wall),
@@ -95,7 +86,7 @@ def host_time(
     )
 
 
-def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict[int, Interval]:
+def restore_times(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> dict[int, Interval]:
     """From the start of each stretch to the end of the first restore of the slowest process, by the
     position of the stretch.
     """
@@ -107,7 +98,7 @@ def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict
     return {number: (starts[number], max(times.values())) for number, times in ends.items()}
 
 
-def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
+def _setup_times(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Interval]:
     """From the start of each stretch to its restore. If the other stretches have a restore, and
     this one has neither that nor a step or a save, it ended before its restore (or is still there).
     """
@@ -118,7 +109,8 @@ def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[
     trained = {
         bisect_right(starts, _began(event) if isinstance(event, Save) else event.time) - 1
         for event in events
-        if isinstance(event, Save | StepsDone) or (isinstance(event, LeftFunction) and event.pings)
+        if isinstance(event, Save | ev.StepsDone)
+        or (isinstance(event, ev.LeftFunction) and event.pings)
     }
     unfinished = [
         (each.start, each.end)
@@ -128,18 +120,18 @@ def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[
     return [*restored.values(), *unfinished]
 
 
-def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
+def _discarded(events: Sequence[ev.Event], begin: float) -> list[Interval]:
     """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
     moments = [(_began(event), event.step) for event in events if isinstance(event, Save)]
     restored = [event for event in events if isinstance(event, Restore)]
-    moments += [(e.time, e.step) for e in restored if isinstance(e, CheckpointRestored)]
+    moments += [(e.time, e.step) for e in restored if isinstance(e, ev.CheckpointRestored)]
     moments.sort()
     by_step: dict[int, list[float]] = defaultdict(list)
     for time, step in moments:
         by_step[step].append(time)
     found = []
     for event in restored:
-        if isinstance(event, NothingToRestore):
+        if isinstance(event, ev.NothingToRestore):
             step, start = -1, event.time
         else:
             step, start = event.step, event.time - event.seconds
@@ -152,14 +144,14 @@ def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
 
 
 def _beyond(
-    step: int, start: float, events: Sequence[Event], moments: Sequence[tuple[float, int]]
+    step: int, start: float, events: Sequence[ev.Event], moments: Sequence[tuple[float, int]]
 ) -> Interval:
     """The time of the completed steps after the one that a living rank still had at `start`: rarely
     more than one. No save tells when they began, so they count as long as those before, on average.
     """
     restored = [e.time for e in events if isinstance(e, Restore) and e.time < start]
     since_restore = max(restored, default=float("-inf"))
-    done = [e for e in events if isinstance(e, StepsDone) and since_restore <= e.time <= start]
+    done = [e for e in events if isinstance(e, ev.StepsDone) and since_restore <= e.time <= start]
     last = max(done, key=lambda each: each.last, default=None)
     if last is None or last.last <= step:
         return start, start

@@ -9,31 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outlast.events import (
-    AbortDone,
-    Assigned,
-    BarrierPassed,
-    Entered,
-    Event,
-    Fault,
-    FinalizeDone,
-    HealthCheckDone,
-    InitializeDone,
-    LeftFunction,
-    Seen,
-)
+import outlast.events as ev
 from outlast.events.report.model import PHASE_FIELDS, Phases, RankRecovery, Span
 
-_TIMED: dict[type[Event], str] = {
-    AbortDone: "abort",
-    FinalizeDone: "finalize",
-    HealthCheckDone: "health",
-    Assigned: "assign",
-    InitializeDone: "init",
+_TIMED: dict[type[ev.Event], str] = {
+    ev.AbortDone: "abort",
+    ev.FinalizeDone: "finalize",
+    ev.HealthCheckDone: "health",
+    ev.Assigned: "assign",
+    ev.InitializeDone: "init",
 }
 
 
-def rank_recovery(place: Assigned | Entered, lane: int, events: Sequence[Event]) -> RankRecovery:
+def rank_recovery(
+    place: ev.Assigned | ev.Entered, lane: int, events: Sequence[ev.Event]
+) -> RankRecovery:
     """The recovery of one rank.
 
     Args:
@@ -43,16 +33,16 @@ def rank_recovery(place: Assigned | Entered, lane: int, events: Sequence[Event])
     start = seen = end = left = None
     spans: list[Span] = []
     for event in events:
-        name = event.name if isinstance(event, BarrierPassed) else _TIMED.get(type(event))
+        name = event.name if isinstance(event, ev.BarrierPassed) else _TIMED.get(type(event))
         if name:
             seconds = float(getattr(event, "seconds", 0.0))
             spans.append(Span(state=name, start=event.time - seconds, end=event.time))
-        elif isinstance(event, Seen | Fault):
+        elif isinstance(event, ev.Seen | ev.Fault):
             start = event.time if start is None else start
-            seen = event.time if seen is None and isinstance(event, Seen) else seen
-        elif isinstance(event, LeftFunction):
+            seen = event.time if seen is None and isinstance(event, ev.Seen) else seen
+        elif isinstance(event, ev.LeftFunction):
             left = event.time if left is None else left
-        elif isinstance(event, Entered):
+        elif isinstance(event, ev.Entered):
             end = event.time
     aborted = next((span.end for span in spans if span.state == "abort"), None)
     if aborted is not None and left is not None:  # a rank that failed left before the abort
@@ -69,7 +59,7 @@ def rank_recovery(place: Assigned | Entered, lane: int, events: Sequence[Event])
     )
 
 
-def measure(ranks: Sequence[RankRecovery], fault: Fault | None) -> Phases:
+def measure(ranks: Sequence[RankRecovery], fault: ev.Fault | None) -> Phases:
     """The phases of a restart of these survivors; `fault` is its first cause."""
     found: dict[str, Any] = {}
     for name, field in PHASE_FIELDS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from outlast.events import WorkerExited, WorkerFailed, WorkerStarted
+import outlast.events as ev
 from outlast.events.report.figures.stretches import Course, Ended, Stretch
 from outlast.events.report.model import Cause, Phases, Restart
 from outlast.events.report.one_pass import Process, Run
@@ -22,9 +22,9 @@ class Round:
 
     host: str
     last: float  # the last event of the host
-    started: list[WorkerStarted] = dataclasses.field(default_factory=list)
-    exited: list[WorkerExited] = dataclasses.field(default_factory=list)
-    failed: list[WorkerFailed] = dataclasses.field(default_factory=list)
+    started: list[ev.WorkerStarted] = dataclasses.field(default_factory=list)
+    exited: list[ev.WorkerExited] = dataclasses.field(default_factory=list)
+    failed: list[ev.WorkerFailed] = dataclasses.field(default_factory=list)
 
     @property
     def begin(self) -> float:
@@ -48,17 +48,17 @@ def rounds_of(run: Run) -> dict[str, list[Round]]:
     """The rounds of each launcher's host, in order."""
     found: dict[str, dict[int, Round]] = defaultdict(dict)
     processes: dict[Process, Round] = {}
-    for event in run.any_of(WorkerStarted, WorkerExited, WorkerFailed):
-        if isinstance(event, WorkerStarted):
+    for event in run.any_of(ev.WorkerStarted, ev.WorkerExited, ev.WorkerFailed):
+        if isinstance(event, ev.WorkerStarted):
             fresh = Round(event.host, run.hosts[event.host][-1].time)
             one = found[event.host].setdefault(event.attempt, fresh)
             one.started.append(event)
             processes[event.host, event.worker_pid] = one
-        elif isinstance(event, WorkerExited | WorkerFailed):
+        elif isinstance(event, ev.WorkerExited | ev.WorkerFailed):
             known = processes.get((event.host, event.worker_pid))
-            if known is not None and isinstance(event, WorkerExited):
+            if known is not None and isinstance(event, ev.WorkerExited):
                 known.exited.append(event)
-            elif known is not None and isinstance(event, WorkerFailed):
+            elif known is not None and isinstance(event, ev.WorkerFailed):
                 known.failed.append(event)
     return {host: [each[number] for number in sorted(each)] for host, each in found.items()}
 
@@ -109,7 +109,7 @@ def _restart(number: int, one: Round, following: Round | None) -> Restart:
     )
 
 
-def _cause(event: WorkerFailed) -> Cause:
+def _cause(event: ev.WorkerFailed) -> Cause:
     return Cause(
         rank=event.rank,
         member=-1,

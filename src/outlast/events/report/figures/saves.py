@@ -5,21 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TypeVar
 
-from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointPassedOver,
-    CheckpointRemoved,
-    CheckpointRestored,
-    CopyCompleted,
-    CopySkipped,
-    Event,
-)
+import outlast.events as ev
 from outlast.events.report.figures.goodput import LIVE_SOURCES
 from outlast.events.report.one_pass import Run, record
 from outlast.events.report.whole import Restore, Save, Saves
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=ev.Event)
 
 
 def summarize_saves(run: Run) -> Saves | None:
@@ -28,12 +19,14 @@ def summarize_saves(run: Run) -> Saves | None:
     def own(kind: type[E]) -> list[E]:
         return [event for event in run.all(kind) if event.rank == 0]
 
-    done, failed = own(CheckpointCommitted), own(CheckpointFailed)
-    restored, passed = own(CheckpointRestored), own(CheckpointPassedOver)
-    copied, not_copied = own(CopyCompleted), own(CopySkipped)
+    done, failed = own(ev.CheckpointCommitted), own(ev.CheckpointFailed)
+    restored, passed = own(ev.CheckpointRestored), own(ev.CheckpointPassedOver)
+    copied, not_copied = own(ev.CopyCompleted), own(ev.CopySkipped)
     if not (done or failed or restored or passed or copied or not_copied):
         return None
-    saves = [_save(e) for e in run.any_of(CheckpointCommitted, CheckpointFailed) if e.rank == 0]
+    saves = [
+        _save(e) for e in run.any_of(ev.CheckpointCommitted, ev.CheckpointFailed) if e.rank == 0
+    ]
     restores = [record(Restore, each, source=_source(each, run)) for each in restored]
     blocked = [event.blocked_seconds for event in done]
     return Saves(
@@ -50,26 +43,26 @@ def summarize_saves(run: Run) -> Saves | None:
         copied_bytes=copied[-1].own_bytes if copied else 0,
         copied_median=statistics.median_low(e.seconds for e in copied) if copied else 0.0,
         not_copied=tuple((e.step, e.cause) for e in not_copied),
-        removed=len(own(CheckpointRemoved)),
+        removed=len(own(ev.CheckpointRemoved)),
         each=tuple(saves),
         restores=tuple(restores),
     )
 
 
-def _save(event: Event) -> Save:
-    assert isinstance(event, CheckpointCommitted | CheckpointFailed)
-    failed = isinstance(event, CheckpointFailed)
-    cause = (event.cause or "it failed") if isinstance(event, CheckpointFailed) else ""
+def _save(event: ev.Event) -> Save:
+    assert isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed)
+    failed = isinstance(event, ev.CheckpointFailed)
+    cause = (event.cause or "it failed") if isinstance(event, ev.CheckpointFailed) else ""
     at = max(0.0, event.time - event.seconds)
     return record(Save, event, at=at, cause=cause, **({"size_bytes": 0} if failed else {}))
 
 
-def _source(restored: CheckpointRestored, run: Run) -> str:
+def _source(restored: ev.CheckpointRestored, run: Run) -> str:
     """The source of a restore; of one from the state of the ranks, those that were sent it; of one
     from copies, the ranks that fetched theirs, and from where.
     The times of different hosts are not comparable, so their events are found by the step.
     """
-    same = [event for event in run.all(CheckpointRestored) if event.step == restored.step]
+    same = [event for event in run.all(ev.CheckpointRestored) if event.step == restored.step]
     if restored.source in LIVE_SOURCES:
         sent = {event.rank for event in same if event.source == "replica"}
         return f"the ranks' own state{f', sent to {_ranks(sent)}' if sent else ''}"

@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-from outlast.events import Assigned, Entered, Event, Fault, LeftFunction, Lost, Seen
+import outlast.events as ev
 from outlast.events.report.figures.calls import Call
 from outlast.events.report.figures.intervals import Interval
 from outlast.events.report.model import Restart
@@ -96,17 +96,17 @@ def _add_stretches(call: Call, found: dict[str, list[Stretch]]) -> None:
     ends, largest = call.ends(), 0
     for iteration in sorted(call.views):
         view = call.views[iteration]
-        sizes = [e.active_world_size for e in view.values() if isinstance(e, Assigned)]
+        sizes = [e.active_world_size for e in view.values() if isinstance(e, ev.Assigned)]
         active = max(sizes, default=0) or len(view)
         largest = max(largest, active)
         hung = [fault for fault in call.faults(iteration) if fault.interruption in _HUNG]
         lost_hosts = call.lost_hosts(iteration)
-        by_host: dict[str, list[Event]] = defaultdict(list)
+        by_host: dict[str, list[ev.Event]] = defaultdict(list)
         for event in call.during(iteration):
             if event.member in view:
                 by_host[event.host].append(event)
         for host, here in by_host.items():
-            if not any(isinstance(event, Entered) for event in here):
+            if not any(isinstance(event, ev.Entered) for event in here):
                 continue
             lost = host in lost_hosts
             last = _last_sign(call, iteration, host) if lost else ends[host]
@@ -136,24 +136,24 @@ def _last_sign(call: Call, iteration: int, host: str) -> float:
     return max(own, default=entered)
 
 
-def _time_in_function(here: Sequence[Event], end: float) -> Interval:
+def _time_in_function(here: Sequence[ev.Event], end: float) -> Interval:
     """From the entry of the host's last active rank until the host learns of the end of the
     iteration or an active rank leaves the function; `end` is the host's last event in the call.
     """
-    entered = [event for event in here if isinstance(event, Entered)]
+    entered = [event for event in here if isinstance(event, ev.Entered)]
     working = [event for event in entered if event.active] or entered
     members = {event.member for event in working}
     stops = [
         event.time
         for event in here
-        if isinstance(event, Fault | Seen | Lost)
-        or (isinstance(event, LeftFunction) and event.member in members)
+        if isinstance(event, ev.Fault | ev.Seen | ev.Lost)
+        or (isinstance(event, ev.LeftFunction) and event.member in members)
     ]
     start = max(event.time for event in working)
     return start, max(start, min(stops, default=end))
 
 
-def _hung_from(hung: Sequence[Fault], host: str, end: float) -> float:
+def _hung_from(hung: Sequence[ev.Fault], host: str, end: float) -> float:
     """When the hung ranks made their last progress. On a host without a hung rank the time was
     lost too, in the wait for one; clocks of hosts are not compared, so only its length is known.
     """

@@ -10,27 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from outlast.events import (
-    Assigned,
-    CheckpointPassedOver,
-    CheckpointRestored,
-    Completed,
-    Entered,
-    Event,
-    Fault,
-    HostJoined,
-    Joined,
-    LeftFunction,
-    Lost,
-    MonitorRestarted,
-    NothingToRestore,
-    ReplicaMismatch,
-    Seen,
-    StopRequested,
-    StragglerFound,
-    WorkerExited,
-    WorkerStarted,
-)
+import outlast.events as ev
 from outlast.events.report.figures.causes import what_failed
 from outlast.events.report.model import Cause, HostLoss, Restart, Span
 from outlast.events.report.one_pass import Process, Run
@@ -41,7 +21,13 @@ from outlast.system.units import duration_text
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
 RESERVE, RESTARTING, LOST, ENDED = "reserve", "restarting", "lost", "ended"
 _DEATHS = ("TERMINATED", "HARD_TIMEOUT", "UNRESPONSIVE")
-_HOST_EVENTS = HostJoined, StopRequested, MonitorRestarted, ReplicaMismatch, StragglerFound
+_HOST_EVENTS = (
+    ev.HostJoined,
+    ev.StopRequested,
+    ev.MonitorRestarted,
+    ev.ReplicaMismatch,
+    ev.StragglerFound,
+)
 
 
 @dataclasses.dataclass
@@ -109,18 +95,22 @@ def _tracks(run: Run, wrapped: bool) -> dict[tuple[str, int], Track]:
     """The lanes of all ranks, by host and rank. Without `Wrapper`, a process trains from its start
     to its end.
     """
-    members = {e.member: (e.host, e.pid) for e in run.any_of(Assigned, Entered)}
+    members = {e.member: (e.host, e.pid) for e in run.any_of(ev.Assigned, ev.Entered)}
     tracks: dict[tuple[str, int], Track] = {}
     for event in run.events:
         process = (event.host, getattr(event, "worker_pid", event.pid))
-        if isinstance(event, Lost | Fault) and event.member in members:
+        if isinstance(event, ev.Lost | ev.Fault) and event.member in members:
             process = members[event.member]  # a monitor process reports on its rank
         if process not in run.lanes:
             continue
         track = tracks.setdefault((process[0], run.lanes[process]), Track())
-        if isinstance(event, WorkerStarted | Joined) and track.state not in ("", LOST, STARTING):
+        if isinstance(event, ev.WorkerStarted | ev.Joined) and track.state not in (
+            "",
+            LOST,
+            STARTING,
+        ):
             track.change(LOST, track.last)  # its host was lost: nothing recorded its end
-        if isinstance(event, WorkerStarted | Assigned | Entered | Joined):
+        if isinstance(event, ev.WorkerStarted | ev.Assigned | ev.Entered | ev.Joined):
             track.process = process
         if process == track.process:  # a late report on a process that was replaced changes nothing
             track.last = event.time
@@ -130,32 +120,39 @@ def _tracks(run: Run, wrapped: bool) -> dict[tuple[str, int], Track]:
     return tracks
 
 
-def _advance(track: Track, event: Event, wrapped: bool, gone: str) -> None:
+def _advance(track: Track, event: ev.Event, wrapped: bool, gone: str) -> None:
     time = event.time
-    if isinstance(event, WorkerStarted):
+    if isinstance(event, ev.WorkerStarted):
         track.change(STARTING if wrapped else TRAINING, time)
         if event.attempt > 0:
             how = "a standby process took the rank over" if event.standby else "a new process"
             track.mark("takeover", time, f"{how} (pid {event.worker_pid})")
-    elif isinstance(event, Joined) or (isinstance(event, Assigned) and track.state in ("", LOST)):
+    elif isinstance(event, ev.Joined) or (
+        isinstance(event, ev.Assigned) and track.state in ("", LOST)
+    ):
         track.change(STARTING, time)
-    elif isinstance(event, Entered):
+    elif isinstance(event, ev.Entered):
         track.change(TRAINING if event.active else RESERVE, time)
-    elif isinstance(event, CheckpointRestored | NothingToRestore):
+    elif isinstance(event, ev.CheckpointRestored | ev.NothingToRestore):
         before = track.spans[-1] if track.spans else None
         again = before and before.state == RESTORING and before.end == track.since
         if track.state == TRAINING and not again:  # from the entry on, it has restored
             track.state = RESTORING if wrapped else STARTING
             track.change(TRAINING, time)
-    elif isinstance(event, Completed) or (
-        isinstance(event, LeftFunction) and event.outcome == "returned"
+    elif isinstance(event, ev.Completed) or (
+        isinstance(event, ev.LeftFunction) and event.outcome == "returned"
     ):
         track.change(ENDED, time)
-    elif isinstance(event, WorkerExited):
+    elif isinstance(event, ev.WorkerExited):
         track.change(ENDED if event.exit_code == 0 or track.state == ENDED else gone, time)
-    elif isinstance(event, Lost) or (isinstance(event, Fault) and event.interruption in _DEATHS):
+    elif isinstance(event, ev.Lost) or (
+        isinstance(event, ev.Fault) and event.interruption in _DEATHS
+    ):
         track.change(gone, time)
-    elif isinstance(event, Fault | Seen | LeftFunction) and track.state in (TRAINING, RESERVE):
+    elif isinstance(event, ev.Fault | ev.Seen | ev.LeftFunction) and track.state in (
+        TRAINING,
+        RESERVE,
+    ):
         track.change(RESTARTING, time)
 
 
@@ -198,7 +195,7 @@ def _other_tracks(
     for loss in losses:
         text = f"host {loss.name} {'left' if loss.left else 'lost'}: {loss.reason}"
         hosts[loss.seen_by, "host"].mark("host_lost", loss.at, text)
-    for passed in run.all(CheckpointPassedOver):
+    for passed in run.all(ev.CheckpointPassedOver):
         if passed.rank == 0:
             text = f"step {passed.step} passed over: {passed.cause}"
             checkpoints[passed.host, "checkpoints"].mark("passed_over", passed.time, text)
@@ -213,18 +210,18 @@ def _other_tracks(
     return {**hosts, **checkpoints}
 
 
-def _host_mark(event: Event, run: Run) -> tuple[str, str] | None:
+def _host_mark(event: ev.Event, run: Run) -> tuple[str, str] | None:
     """The kind and the text of a mark in the lane of a host."""
-    if isinstance(event, HostJoined) and event.name == event.host:  # each launcher records all
+    if isinstance(event, ev.HostJoined) and event.name == event.host:  # each launcher records all
         return "host_joined", f"host {event.name} joined"
-    if isinstance(event, StopRequested) and event.time == run.stops[event.host]:
+    if isinstance(event, ev.StopRequested) and event.time == run.stops[event.host]:
         return "stop", f"told to stop: {event.reason}"
-    if isinstance(event, MonitorRestarted):
+    if isinstance(event, ev.MonitorRestarted):
         return "monitor_restarted", f"monitor process of rank {event.rank} restarted"
-    if isinstance(event, ReplicaMismatch):
+    if isinstance(event, ev.ReplicaMismatch):
         ranks = ", ".join(str(rank) for rank in event.ranks)
         return "mismatch", f"replicas differ after step {event.step}: ranks {ranks}"
-    if isinstance(event, StragglerFound):
+    if isinstance(event, ev.StragglerFound):
         slow, typical = duration_text(event.seconds), duration_text(event.typical_seconds)
         who = f"rank {event.straggler} on {event.straggler_host}"
         return "straggler", f"{who} is slow: {slow} a step, others {typical}"
