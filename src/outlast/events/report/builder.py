@@ -11,8 +11,7 @@ import outlast.events as ev
 from outlast.errors import NO_RESTART
 from outlast.events.report.figures.calls import Call
 from outlast.events.report.figures.causes import count_causes, count_hosts, restarts_in_words
-from outlast.events.report.figures.gaps import gaps_of
-from outlast.events.report.figures.goodput import host_time, restore_times
+from outlast.events.report.figures.goodput import HostAccount
 from outlast.events.report.figures.host_losses import (
     find_losses,
     name_lost_hosts,
@@ -21,7 +20,7 @@ from outlast.events.report.figures.host_losses import (
 from outlast.events.report.figures.redone_steps import redone_steps
 from outlast.events.report.figures.rounds import course_of_rounds, rounds_of
 from outlast.events.report.figures.saves import summarize_saves
-from outlast.events.report.figures.stretches import Stretch, course_of_calls
+from outlast.events.report.figures.stretches import course_of_calls
 from outlast.events.report.figures.timeline import timeline_of
 from outlast.events.report.model import Distribution, Recovery, Restart
 from outlast.events.report.one_pass import Run, record
@@ -48,7 +47,11 @@ def build(events: Iterable[ev.Event]) -> Report:
     losses = find_losses(run)
     named = name_lost_hosts(course, losses)
     stretches = waits_for_lost_hosts(course, named)
-    recoveries = _recoveries(stretches, run)
+    accounts = {
+        host: HostAccount(run, host, stretches.get(host, []), walls)
+        for host, walls in sorted(course.walls.items())
+    }
+    recoveries = _recoveries(accounts.values())
     counts, steps_from, redone_known = redone_steps(course.segments, run)
     restarts = tuple(
         dataclasses.replace(
@@ -59,10 +62,7 @@ def build(events: Iterable[ev.Event]) -> Report:
         )
         for each, loss in zip(course.ended, named, strict=True)
     )
-    hosts = tuple(
-        host_time(host, stretches.get(host, []), course.walls[host], run.hosts[host])
-        for host in sorted(course.walls)
-    )
+    hosts = tuple(account.time() for account in accounts.values())
     longest = max(hosts, key=lambda host: host.wall_seconds, default=None)
     redone = [restart.redone_steps for restart in restarts if restart.resumed]
     lost = sum(len(restart.lost) for restart in restarts)
@@ -139,21 +139,15 @@ def _distributions(restarts: Iterable[Restart]) -> dict[str, Distribution]:
     return {name: distribution(seconds) for name, seconds in values.items() if any(seconds)}
 
 
-def _recoveries(
-    stretches: Mapping[str, Sequence[Stretch]], run: Run
-) -> dict[tuple[int, int], list[Recovery]]:
+def _recoveries(accounts: Iterable[HostAccount]) -> dict[tuple[int, int], list[Recovery]]:
     """What each host spent the restart after an iteration on, by call and iteration: hosts with
     survivors, if there are any.
     """
     found: dict[tuple[int, int], list[Recovery]] = {}
     of_lost: dict[tuple[int, int], list[Recovery]] = {}
-    for host, own in stretches.items():
-        restores = restore_times(own, run.hosts[host])
-        for gap in gaps_of(own, run.hosts[host]):
-            start, end = restores.get(gap.after, (0.0, 0.0))
-            recovery = gap.recovery(host, max(0.0, min(end, own[gap.after].end) - start))
-            kept = of_lost if gap.before.host_lost else found
-            kept.setdefault((gap.before.call, gap.before.iteration), []).append(recovery)
+    for stretch, recovery in (each for account in accounts for each in account.recoveries()):
+        kept = of_lost if stretch.host_lost else found
+        kept.setdefault((stretch.call, stretch.iteration), []).append(recovery)
     return {**of_lost, **found}
 
 

@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         events: all of them, by the clock of each host.
-        hosts: those of each host.
+        ends: the last event of each host.
         calls: those of each call of a wrapped function; at least one list.
         exits: how each process of a launcher ended, in words.
         launcher_ranks: the rank of each process in the launcher's messages.
@@ -50,15 +50,16 @@ class Run:
         self.launcher_ranks: dict[Process, int] = {}
         self.lanes: dict[Process, int] = {}
         self.stops: dict[str, float] = {}
-        self.hosts: dict[str, list[ev.Event]] = defaultdict(list)
-        self._kinds: dict[type[ev.Event], list[Any]] = defaultdict(list)
+        self.ends: dict[str, float] = {}
+        self._kinds: dict[tuple[type[ev.Event], str | None], list[Any]] = defaultdict(list)
         processes: dict[Process, list[ev.Event]] = defaultdict(list)
         ranks: set[Process] = set()
         self.events = self._by_clock(events)
         for event in self.events:
             process = event.host, event.pid
-            self._kinds[type(event)].append(event)
-            self.hosts[event.host].append(event)
+            self._kinds[type(event), None].append(event)
+            self._kinds[type(event), event.host].append(event)
+            self.ends[event.host] = event.time
             processes[process].append(event)
             if isinstance(event, ev.Assigned | ev.Entered):
                 ranks.add(process)
@@ -74,11 +75,16 @@ class Run:
 
     def all(self, kind: type[E]) -> list[E]:
         """The events of exactly this kind."""
-        return self._kinds.get(kind, [])
+        return self._kinds.get((kind, None), [])
 
-    def any_of(self, *kinds: type[ev.Event]) -> list[ev.Event]:
-        """The events of these kinds, by the clock of each host."""
-        return sorted((e for kind in kinds for e in self.all(kind)), key=order)
+    def on(self, host: str, kind: type[E]) -> list[E]:
+        """The events of exactly this kind that processes of the host have written."""
+        return self._kinds.get((kind, host), [])
+
+    def any_of(self, *kinds: type[ev.Event], host: str | None = None) -> list[ev.Event]:
+        """The events of these kinds, of all hosts or of one, by the clock of each host."""
+        found = (event for kind in kinds for event in self._kinds.get((kind, host), []))
+        return sorted(found, key=order)
 
     def _by_clock(self, events: Iterable[ev.Event]) -> list[ev.Event]:
         origins: dict[str, float] = {}

@@ -13,18 +13,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import outlast.events as ev
-from outlast.events.report.figures.intervals import (
-    Interval,
-    difference,
-    intersection,
-    length,
-    union,
-)
+from outlast.events.report.figures import intervals as iv
+from outlast.events.report.figures.intervals import Interval
 from outlast.events.report.figures.stretches import Stretch
 from outlast.events.report.model import Recovery
 
 REPLACEMENTS = "replacements"
 """The name of the `BarrierPassed` event that ends the wait for replacements."""
+
+GAP_EVENTS = (
+    *(ev.AbortDone, ev.BarrierPassed, ev.FinalizeDone, ev.Joined, ev.LeftFunction, ev.Lost),
+    *(ev.Seen, ev.WorkerExited),
+)
+"""The events that divide a gap."""
 
 PARTS = ("detection", "abort", "leave", "clean_up", "entry", REPLACEMENTS)
 
@@ -46,7 +47,7 @@ class Gap:
         """What the host spent the restart on; `restore` is the time from the entry."""
         # Hung ranks made no progress before the stretch ended, if they had made any in it.
         hang = max(0.0, self.before.end - max(self.before.start, self.before.hung_from))
-        parts = {name: length(intervals) for name, intervals in self.parts.items()}
+        parts = {name: iv.length(intervals) for name, intervals in self.parts.items()}
         total = hang + sum(parts.values()) + restore
         return Recovery(host=host, hang=hang, **parts, restore=restore, total=total)
 
@@ -56,7 +57,7 @@ def gaps_of(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Ga
 
     Args:
         stretches: those of the host, in order.
-        events: those of the host, ordered by time.
+        events: `GAP_EVENTS` of the host, ordered by time.
     """
     times = [event.time for event in events]
     found = []
@@ -93,13 +94,13 @@ def _divide(before: Stretch, end: float, events: Sequence[ev.Event]) -> dict[str
     if before.host_lost:  # until a fresh host with its name asks to join
         joined = (event.time for event in events if isinstance(event, ev.Joined))
         waits.append((begin, min(joined, default=end)))
-    waiting = intersection(union(waits), union([(begin, end)]))
+    waiting = iv.intersection(iv.union(waits), iv.union([(begin, end)]))
     parts: dict[str, list[Interval]] = {}
     for name, moments in ends.items():
         until = min(end, max(begin, *moments)) if moments else begin
-        parts[name] = difference(union([(begin, until)]), waiting)
+        parts[name] = iv.difference(iv.union([(begin, until)]), waiting)
         begin = until
-    parts["entry"] = difference(union([(begin, end)]), waiting)
+    parts["entry"] = iv.difference(iv.union([(begin, end)]), waiting)
     return {**parts, REPLACEMENTS: waiting}
 
 

@@ -18,146 +18,161 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import outlast.events as ev
-from outlast.events.report.figures.gaps import PARTS, gaps_of
-from outlast.events.report.figures.intervals import (
-    Interval,
-    difference,
-    intersection,
-    length,
-    union,
-)
+from outlast.events.report.figures import intervals as iv
+from outlast.events.report.figures.gaps import GAP_EVENTS, PARTS, gaps_of
+from outlast.events.report.figures.intervals import Interval
 from outlast.events.report.figures.stretches import Stretch
-from outlast.events.report.model import HostTime, LostTime, TimeOutside
+from outlast.events.report.model import HostTime, LostTime, Recovery, TimeOutside
+from outlast.events.report.one_pass import Run
 
 Save = ev.CheckpointCommitted | ev.CheckpointFailed
-Restore = ev.CheckpointRestored | ev.NothingToRestore
 
 LIVE_SOURCES = ("live", "replica")
 """Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 
-def host_time(
-    host: str, stretches: Sequence[Stretch], walls: Sequence[Interval], events: Sequence[ev.Event]
-) -> HostTime:
-    """The productive and the lost time of a host with these events."""
-    wall = union(walls)
-    begin = wall[0][0] if wall else 0.0
-    worked = union((each.start, each.end) for each in stretches)
-    outside = difference(wall, worked)
-    layers = {
-        "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
-        "setup": union(_setup_times(stretches, events)),
-        "saves": union(
-            (_began(e), _began(e) + e.blocked_seconds) for e in events if isinstance(e, Save)
-        ),
-        "redone": _discarded(events, begin),
-    }
-    lost, rest = {"restart": length(outside)}, worked
+class HostAccount:
+    """The time of one host.
+
+    Args:
+        stretches: the productive part of each iteration on the host, in order.
+        walls: its wall time, for each call.
+    """
+
+    def __init__(
+        self, run: Run, host: str, stretches: Sequence[Stretch], walls: Sequence[Interval]
+    ) -> None:
+        self._host, self._stretches, self._wall = host, stretches, iv.union(walls)
+        self._starts = [each.start for each in stretches]
+        self._started = run.on(host, ev.WorkerStarted)
+        self._saves = run.on(host, ev.CheckpointCommitted) + run.on(host, ev.CheckpointFailed)
+        self._restored = run.on(host, ev.CheckpointRestored)
+        self._from_nothing = run.on(host, ev.NothingToRestore)
+        self._steps = run.on(host, ev.StepsDone)
+        self._pinged = [event for event in run.on(host, ev.LeftFunction) if event.pings]
+        self._gaps = gaps_of(stretches, run.any_of(*GAP_EVENTS, host=host))
+        self._restores = self._restore_times()
+
+    def time(self) -> HostTime:
+        """The productive and the lost time."""
+        wall, begin = iv.length(self._wall), self._wall[0][0] if self._wall else 0.0
+        worked = iv.union((each.start, each.end) for each in self._stretches)
+        outside = iv.difference(self._wall, worked)
+        blocked = ((_began(e), _began(e) + e.blocked_seconds) for e in self._saves)
+        layers = {
+            "hang": iv.union((max(s.start, s.hung_from), s.end) for s in self._stretches),
+            "setup": iv.union(self._setup_times()),
+            "saves": iv.union(blocked),
+            "redone": iv.union(self._discarded(begin)),
+        }
+        lost, rest = _peel(worked, layers)
+        productive, left = 0.0, rest
+        for size in sorted({each.size for each in self._stretches}):
+            of_size = iv.union((s.start, s.end) for s in self._stretches if s.size == size)
+            productive += size * iv.length(iv.intersection(left, of_size))
+            left = iv.difference(left, of_size)
+        between = {
+            name: iv.union(interval for gap in self._gaps for interval in gap.parts[name])
+            for name in PARTS
+        }
+        parts, uneven = _peel(outside, between)
+        started = self._started[0].time if self._started and self._wall else None
+        return HostTime(
+            host=self._host,
+            wall_seconds=wall,
+            productive_seconds=productive,
+            goodput=productive / wall if wall > 0 else None,
+            lost=LostTime(
+                restart=iv.length(outside),
+                replacements=parts["replacements"],
+                **lost,
+                reduced=iv.length(rest) - productive,
+                restart_parts=TimeOutside(**parts, uneven=iv.length(uneven)),
+            ),
+            start_seconds=None if started is None else max(0.0, begin - started),
+        )
+
+    def recoveries(self) -> Iterator[tuple[Stretch, Recovery]]:
+        """What the host spent each restart on, with the stretch that it ended."""
+        for gap in self._gaps:
+            start, end = self._restores.get(gap.after, (0.0, 0.0))
+            restore = max(0.0, min(end, self._stretches[gap.after].end) - start)
+            yield gap.before, gap.recovery(self._host, restore)
+
+    def _place(self, time: float) -> int:
+        """The position of the stretch that had begun by then; -1 before the first."""
+        return bisect_right(self._starts, time) - 1
+
+    def _restore_times(self) -> dict[int, Interval]:
+        """From the start of each stretch to the end of the first restore of the slowest process, by
+        the position of the stretch.
+        """
+        ends: dict[int, dict[int, float]] = defaultdict(dict)
+        for event in (*self._restored, *self._from_nothing):
+            times = ends[self._place(event.time)]
+            times[event.pid] = min(event.time, times.get(event.pid, event.time))
+        return {n: (self._starts[n], max(times.values())) for n, times in ends.items() if n >= 0}
+
+    def _setup_times(self) -> list[Interval]:
+        """From the start of each stretch to its restore. If the other stretches have a restore, and
+        this one has neither that nor a step or a save, it ended before its restore (or is still
+        there).
+        """
+        if not self._restores:
+            return []
+        trained = {self._place(event.time) for event in (*self._steps, *self._pinged)}
+        trained |= {self._place(_began(save)) for save in self._saves}
+        unfinished = [
+            (each.start, each.end)
+            for number, each in enumerate(self._stretches)
+            if number not in self._restores and number not in trained
+        ]
+        return [*self._restores.values(), *unfinished]
+
+    def _discarded(self, begin: float) -> Iterator[Interval]:
+        """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
+        moments = [(_began(save), save.step) for save in self._saves]
+        moments += [(event.time, event.step) for event in self._restored]
+        moments.sort()
+        by_step: dict[int, list[float]] = defaultdict(list)
+        for time, step in moments:
+            by_step[step].append(time)
+        restores = [(e.time - e.seconds, e.step, e.source) for e in self._restored]
+        for start, step, source in (*restores, *((e.time, -1, "") for e in self._from_nothing)):
+            if source in LIVE_SOURCES:
+                yield self._beyond(step, start, moments)
+            else:
+                before = by_step[step][: bisect_right(by_step[step], start)]
+                yield (before[-1] if before else begin, start)
+
+    def _beyond(self, step: int, start: float, moments: Sequence[tuple[float, int]]) -> Interval:
+        """The time of the completed steps after the one that a living rank still had at `start`:
+        rarely more than one. No save tells when they began, so they count as long as those before,
+        on average.
+        """
+        restored = [event.time for event in (*self._restored, *self._from_nothing)]
+        since_restore = max((time for time in restored if time < start), default=float("-inf"))
+        done = [event for event in self._steps if since_restore <= event.time <= start]
+        last = max(done, key=lambda each: each.last, default=None)
+        if last is None or last.last <= step:
+            return start, start
+        since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
+        each = (last.time - since) / max(1, last.last - max(first, 0))
+        return last.time - each * (last.last - step), last.time
+
+
+def _peel(
+    rest: list[Interval], layers: dict[str, list[Interval]]
+) -> tuple[dict[str, float], list[Interval]]:
+    """The seconds of each layer that no layer before it has, and what is left."""
+    seconds = {}
     for name, layer in layers.items():
-        lost[name] = length(intersection(rest, layer))
-        rest = difference(rest, layer)
-    productive, left = 0.0, rest
-    for size in sorted({each.size for each in stretches}):
-        of_size = union((each.start, each.end) for each in stretches if each.size == size)
-        productive += size * length(intersection(left, of_size))
-        left = difference(left, of_size)
-    lost["reduced"] = length(rest) - productive
-    parts, between = {}, outside
-    gaps = gaps_of(stretches, events)
-    for name in PARTS:
-        layer = union(interval for gap in gaps for interval in gap.parts[name])
-        parts[name] = length(intersection(between, layer))
-        between = difference(between, layer)
-    started = [event.time for event in events if isinstance(event, ev.WorkerStarted)]
-    return HostTime(
-        host=host,
-        wall_seconds=length(wall),
-        productive_seconds=productive,
-        goodput=productive / length(wall) if wall else None,
-        lost=LostTime(
-            **lost,
-            replacements=parts["replacements"],
-            restart_parts=TimeOutside(**parts, uneven=length(between)),
-        ),
-        start_seconds=max(0.0, begin - started[0]) if wall and started else None,
-    )
-
-
-def restore_times(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> dict[int, Interval]:
-    """From the start of each stretch to the end of the first restore of the slowest process, by the
-    position of the stretch.
-    """
-    starts = [each.start for each in stretches]
-    ends: dict[int, dict[int, float]] = defaultdict(dict)
-    for event in events:
-        if isinstance(event, Restore) and (number := bisect_right(starts, event.time) - 1) >= 0:
-            ends[number].setdefault(event.pid, event.time)
-    return {number: (starts[number], max(times.values())) for number, times in ends.items()}
-
-
-def _setup_times(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Interval]:
-    """From the start of each stretch to its restore. If the other stretches have a restore, and
-    this one has neither that nor a step or a save, it ended before its restore (or is still there).
-    """
-    restored = restore_times(stretches, events)
-    if not restored:
-        return []
-    starts = [each.start for each in stretches]
-    trained = {
-        bisect_right(starts, _began(event) if isinstance(event, Save) else event.time) - 1
-        for event in events
-        if isinstance(event, Save | ev.StepsDone)
-        or (isinstance(event, ev.LeftFunction) and event.pings)
-    }
-    unfinished = [
-        (each.start, each.end)
-        for number, each in enumerate(stretches)
-        if number not in restored and number not in trained
-    ]
-    return [*restored.values(), *unfinished]
-
-
-def _discarded(events: Sequence[ev.Event], begin: float) -> list[Interval]:
-    """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
-    moments = [(_began(event), event.step) for event in events if isinstance(event, Save)]
-    restored = [event for event in events if isinstance(event, Restore)]
-    moments += [(e.time, e.step) for e in restored if isinstance(e, ev.CheckpointRestored)]
-    moments.sort()
-    by_step: dict[int, list[float]] = defaultdict(list)
-    for time, step in moments:
-        by_step[step].append(time)
-    found = []
-    for event in restored:
-        if isinstance(event, ev.NothingToRestore):
-            step, start = -1, event.time
-        else:
-            step, start = event.step, event.time - event.seconds
-            if event.source in LIVE_SOURCES:
-                found.append(_beyond(step, start, events, moments))
-                continue
-        before = by_step[step][: bisect_right(by_step[step], start)]
-        found.append((before[-1] if before else begin, start))
-    return union(found)
-
-
-def _beyond(
-    step: int, start: float, events: Sequence[ev.Event], moments: Sequence[tuple[float, int]]
-) -> Interval:
-    """The time of the completed steps after the one that a living rank still had at `start`: rarely
-    more than one. No save tells when they began, so they count as long as those before, on average.
-    """
-    restored = [e.time for e in events if isinstance(e, Restore) and e.time < start]
-    since_restore = max(restored, default=float("-inf"))
-    done = [e for e in events if isinstance(e, ev.StepsDone) and since_restore <= e.time <= start]
-    last = max(done, key=lambda each: each.last, default=None)
-    if last is None or last.last <= step:
-        return start, start
-    since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
-    each = (last.time - since) / max(1, last.last - max(first, 0))
-    return last.time - each * (last.last - step), last.time
+        seconds[name] = iv.length(iv.intersection(rest, layer))
+        rest = iv.difference(rest, layer)
+    return seconds, rest
 
 
 def _began(save: Save) -> float:

@@ -50,7 +50,7 @@ def rounds_of(run: Run) -> dict[str, list[Round]]:
     processes: dict[Process, Round] = {}
     for event in run.any_of(ev.WorkerStarted, ev.WorkerExited, ev.WorkerFailed):
         if isinstance(event, ev.WorkerStarted):
-            fresh = Round(event.host, run.hosts[event.host][-1].time)
+            fresh = Round(event.host, run.ends[event.host])
             one = found[event.host].setdefault(event.attempt, fresh)
             one.started.append(event)
             processes[event.host, event.worker_pid] = one

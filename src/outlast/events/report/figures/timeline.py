@@ -83,7 +83,7 @@ def timeline_of(
     return tuple(
         HostTimeline(
             host=host,
-            end=run.hosts[host][-1].time,
+            end=run.ends[host],
             shift=_shift(host, reference, segments),
             lanes=tuple(lanes[host]),
         )
@@ -116,7 +116,7 @@ def _tracks(run: Run, wrapped: bool) -> dict[tuple[str, int], Track]:
             track.last = event.time
             _advance(track, event, wrapped, ENDED if run.stops else LOST)
     for (host, _), track in tracks.items():
-        track.change("", run.hosts[host][-1].time)
+        track.change("", run.ends[host])
     return tracks
 
 
