@@ -101,6 +101,15 @@ def test_the_loss_of_a_host_is_the_first_cause_of_broken_connections() -> None:
     assert [(each.host, each.count) for each in report.host_counts] == [("b", 1)]
 
 
+def test_the_lane_of_a_rank_ends_with_the_last_sign_of_its_host() -> None:
+    (host,) = [each for each in build(run_without_a_host().events).timeline if each.host == "b"]
+    lane = next(lane for lane in host.lanes if lane.name == "rank 1")
+    assert [(span.state, span.start, span.end) for span in lane.spans] == [
+        ("training", 0.0, 7.5),
+        ("lost", 7.5, 30.0),
+    ]
+
+
 def test_the_wait_for_a_host_that_is_lost_is_not_time_of_redone_steps() -> None:
     hosts = {host.host: host for host in build(run_without_a_host().events).hosts}
     assert hosts["a"].lost.hang == 4.0, "from the last heartbeat of b, at 8 s, to the reset"

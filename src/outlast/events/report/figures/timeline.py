@@ -70,7 +70,7 @@ def timeline_of(
     losses: Iterable[HostLoss],
 ) -> tuple[HostTimeline, ...]:
     """The timeline of each host; `reference` is the host whose times are not shifted."""
-    tracks = _tracks(run, wrapped)
+    tracks = _tracks(run, wrapped, restarts)
     _mark_faults(tracks, restarts)
     for fault in injected:
         if fault.fired and (fault.host, fault.rank) in tracks:
@@ -91,7 +91,7 @@ def timeline_of(
     )
 
 
-def _tracks(run: Run, wrapped: bool) -> dict[tuple[str, int], Track]:
+def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[str, int], Track]:
     """The lanes of all ranks, by host and rank. Without `Wrapper`, a process trains from its start
     to its end.
     """
@@ -104,18 +104,18 @@ def _tracks(run: Run, wrapped: bool) -> dict[tuple[str, int], Track]:
         if process not in run.lanes:
             continue
         track = tracks.setdefault((process[0], run.lanes[process]), Track())
-        if isinstance(event, ev.WorkerStarted | ev.Joined) and track.state not in (
-            "",
-            LOST,
-            STARTING,
-        ):
+        begun = isinstance(event, ev.WorkerStarted | ev.Joined)
+        if begun and track.state not in ("", LOST, STARTING):
             track.change(LOST, track.last)  # its host was lost: nothing recorded its end
         if isinstance(event, ev.WorkerStarted | ev.Assigned | ev.Entered | ev.Joined):
             track.process = process
         if process == track.process:  # a late report on a process that was replaced changes nothing
             track.last = event.time
             _advance(track, event, wrapped, ENDED if run.stops else LOST)
+    lost = {members[party.member] for restart in restarts for party in restart.lost}
     for (host, _), track in tracks.items():
+        if track.process in lost and track.state not in ("", ENDED):
+            track.change(LOST, track.last)  # with its host, for which no other came
         track.change("", run.ends[host])
     return tracks
 
