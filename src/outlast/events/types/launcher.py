@@ -6,17 +6,6 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = [
-    "HostJoined",
-    "HostLost",
-    "LauncherEnded",
-    "LauncherStarted",
-    "PlannedFault",
-    "WorkerExited",
-    "WorkerFailed",
-    "WorkerStarted",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LauncherStarted(Event, kind="launcher_started"):

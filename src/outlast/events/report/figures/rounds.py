@@ -12,7 +12,7 @@ from collections import defaultdict
 import outlast.events as ev
 from outlast.events.report.figures.stretches import Course, Ended, Stretch
 from outlast.events.report.model import Cause, Phases, Restart
-from outlast.events.report.one_pass import Process, Run
+from outlast.events.report.one_pass import Process, Run, record
 from outlast.system.error_text import exit_summary
 
 
@@ -25,11 +25,6 @@ class Round:
     started: list[ev.WorkerStarted] = dataclasses.field(default_factory=list)
     exited: list[ev.WorkerExited] = dataclasses.field(default_factory=list)
     failed: list[ev.WorkerFailed] = dataclasses.field(default_factory=list)
-
-    @property
-    def begin(self) -> float:
-        """When the first process was started."""
-        return self.started[0].time
 
     @property
     def start(self) -> float:
@@ -78,7 +73,7 @@ def course_of_rounds(rounds: dict[str, list[Round]], stopped: bool) -> Course:
         ended=sorted(ended, key=lambda each: each.restart.at),
         completed=sum(e.exit_code == 0 for each in rounds.values() for e in each[-1].exited),
         segments=[
-            {host: each[n].begin for host, each in rounds.items() if n < len(each)}
+            {host: each[n].started[0].time for host, each in rounds.items() if n < len(each)}
             for n in range(number)
         ],
         stretches={
@@ -95,7 +90,17 @@ def course_of_rounds(rounds: dict[str, list[Round]], stopped: bool) -> Course:
 def _restart(number: int, one: Round, following: Round | None) -> Restart:
     total = None if following is None else max(0.0, following.start - one.end)
     # Those that the launcher did not cause itself.
-    first, *others = [_cause(event) for event in sorted(one.failed, key=lambda e: e.failed_time)]
+    first, *others = [
+        record(
+            Cause,
+            event,
+            interruption="WORKER_FAILED",
+            exit=exit_summary(event.exit_code),
+            pid=event.worker_pid,
+            launcher_rank=event.rank,
+        )
+        for event in sorted(one.failed, key=lambda event: event.failed_time)
+    ]
     return Restart(
         call=0,
         iteration=number,
@@ -106,18 +111,4 @@ def _restart(number: int, one: Round, following: Round | None) -> Restart:
         world_size_before=len(one.started),
         world_size_after=0 if following is None else len(following.started),
         resumed=following is not None,
-    )
-
-
-def _cause(event: ev.WorkerFailed) -> Cause:
-    return Cause(
-        rank=event.rank,
-        member=-1,
-        host=event.host,
-        interruption="WORKER_FAILED",
-        message=event.message,
-        exit=exit_summary(event.exit_code),
-        at=event.time,
-        pid=event.worker_pid,
-        launcher_rank=event.rank,
     )

@@ -21,13 +21,6 @@ from outlast.system.units import duration_text
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
 RESERVE, RESTARTING, LOST, ENDED = "reserve", "restarting", "lost", "ended"
 _DEATHS = ("TERMINATED", "HARD_TIMEOUT", "UNRESPONSIVE")
-_HOST_EVENTS = (
-    ev.HostJoined,
-    ev.StopRequested,
-    ev.MonitorRestarted,
-    ev.ReplicaMismatch,
-    ev.StragglerFound,
-)
 
 
 @dataclasses.dataclass
@@ -189,9 +182,25 @@ def _other_tracks(
     """The lanes "host" and "checkpoints", by host and name."""
     hosts: dict[tuple[str, str], Track] = defaultdict(Track)
     checkpoints: dict[tuple[str, str], Track] = defaultdict(Track)
-    for event in run.any_of(*_HOST_EVENTS):
-        if marked := _host_mark(event, run):
-            hosts[event.host, "host"].mark(marked[0], event.time, marked[1])
+    for event in run.all(ev.HostJoined):
+        if event.name == event.host:  # each launcher records all of them
+            hosts[event.host, "host"].mark("host_joined", event.time, f"host {event.name} joined")
+    for stop in run.all(ev.StopRequested):
+        if stop.time == run.stops[stop.host]:
+            hosts[stop.host, "host"].mark("stop", stop.time, f"told to stop: {stop.reason}")
+    for monitor in run.all(ev.MonitorRestarted):
+        text = f"monitor process of rank {monitor.rank} restarted"
+        hosts[monitor.host, "host"].mark("monitor_restarted", monitor.time, text)
+    for mismatch in run.all(ev.ReplicaMismatch):
+        ranks = ", ".join(str(rank) for rank in mismatch.ranks)
+        text = f"replicas differ after step {mismatch.step}: ranks {ranks}"
+        hosts[mismatch.host, "host"].mark("mismatch", mismatch.time, text)
+    for slow in run.all(ev.StragglerFound):
+        times = (
+            f"{duration_text(slow.seconds)} a step, others {duration_text(slow.typical_seconds)}"
+        )
+        text = f"rank {slow.straggler} on {slow.straggler_host} is slow: {times}"
+        hosts[slow.host, "host"].mark("straggler", slow.time, text)
     for loss in losses:
         text = f"host {loss.name} {'left' if loss.left else 'lost'}: {loss.reason}"
         hosts[loss.seen_by, "host"].mark("host_lost", loss.at, text)
@@ -208,24 +217,6 @@ def _other_tracks(
         text = f"step {restore.step} restored from {restore.source}"
         checkpoints[restore.host, "checkpoints"].mark("restored", restore.at, text)
     return {**hosts, **checkpoints}
-
-
-def _host_mark(event: ev.Event, run: Run) -> tuple[str, str] | None:
-    """The kind and the text of a mark in the lane of a host."""
-    if isinstance(event, ev.HostJoined) and event.name == event.host:  # each launcher records all
-        return "host_joined", f"host {event.name} joined"
-    if isinstance(event, ev.StopRequested) and event.time == run.stops[event.host]:
-        return "stop", f"told to stop: {event.reason}"
-    if isinstance(event, ev.MonitorRestarted):
-        return "monitor_restarted", f"monitor process of rank {event.rank} restarted"
-    if isinstance(event, ev.ReplicaMismatch):
-        ranks = ", ".join(str(rank) for rank in event.ranks)
-        return "mismatch", f"replicas differ after step {event.step}: ranks {ranks}"
-    if isinstance(event, ev.StragglerFound):
-        slow, typical = duration_text(event.seconds), duration_text(event.typical_seconds)
-        who = f"rank {event.straggler} on {event.straggler_host}"
-        return "straggler", f"{who} is slow: {slow} a step, others {typical}"
-    return None
 
 
 def _shift(host: str, reference: str, segments: Sequence[dict[str, float]]) -> float | None:
