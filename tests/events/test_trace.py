@@ -9,7 +9,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from events.pages import large_run
-from events.synthetic_run import ABORT, FINALIZE, RESTART, SEEN
+from events.synthetic_run import ABORT, FINALIZE, RESTART, SEEN, SyntheticRun
+from events.test_goodput import save
 from events.test_report_build import run_with_an_exception
 from events.test_report_render import a_run, log
 from outlast.events import Event
@@ -55,6 +56,21 @@ def test_slices_of_a_lane_lie_within_each_other_or_apart() -> None:
             ends.append(each["ts"] + each["dur"])
 
 
+def test_saves_that_overlap_are_pairs_of_a_begin_and_an_end() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    save(run, 10, began=5.0)
+    save(run, 20, began=5.25)
+    run.complete(at=10.0)
+    own = [e for e in of_lane(traced(run.events), "checkpoints") if e["ph"] != "M"]
+    assert [(e["ph"], e["id"], e["ts"]) for e in own] == [
+        ("b", 0, 5_000_000),
+        ("e", 0, 5_500_000),
+        ("b", 1, 5_250_000),
+        ("e", 1, 5_750_000),
+    ]
+
+
 def test_hosts_are_processes_and_marks_are_instants(tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
     result = CliRunner().invoke(app, ["report", str(log(a_run(), tmp_path)), "--trace", str(file)])
@@ -67,5 +83,5 @@ def test_hosts_are_processes_and_marks_are_instants(tmp_path: Path) -> None:
     assert (fault["name"], fault["s"]) == ("fault", "t")
     assert fault["args"]["text"] == "killed by SIGKILL: main process ended"
     for each in events:
-        assert each["ph"] in "MXi"
+        assert each["ph"] in "MXibe"
         assert each["ph"] == "M" or isinstance(each["ts"], int)

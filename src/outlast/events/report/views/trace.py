@@ -41,10 +41,14 @@ def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
         place = {"pid": number, "tid": thread}
         yield _name("thread_name", lane.name, number, tid=thread)
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
-        for span in lane.spans:
-            yield _slice(span, shift, "state", place)
-        own = recoveries.get(lane.rank, []) if lane.rank >= 0 else []
-        for phase in _inside(lane, own):
+        for count, span in enumerate(lane.spans):
+            if lane.rank >= 0:
+                yield _slice(span, shift, "state", place)
+                continue
+            for kind, moment in (("b", span.start), ("e", span.end)):  # saves may overlap
+                own = {"ph": kind, "name": span.state, "cat": lane.name, "id": count}
+                yield {**own, "ts": _us(moment + shift), **place}
+        for phase in _inside(lane, recoveries.get(lane.rank, [])):
             yield _slice(phase, shift, "phase", place)
         for mark in lane.marks:
             yield {
