@@ -64,10 +64,10 @@ def test_saves_that_overlap_are_pairs_of_a_begin_and_an_end() -> None:
     run.complete(at=10.0)
     own = [e for e in of_lane(traced(run.events), "checkpoints") if e["ph"] != "M"]
     assert [(e["ph"], e["id"], e["ts"]) for e in own] == [
-        ("b", 0, 5_000_000),
-        ("e", 0, 5_500_000),
-        ("b", 1, 5_250_000),
-        ("e", 1, 5_750_000),
+        ("b", "1-0", 5_000_000),
+        ("e", "1-0", 5_500_000),
+        ("b", "1-1", 5_250_000),
+        ("e", "1-1", 5_750_000),
     ]
 
 

@@ -46,7 +46,7 @@ def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
                 yield _slice(span, shift, "state", place)
                 continue
             for kind, moment in (("b", span.start), ("e", span.end)):  # saves may overlap
-                own = {"ph": kind, "name": span.state, "cat": lane.name, "id": count}
+                own = {"ph": kind, "name": span.state, "cat": lane.name, "id": f"{number}-{count}"}
                 yield {**own, "ts": _us(moment + shift), **place}
         for phase in _inside(lane, recoveries.get(lane.rank, [])):
             yield _slice(phase, shift, "phase", place)
