@@ -91,9 +91,7 @@ def _summary(report: Report) -> Text:
 
 
 def _restart_table(restarts: Iterable[Restart]) -> Table:
-    table = _table("What happened")
-    for heading in ("#", "at"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("What happened", right=("#", "at"))
     table.add_column("first cause", overflow="fold")
     for heading in ("lost ranks", "joined"):
         table.add_column(heading, overflow="fold", max_width=10)
@@ -114,12 +112,23 @@ def _restart_table(restarts: Iterable[Restart]) -> Table:
     return table
 
 
+def _phase_table(restarts: Sequence[Restart]) -> Table:
+    title = "Duration of each phase (of the slowest survivor, in ms)"
+    table = _table(title, right=("#", *PHASE_FIELDS))
+    for number, restart in enumerate(restarts, start=1):
+        seconds = (getattr(restart.phases, field) for field in PHASE_FIELDS.values())
+        table.add_row(str(number), *map(_milliseconds, seconds))
+    table.caption = "leave: since the abort ended; term, start: barriers, of the last to arrive"
+    return table
+
+
 def _time_table(host: HostTime, report: Report) -> Table:
     """What the wall time of a host was used for."""
     table = _table(f"Time on {one_line(host.host)}")
     table.show_header = False
-    for justify in ("left", "right", "right"):
-        table.add_column("", justify=justify, no_wrap=True)
+    table.add_column(no_wrap=True)
+    for _ in ("time", "share"):
+        table.add_column(justify="right", no_wrap=True)
     rows = {PARTS[name][0]: seconds for name, seconds in parts_of(host).items()}
     first = "start" if report.source == "launcher" else "entry"
     rows[f"total, from the first {first} to the end"] = host.wall_seconds
@@ -129,19 +138,9 @@ def _time_table(host: HostTime, report: Report) -> Table:
     return table
 
 
-def _phase_table(restarts: Sequence[Restart]) -> Table:
-    table = _table("Duration of each phase (of the slowest survivor, in ms)")
-    for heading in ("#", *PHASE_FIELDS):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number, restart in enumerate(restarts, start=1):
-        seconds = (getattr(restart.phases, field) for field in PHASE_FIELDS.values())
-        table.add_row(str(number), *map(_milliseconds, seconds))
-    table.caption = "leave: since the abort ended; term, start: barriers, of the last to arrive"
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(
+def _table(title: str, right: Iterable[str] = ()) -> Table:
+    """A table whose first columns are numbers."""
+    table = Table(
         title=Text(title, style="italic"),  # not a str: a host's name is no markup
         title_justify="left",
         caption_justify="left",
@@ -149,6 +148,9 @@ def _table(title: str) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _ranks(parties: Iterable[Party]) -> str:
