@@ -23,9 +23,9 @@ from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build, render_html
 from outlast.events.report.figures.causes import cause_text
 from outlast.events.report.model import Span
+from outlast.events.report.report import Mark
 from outlast.events.report.views.lanes import STATES, thin_marks, thin_spans
 from outlast.events.report.views.page import PHASES
-from outlast.events.report.whole import Mark
 from outlast.events.report.words import PARTS, parts_of, share
 from outlast.launch.cli import app
 

@@ -5,7 +5,7 @@
                   from the first event of their host
     figures       from what the pass has kept: calls (iterations, first causes), rounds (without
                   `Wrapper`), phases, gaps, goodput, redone steps, lost hosts, saves, the timeline
-    model, whole  `Report`: plain dataclasses
+    model, report `Report`: plain dataclasses
     views         text, JSON, an HTML page, a trace for Perfetto
 
     events = load("build/demo")          # the newest run there; one JSONL file per process
@@ -32,10 +32,10 @@ from outlast.events.report.model import (
     Restart,
     Span,
 )
+from outlast.events.report.report import Report, Saves
 from outlast.events.report.views.page import render_html
 from outlast.events.report.views.text import render, render_report, to_json
 from outlast.events.report.views.trace import to_trace
-from outlast.events.report.whole import Report, Saves
 from outlast.events.report.words import PARTS, parts_of
 
 __all__ = [

@@ -24,7 +24,7 @@ from outlast.events.report.figures.stretches import course_of_calls
 from outlast.events.report.figures.timeline import timeline_of
 from outlast.events.report.model import Distribution, Recovery, Restart
 from outlast.events.report.one_pass import Run, record
-from outlast.events.report.whole import InjectedFault, Mismatch, Report, Stop, Straggler
+from outlast.events.report.report import InjectedFault, Mismatch, Report, Stop, Straggler
 from outlast.system.error_text import exit_summary
 
 BACK = "back"

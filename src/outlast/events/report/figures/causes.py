@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from outlast.events import restart_causes
 from outlast.events.report.model import Cause, Restart
-from outlast.events.report.whole import CauseCount, HostCount
+from outlast.events.report.report import CauseCount, HostCount
 from outlast.events.report.words import one_line
 from outlast.events.restart_causes import HOST_LOST, JOINED, RestartCount
 

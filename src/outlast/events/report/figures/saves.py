@@ -8,7 +8,7 @@ from typing import TypeVar
 import outlast.events as ev
 from outlast.events.report.figures.goodput import LIVE_SOURCES
 from outlast.events.report.one_pass import Run, record
-from outlast.events.report.whole import Restore, Save, Saves
+from outlast.events.report.report import Restore, Save, Saves
 
 E = TypeVar("E", bound=ev.Event)
 

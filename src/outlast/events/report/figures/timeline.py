@@ -14,7 +14,7 @@ import outlast.events as ev
 from outlast.events.report.figures.causes import what_failed
 from outlast.events.report.model import Cause, HostLoss, Restart, Span
 from outlast.events.report.one_pass import Process, Run
-from outlast.events.report.whole import HostTimeline, InjectedFault, Lane, Mark, Saves
+from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
 from outlast.events.report.words import one_line
 from outlast.system.units import duration_text
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outlast.events.report.model import Span
-from outlast.events.report.whole import Mark, Report
+from outlast.events.report.report import Mark, Report
 from outlast.system.units import duration_text
 
 ZOOMS = (1, 4, 16)

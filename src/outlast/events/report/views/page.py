@@ -19,10 +19,10 @@ from typing import Any
 from outlast.events.report.builder import BACK, distribution
 from outlast.events.report.figures.causes import cause_text
 from outlast.events.report.model import Restart
+from outlast.events.report.report import CauseCount, Report, Save
 from outlast.events.report.views import totals
 from outlast.events.report.views.lanes import MARKS, STATES, ZOOMS, clock, timeline_rows
 from outlast.events.report.views.sentences import describe_restart, restart_title
-from outlast.events.report.whole import CauseCount, Report, Save
 from outlast.events.report.words import PARTS, one_line, parts_of, plural, printable, share
 from outlast.system.units import duration_text, size_text
 

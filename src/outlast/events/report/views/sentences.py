@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from outlast.events.report.figures.causes import kind_of
 from outlast.events.report.model import Cause, HostLoss, Party, Restart
-from outlast.events.report.whole import Report
+from outlast.events.report.report import Report
 from outlast.events.report.words import listed, one_line, plural
 from outlast.system.units import duration_text
 

@@ -21,9 +21,9 @@ from outlast.events.report.builder import build
 from outlast.events.report.figures.causes import cause_text
 from outlast.events.report.log_reader import load
 from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Restart
+from outlast.events.report.report import Report
 from outlast.events.report.views.sentences import describe_restart, restart_title
 from outlast.events.report.views.totals import describe_goodput, describe_recovery, ending
-from outlast.events.report.whole import Report
 from outlast.events.report.words import PARTS, one_line, parts_of, plural, share
 from outlast.system.units import duration_text
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from outlast.events.report.builder import BACK
 from outlast.events.report.model import HostTime
+from outlast.events.report.report import Mismatch, Report, Saves, Stop, Straggler
 from outlast.events.report.views.sentences import describe_host_loss, steps
-from outlast.events.report.whole import Mismatch, Report, Saves, Stop, Straggler
 from outlast.events.report.words import PARTS, listed, one_line, parts_of, plural, share
 from outlast.system.units import duration_text, size_text
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from outlast.events.report.model import RankRecovery, Span
-from outlast.events.report.whole import HostTimeline, Lane, Report
+from outlast.events.report.report import HostTimeline, Lane, Report
 
 Event = dict[str, Any]
 

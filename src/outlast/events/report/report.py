@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outlast.events.report.model import SCHEMA, Distribution, HostLoss, HostTime, Party, Restart
-from outlast.events.report.model import Span as Span
+from outlast.events.report.model import (
+    SCHEMA,
+    Distribution,
+    HostLoss,
+    HostTime,
+    Party,
+    Restart,
+    Span,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
