@@ -23,8 +23,8 @@ from outlast.events import (
     StepsDone,
 )
 from outlast.events.report import Report, build
-from outlast.events.report.intervals import difference, intersection, length, union
-from outlast.events.report.sentences import describe_redone
+from outlast.events.report.figures.intervals import difference, intersection, length, union
+from outlast.events.report.views.totals import describe_redone
 
 
 def save(run: SyntheticRun, step: int, began: float, blocked: float = 0.25) -> None:

@@ -33,7 +33,7 @@ from outlast.events import (
     WorkerFailed,
 )
 from outlast.events.report import build, to_json
-from outlast.events.report.sentences import cause_text
+from outlast.events.report.figures.causes import cause_text
 
 
 def run_with_an_exception() -> SyntheticRun:
@@ -342,3 +342,26 @@ def test_a_thousand_restarts_make_a_report_in_one_pass() -> None:
     report = build(run.events)
     assert len(report.restarts) == 1000
     assert all(restart.phases.total == RESTART for restart in report.restarts)
+
+
+def test_each_survivor_has_its_own_recovery() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    run.fault(3, at=8.0)
+    run.death(2, at=8.0)
+    run.restart(at=8.0, lost=[2], joiners=["a"])
+    run.write(0, Seen(iteration=0), 9.0, monitor=True)
+    # Rank 0 learns of the fault before it has entered.
+    entered = next(e for e in run.events if isinstance(e, Entered) and e.member == 0)
+    run.events.remove(entered)
+    (restart,) = build(run.events).restarts
+    assert [rank.rank for rank in restart.ranks] == [0, 1, 3]
+    first, _, failed = restart.ranks
+    assert (first.start, failed.start) == (8.0 + SEEN, 8.0), "its own fault"
+    assert first.end == 8.0 + RESTART
+    spans = {phase.state: (phase.start, phase.end) for phase in first.phases}
+    assert set(spans) == {"abort", "leave", "finalize", "health", "term", "assign", "start", "init"}
+    left = first.start + ABORT + INTERRUPT
+    assert spans["abort"] == (first.start, first.start + ABORT)
+    assert spans["leave"] == (first.start + ABORT, left)
+    assert spans["finalize"] == (left, left + FINALIZE)

@@ -17,9 +17,9 @@ from outlast.events import (
     StepsDone,
     WorkerExited,
 )
-from outlast.events.report import build
-from outlast.events.report.render import render_report
-from outlast.events.report.sentences import cause_text, describe_restart
+from outlast.events.report import build, render_report
+from outlast.events.report.figures.causes import cause_text
+from outlast.events.report.views.sentences import describe_restart
 
 LOST = {"host_id": "c-1", "name": "c", "address": "10.0.0.3", "reason": "no heartbeat for 3.6 s"}
 
@@ -99,6 +99,15 @@ def test_the_loss_of_a_host_is_the_first_cause_of_broken_connections() -> None:
     assert "Probably as a consequence, ranks 0 and 2 failed: RuntimeError: Connection" in text
     assert [(each.what, each.where) for each in report.causes] == [("host lost", (("b", 1),))]
     assert [(each.host, each.count) for each in report.host_counts] == [("b", 1)]
+
+
+def test_the_lane_of_a_rank_ends_with_the_last_sign_of_its_host() -> None:
+    (host,) = [each for each in build(run_without_a_host().events).timeline if each.host == "b"]
+    lane = next(lane for lane in host.lanes if lane.name == "rank 1")
+    assert [(span.state, span.start, span.end) for span in lane.spans] == [
+        ("training", 0.0, 7.5),
+        ("lost", 7.5, 30.0),
+    ]
 
 
 def test_the_wait_for_a_host_that_is_lost_is_not_time_of_redone_steps() -> None:

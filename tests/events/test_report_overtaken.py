@@ -5,7 +5,7 @@ from __future__ import annotations
 from events.synthetic_run import RESTART, SyntheticRun
 from events.test_report_hosts import run_without_a_host
 from outlast.events.report import build
-from outlast.events.report.sentences import describe_restart
+from outlast.events.report.views.sentences import describe_restart
 
 CLOSED = "RuntimeError: Connection closed by peer"
 LATE_S = 0.25

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from events.pages import Page
 from events.synthetic_run import SyntheticRun
-from outlast.events import BarrierPassed, JsonlSink, Note, WorkerExited
+from outlast.events import BarrierPassed, JsonlSink, LauncherStarted, Note, WorkerExited
 from outlast.events.report import build, load, render, render_html, to_json
+from outlast.events.report.model import SCHEMA
 from outlast.events.report.words import one_line, plural, share
 from outlast.system.units import duration_text
 
@@ -31,6 +32,9 @@ def a_run() -> SyntheticRun:
     run.write(0, Note(name="checkpoint.saved"), 21.0)
     run.complete(at=31.5)
     run.events.append(WorkerExited(host="a", pid=1, time=15.3, worker_pid=1001, exit_code=-9))
+    command = "train.py --name 'a <b>'"
+    started = LauncherStarted(host="a", pid=1, time=1.0, run_id="nightly", command=command)
+    run.events.append(started)
     return run
 
 
@@ -94,7 +98,7 @@ def test_nothing_is_cut_at_80(tmp_path: Path) -> None:
     run.restart(at=100_000.0, lost=range(20), joiners=["a"] * 20)
     run.complete(at=200_000.0)
     text = printed(log(run, tmp_path), 80)
-    assert "of it, waiting for replacements 250.0 ms" in " ".join(text.split())
+    assert "waiting for replacements 250.0 ms" in " ".join(text.split())
     assert "…" not in text
     assert "..." not in text
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -156,8 +160,10 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert report["restarts"][0]["cause"]["rank"] == 2
     assert report["restarts"][1]["phases"]["total"] == 0.5
     assert report["replaced"] == 1
-    told = "3 restarts: 1 x ValueError (rank 2), 1 x died (rank 1), 1 x new ranks joined"
-    assert report["restart_causes"] == told
+    told = "3 restarts: 1 x ValueError (rank 2), 1 x killed by SIGKILL (rank 1), "
+    assert report["restart_causes"] == told + "1 x new ranks joined"
+    assert (report["schema"], report["run_id"]) == (SCHEMA, "nightly")
+    assert "ranks" not in report["restarts"][0], "they are in the trace"
 
 
 def test_the_end_tells_the_restarts_by_cause(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from outlast.events import (
     Event,
 )
 from outlast.events.report import build, render_report
-from outlast.events.report.sentences import describe_saves
+from outlast.events.report.views.totals import describe_saves
 
 
 def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float) -> Event:

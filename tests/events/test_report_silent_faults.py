@@ -6,7 +6,7 @@ import dataclasses
 
 from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build
-from outlast.events.report.totals import ending
+from outlast.events.report.views.totals import ending
 
 
 def mismatch(step: int, *ranks: int, majority: bool = True) -> ReplicaMismatch:

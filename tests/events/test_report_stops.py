@@ -5,7 +5,8 @@ from __future__ import annotations
 from events.synthetic_run import SyntheticRun
 from outlast.events import Fault, Lost, Seen, StopRequested, WorkerExited, WorkerStarted
 from outlast.events.report import build
-from outlast.events.report.sentences import describe_restart, describe_stop
+from outlast.events.report.views.sentences import describe_restart
+from outlast.events.report.views.totals import describe_stop
 
 
 def stopped_run(*, at: float = 10.0) -> SyntheticRun:

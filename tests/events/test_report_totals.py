@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from events.pages import Page
 from events.synthetic_run import (
     ABORT,
     FINALIZE,
@@ -26,17 +27,17 @@ from outlast.events import (
     WorkerExited,
     WorkerStarted,
 )
-from outlast.events.report import build
-from outlast.events.report.figures.recoveries import distribution
-from outlast.events.report.totals import (
+from outlast.events.report import build, render_html
+from outlast.events.report.builder import distribution
+from outlast.events.report.views.totals import (
     describe_goodput,
     describe_injected,
     describe_no_restart,
     describe_recovery,
     ending,
     headline_host,
-    lost_parts,
 )
+from outlast.events.report.words import parts_of
 
 
 def test_the_parts_of_a_restart_follow_each_other() -> None:
@@ -103,30 +104,38 @@ def test_the_time_without_progress_is_part_of_the_recovery() -> None:
 def test_percentiles_are_measured_values() -> None:
     values = [float(number) for number in range(1, 101)]
     assert vars(distribution(values)) == {"count": 100, "p50": 50.0, "p99": 99.0, "worst": 100.0}
-    assert vars(distribution([2.0])) == {"count": 1, "p50": 2.0, "p99": 2.0, "worst": 2.0}
+    assert vars(distribution([2.0])) == {"count": 1, "p50": 2.0, "p99": None, "worst": 2.0}
+    assert distribution(values[:19]).p99 is None
+    assert distribution(values[:20]).p99 == 20.0
 
 
-def test_percentiles_of_all_restarts_are_one_line() -> None:
+@pytest.mark.parametrize(
+    ("restarts", "times"),
+    [
+        (1, ""),
+        (19, "500.0 ms (median; 500.0 ms at worst), over 19 restarts"),
+        (20, "500.0 ms (p50) or 500.0 ms (p99), over 20 restarts"),
+    ],
+)
+def test_the_times_of_all_restarts_are_one_line(restarts: int, times: str) -> None:
     run = SyntheticRun()
     run.begin(at=0.0)
-    assert describe_recovery(build(run.events)) == ""
-    for moment in range(1, 4):
+    for moment in range(1, restarts + 1):
         run.fault(1, at=float(moment * 10))
         run.restart(at=float(moment * 10))
-    run.complete(at=50.0)
+    run.complete(at=1000.0)
     report = build(run.events)
-    assert (report.recovery["back"].count, report.recovery["back"].p99) == (3, RESTART)
-    assert describe_recovery(report) == (
-        "Back in the function after 500.0 ms (p50) or 500.0 ms (p99), over 3 restarts."
-    )
+    said = f"Back in the function after {times}." if times else ""
+    assert describe_recovery(report) == said
+    page = Page(render_html(report, title="a run"))
+    assert ("p99" in page.text) == (restarts == 20)
 
 
 def test_the_goodput_of_a_short_run_is_explained() -> None:
     report = build(run_with_redone_steps().events)
     host = headline_host(report)
     assert host is not None
-    parts = lost_parts(host)
-    assert host.productive_seconds + sum(parts.values()) == pytest.approx(host.wall_seconds)
+    assert sum(parts_of(host).values()) == pytest.approx(host.wall_seconds)
     assert describe_goodput(report) == (
         "Goodput is the share of the wall time in which training advanced: 16.75 s of 26.50 s. "
         "The rest: steps done again 25.47 %, set-up and restore 7.55 %, restarts 1.89 % and "

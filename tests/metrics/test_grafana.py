@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from outlast.metrics.collect import PHASES
+from outlast.events.report import PHASE_FIELDS
 from outlast.metrics.instruments import INSTRUMENTS, MEMBER_STATES, Kind
 
 FILE = Path(__file__).parents[2] / "examples" / "grafana" / "outlast.json"
@@ -76,7 +76,7 @@ def test_every_metric_and_label_exists() -> None:
 
 def test_the_values_of_labels_exist() -> None:
     text = " ".join(queries())
-    assert set(re.findall(r'phase="(\w+)"', text)) <= set(PHASES)
+    assert set(re.findall(r'phase="(\w+)"', text)) <= set(PHASE_FIELDS)
     assert set(re.findall(r'outlast_members\{[^}]*state="(\w+)"', text)) <= set(MEMBER_STATES)
 
 

@@ -41,6 +41,8 @@ def test_the_series_of_a_run(scraped: dict[str, dict[str, float]]) -> None:
     assert scraped["outlast_recovery_seconds_count"]["phase=total"] == 2
     assert scraped["outlast_recovery_seconds_bucket"]["le=+Inf,phase=total"] == 2
     assert scraped["outlast_checkpoint_blocked_seconds_sum"] == {"": 0.75}
+    assert scraped["outlast_members_lost_total"] == {"host=a": 1}
+    assert not any(name.endswith("_created") for name in scraped)
     assert sum(scraped["outlast_time_seconds_total"].values()) == pytest.approx(41.0)
 
 

@@ -59,7 +59,7 @@ def test_a_running_job(logs: Logs) -> None:
     assert "last fault  rank 2 (pid 1002) on a ended: main process ended; 24.00 s ago" in text
     assert "20 steps redone" in text
     assert "checkpoints newest: step 40, 1.0 MB, 40.50 s old; 1 committed, 0 failed" in text
-    assert "redone work" in text
+    assert "steps done again" in text
 
 
 def test_a_finished_run_says_so(logs: Logs) -> None:
@@ -90,6 +90,17 @@ def test_a_rank_that_leaves_at_a_stop_is_not_lost(logs: Logs) -> None:
     text = frame(logs.folder, alive=True)
     assert "told to stop: SIGTERM to the launcher" in text
     assert "1 lost so far" in text  # the rank that was killed before
+
+
+def test_an_orderly_stop_is_stopping_until_it_has_stopped(logs: Logs) -> None:
+    logs.write(running())
+    started = {"host": "a", "pid": 1, "worker_pid": 1000, "rank": 0, "time": 99.0}
+    logs.write([WorkerStarted(**started)])  # type: ignore[arg-type]
+    assert frame(logs.folder, alive=True).startswith("run  running")
+    logs.write([StopRequested(host="a", pid=1, time=139.5, reason="SIGTERM to the launcher")])
+    assert frame(logs.folder, alive=True).startswith("run  stopping")
+    logs.write([LauncherEnded(host="a", pid=1, exit_code=143, time=142.0)])
+    assert frame(logs.folder, alive=True).startswith("run  stopped, with exit code 143")
 
 
 def test_ranks_that_ended_at_a_stop_have_not_completed(logs: Logs) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-JOINED, HOST_LOST = "new ranks joined", "host lost"
+JOINED, HOST_LOST, DIED = "new ranks joined", "host lost", "died"
 HANGS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
 """Kinds of faults that are a lack of progress."""
 
 _IN_SHORT = {
     "SOFT_TIMEOUT": "no progress",
     "HARD_TIMEOUT": "no progress",
-    "TERMINATED": "died",
+    "TERMINATED": DIED,
     "UNRESPONSIVE": "no heartbeat",
 }
 _EXCEPTION = re.compile(r"(?:[a-z_]+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")

@@ -14,21 +14,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from outlast.events import CheckpointCommitted, CheckpointFailed, Event
-from outlast.events.report import PHASE_FIELDS, Cause, HostTime, Report, Restart
+from outlast.events import CheckpointCommitted, CheckpointFailed
+from outlast.events.report import PHASE_FIELDS, HostTime, Report, Restart, parts_of
 from outlast.metrics import instruments
-from outlast.metrics.instruments import MEMBER_STATES, Histogram, Instrument
+from outlast.metrics.instruments import MEMBER_STATES, Instrument
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.run_state import State
 
 Labels = tuple[str, ...]
+Values = Mapping[Instrument, Mapping[Labels, float]]
+"""The values of counters and gauges at one moment, by their labels."""
 
 ELSEWHERE = "elsewhere"
 """The cause of a restart whose first fault is in no log that was read: it is on another host."""
-
-PHASES = tuple(PHASE_FIELDS)
 
 _MEMBER_STATES = {
     State.RUNNING: "active",
@@ -37,23 +36,11 @@ _MEMBER_STATES = {
     State.RESERVE: "reserve",
     State.STARTING: "joining",
     State.WAITING: "joining",
-    State.LOST: "lost",
 }
-
-
-@dataclass(frozen=True)
-class Values:
-    """The values of all instruments at one moment, by their labels."""
-
-    numbers: Mapping[Instrument, Mapping[Labels, float]]
-    histograms: Mapping[Instrument, Mapping[Labels, Histogram]]
 
 
 class Listener:
     """Hears what a collector finds, in the thread that polls; does nothing by itself."""
-
-    def event(self, event: Event) -> None:
-        """An event was read."""
 
     def observed(self, instrument: Instrument, labels: Labels, seconds: float) -> None:
         """A histogram has a new observation."""
@@ -67,18 +54,16 @@ class Collector:
 
     Args:
         run: the run, which only this collector polls.
-        listener: hears what is found.
+
+    Attributes:
+        listeners: hear what is found; added before the first poll.
     """
 
-    def __init__(self, run: LiveRun, *, listener: Listener | None = None) -> None:
-        self._run = run
-        self._listener = Listener() if listener is None else listener
+    def __init__(self, run: LiveRun) -> None:
+        self.run = run
+        self.listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._counters: dict[tuple[Instrument, Labels], float] = {}
-        self._histograms: dict[Instrument, dict[Labels, Histogram]] = {
-            instruments.RECOVERY: {(phase,): Histogram() for phase in PHASES},
-            instruments.CHECKPOINT_BLOCKED: {(): Histogram()},
-        }
         self._counted: set[tuple[int, int, str]] = set()
         self._restarts: Counter[str] = Counter()
 
@@ -91,7 +76,7 @@ class Collector:
         with self._lock:
             if poll:
                 self._poll()
-            return Values(self._numbers(self._run.report()), self._histograms)
+            return self._values(self.run.report())
 
     def poll(self) -> None:
         """Reads what is new, and makes the calls for new restarts and observations.
@@ -103,18 +88,16 @@ class Collector:
             self._poll()
 
     def _poll(self) -> None:
-        new = self._run.poll()
+        new = self.run.poll()
         for event in new:
-            self._listener.event(event)
             if isinstance(event, CheckpointCommitted | CheckpointFailed):
                 self._observe(instruments.CHECKPOINT_BLOCKED, (), event.blocked_seconds)
-        if not new and self._run.up_to_date and not self._run.over():
+        if not new and self.run.up_to_date and not self.run.over():
             return
-        report = self._run.report()
+        report = self.run.report()
         for restart in report.restarts:
             # Without `Wrapper`, the launcher of each host restarts its processes by itself.
-            by_host = report.source == "launcher" and restart.cause is not None
-            host = restart.cause.host if by_host and restart.cause is not None else ""
+            host = restart.cause.host if restart.cause and report.source == "launcher" else ""
             key = restart.call, restart.iteration, host
             if key not in self._counted and self._is_over(restart):
                 self._counted.add(key)
@@ -122,12 +105,12 @@ class Collector:
 
     def _is_over(self, restart: Restart) -> bool:
         """Whether the job is in the function again, on all that is known, or has ended."""
-        if self._run.over():
-            return True
-        return restart.resumed and not any(
-            process.state is State.RESTARTING and process.iteration <= restart.iteration + 1
-            for process in self._run.state.processes.values()
-            if not process.over
+        return self.run.over() or (
+            restart.resumed
+            and not any(
+                process.state is State.RESTARTING and process.iteration <= restart.iteration + 1
+                for process in self.run.state.processes.values()
+            )
         )
 
     def _count(self, restart: Restart) -> None:
@@ -136,94 +119,80 @@ class Collector:
             seconds = getattr(restart.phases, name)
             if seconds is not None:
                 self._observe(instruments.RECOVERY, (phase,), seconds)
-        self._listener.restarted(restart)
+        for listener in self.listeners:
+            listener.restarted(restart)
 
     def _observe(self, instrument: Instrument, labels: Labels, seconds: float) -> None:
-        self._histograms[instrument][labels].observe(seconds)
-        self._listener.observed(instrument, labels, seconds)
+        for listener in self.listeners:
+            listener.observed(instrument, labels, seconds)
 
-    def _numbers(self, report: Report) -> dict[Instrument, dict[Labels, float]]:
-        run, saves = self._run, self._run.state.checkpoints
+    def _values(self, report: Report) -> Values:
+        run, saves = self.run, self.run.state.checkpoints
+        lost = Counter(p.host for p in run.state.processes.values() if p.state is State.LOST)
         found: dict[Instrument, dict[Labels, float]] = {
             instruments.RUN: {(run.name,): 1.0},
             instruments.RESTARTS: {(cause,): float(n) for cause, n in self._restarts.items()},
-            instruments.STEPS_REDONE: {(): _redone(report)},
+            instruments.STEPS_REDONE: {
+                (): float(sum(r.redone_steps or 0 for r in report.restarts))
+            },
             instruments.CHECKPOINTS: {
                 ("committed",): float(saves.committed),
                 ("failed",): float(saves.failed),
             },
             instruments.DAMAGED_LINES: {(): float(run.damaged_lines)},
             instruments.MEMBERS: self._members(),
-            instruments.TIME: {},
-            instruments.GOODPUT: {},
+            instruments.MEMBERS_LOST: {(host,): float(lost[host]) for host in self._hosts()},
+            instruments.TIME: {
+                (host.host, state): seconds
+                for host in report.hosts
+                for state, seconds in time_states(host).items()
+            },
+            instruments.GOODPUT: {
+                (host.host,): host.goodput for host in report.hosts if host.goodput is not None
+            },
         }
-        for host in report.hosts:
-            for state, seconds in time_states(host).items():
-                found[instruments.TIME][host.host, state] = seconds
-            if host.goodput is not None:
-                found[instruments.GOODPUT][host.host,] = host.goodput
-        ages = []
-        for name, newest in saves.newest.items():
-            now = run.now(name)
-            if now is not None:
-                ages.append((name != run.own_host, max(0.0, now - newest.time + newest.seconds)))
-        if ages:
-            found[instruments.CHECKPOINT_AGE] = {(): min(ages)[1]}
+        if saves.newest:
             step = max(event.step for event in saves.newest.values())
             found[instruments.CHECKPOINT_STEP] = {(): float(step)}
-        steps = [p.step for p in run.state.current if p.step is not None]
-        if steps:
+            ages = [
+                (host != run.own_host, max(0.0, now - event.time + event.seconds))
+                for host, event in saves.newest.items()
+                if (now := run.now(host)) is not None
+            ]
+            if ages:  # by the clock of this host, if it has one
+                found[instruments.CHECKPOINT_AGE] = {(): min(ages)[1]}
+        if steps := [p.step for p in run.state.current if p.step is not None]:
             found[instruments.STEP] = {(): float(max(steps))}
-        return {
-            instrument: {
-                labels: self._monotonic(instrument, labels, value)
-                for labels, value in values.items()
-            }
-            for instrument, values in found.items()
-        }
+        for instrument, values in found.items():
+            if instrument.kind is instruments.Kind.COUNTER:
+                for labels, value in values.items():
+                    highest = max(value, self._counters.get((instrument, labels), 0.0))
+                    self._counters[instrument, labels] = values[labels] = highest
+        return found
 
-    def _monotonic(self, instrument: Instrument, labels: Labels, value: float) -> float:
-        if instrument.kind is not instruments.Kind.COUNTER:
-            return value
-        highest = max(value, self._counters.get((instrument, labels), 0.0))
-        self._counters[instrument, labels] = highest
-        return highest
+    def _hosts(self) -> list[str]:
+        return sorted({process.host for process in self.run.state.processes.values()})
 
     def _members(self) -> dict[Labels, float]:
-        processes = self._run.state.processes.values()
         counts = Counter(
             (process.host, _MEMBER_STATES[process.state])
-            for process in processes
+            for process in self.run.state.processes.values()
             if process.state in _MEMBER_STATES
         )
-        hosts = sorted({process.host for process in processes})
         return {
-            (host, state): float(counts[host, state]) for host in hosts for state in MEMBER_STATES
+            (h, state): float(counts[h, state]) for h in self._hosts() for state in MEMBER_STATES
         }
 
 
 def time_states(host: HostTime) -> dict[str, float]:
     """The wall time of a host by its use; the parts add up to it."""
-    lost = host.lost
-    return {
-        "productive": host.productive_seconds,
-        "restart": lost.restart - lost.replacements,
-        "replacements": lost.replacements,
-        "hang": lost.hang,
-        "setup": lost.setup,
-        "saves": lost.saves,
-        "redone": lost.redone,
-        "reduced": lost.reduced,
-    }
+    parts = parts_of(host)
+    parts["restart"] = parts.pop("restarts") + parts.pop("uneven")
+    return parts
 
 
 def cause_label(restart: Restart) -> str:
     """The kind of the first fault, one of a few; never its message."""
-    cause: Cause | None = restart.cause
-    if cause is None or cause.consequence:
+    if restart.cause is None or restart.cause.consequence:
         return "joined" if restart.joined and not restart.lost else ELSEWHERE
-    return cause.interruption.lower()
-
-
-def _redone(report: Report) -> float:
-    return float(sum(restart.redone_steps or 0 for restart in report.restarts))
+    return restart.cause.interruption.lower()

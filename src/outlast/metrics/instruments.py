@@ -8,8 +8,7 @@ labels.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
@@ -49,76 +48,72 @@ class Instrument:
         return self.name.removesuffix("_seconds").removesuffix("_ratio").replace("_", ".")
 
 
-TIME = Instrument(
+def _counter(name: str, unit: str, about: str, *labels: str) -> Instrument:
+    return Instrument(name, Kind.COUNTER, unit, about, labels)
+
+
+def _gauge(name: str, unit: str, about: str, *labels: str) -> Instrument:
+    return Instrument(name, Kind.GAUGE, unit, about, labels)
+
+
+def _histogram(name: str, about: str, *labels: str) -> Instrument:
+    return Instrument(name, Kind.HISTOGRAM, "s", about, labels)
+
+
+TIME = _counter(
     "outlast_time_seconds",
-    Kind.COUNTER,
     "s",
     "Wall time of the host since the training function was first entered, by what it was used for.",
-    ("host", "state"),
+    *("host", "state"),
 )
-RESTARTS = Instrument(
+RESTARTS = _counter(
     "outlast_restarts",
-    Kind.COUNTER,
     "{restart}",
     "Restarts after which the function was entered again, by kind of the first fault.",
-    ("cause",),
+    "cause",
 )
-RECOVERY = Instrument(
+RECOVERY = _histogram(
     "outlast_recovery_seconds",
-    Kind.HISTOGRAM,
-    "s",
     "Duration of each phase of a restart (of the slowest survivor), and of all of it (total).",
-    ("phase",),
+    "phase",
 )
-STEPS_REDONE = Instrument(
-    "outlast_steps_redone",
-    Kind.COUNTER,
-    "{step}",
-    "Completed training steps that a restore discarded.",
+STEPS_REDONE = _counter(
+    "outlast_steps_redone", "{step}", "Completed training steps that a restore discarded."
 )
-CHECKPOINT_BLOCKED = Instrument(
+CHECKPOINT_BLOCKED = _histogram(
     "outlast_checkpoint_blocked_seconds",
-    Kind.HISTOGRAM,
-    "s",
     "How long a save blocked training: one observation for each save and rank.",
 )
-CHECKPOINT_AGE = Instrument(
+CHECKPOINT_AGE = _gauge(
     "outlast_checkpoint_age_seconds",
-    Kind.GAUGE,
     "s",
     "Time since the newest committed save began: the work that a restore of it would discard.",
 )
-CHECKPOINTS = Instrument(
-    "outlast_checkpoints",
-    Kind.COUNTER,
-    "{checkpoint}",
-    "Saves, by result: committed, failed.",
-    ("result",),
+CHECKPOINTS = _counter(
+    "outlast_checkpoints", "{checkpoint}", "Saves, by result: committed, failed.", "result"
 )
-CHECKPOINT_STEP = Instrument(
-    "outlast_checkpoint_step", Kind.GAUGE, "{step}", "Step of the newest committed checkpoint."
+CHECKPOINT_STEP = _gauge(
+    "outlast_checkpoint_step", "{step}", "Step of the newest committed checkpoint."
 )
-MEMBERS = Instrument(
+MEMBERS = _gauge(
     "outlast_members",
-    Kind.GAUGE,
     "{process}",
-    "Processes of the job, by state: active, restarting, reserve, joining, lost (so far).",
-    ("host", "state"),
+    "Processes that take part in the job, by state: active, restarting, reserve, joining.",
+    *("host", "state"),
 )
-STEP = Instrument("outlast_step", Kind.GAUGE, "{step}", "Newest training step that was recorded.")
-GOODPUT = Instrument(
+MEMBERS_LOST = _counter(
+    "outlast_members_lost", "{process}", "Processes that the job has lost.", "host"
+)
+STEP = _gauge("outlast_step", "{step}", "Newest training step that was recorded.")
+GOODPUT = _gauge(
     "outlast_goodput_ratio",
-    Kind.GAUGE,
     "1",
     "Productive time divided by wall time, since the beginning of the run.",
-    ("host",),
+    "host",
 )
-RUN = Instrument(
-    "outlast_run_info", Kind.GAUGE, "", "Always 1; the label is the name of the run.", ("run",)
-)
-DAMAGED_LINES = Instrument(
+RUN = _gauge("outlast_run_info", "", "Always 1; the label is the name of the run.", "run")
+DAMAGED_LINES = _counter(
     "outlast_damaged_log_lines",
-    Kind.COUNTER,
     "{line}",
     "Lines of event logs that are not events; they are skipped.",
 )
@@ -126,34 +121,10 @@ DAMAGED_LINES = Instrument(
 INSTRUMENTS = (
     *(TIME, RESTARTS, RECOVERY, STEPS_REDONE),
     *(CHECKPOINT_BLOCKED, CHECKPOINT_AGE, CHECKPOINTS, CHECKPOINT_STEP),
-    *(MEMBERS, STEP, GOODPUT, RUN, DAMAGED_LINES),
+    *(MEMBERS, MEMBERS_LOST, STEP, GOODPUT, RUN, DAMAGED_LINES),
 )
 
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """The upper bounds of a histogram's buckets, in seconds."""
 
-TIME_STATES = (
-    *("productive", "restart", "replacements", "hang", "setup", "saves", "redone", "reduced"),
-)
-MEMBER_STATES = ("active", "restarting", "reserve", "joining", "lost")
-
-
-@dataclass
-class Histogram:
-    """Observations so far: their number in each bucket, and their sum."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    total: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Adds an observation."""
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total += seconds
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """The buckets as Prometheus wants them: upper bound, and the number of those up to it."""
-        found, count = [], 0
-        for bound, here in zip((*map(repr, BOUNDS), "+Inf"), self.counts, strict=True):
-            count += here
-            found.append((bound, float(count)))
-        return found
+MEMBER_STATES = ("active", "restarting", "reserve", "joining")

@@ -60,14 +60,11 @@ def export(
         alive=None if live is None else lambda: not over.is_set(),
     )
     with ExitStack() as stack:
+        collector = Collector(run)
         if order.opentelemetry:
             from outlast.metrics.otlp import OtlpExport
 
-            otlp = OtlpExport(run)
-            collector = otlp.collector
-            stack.callback(otlp.close)
-        else:
-            collector = Collector(run)
+            stack.callback(OtlpExport(collector).close)
         if listening is not None:
             from outlast.metrics.prometheus import MetricsServer
 

@@ -7,8 +7,9 @@ The SDK is configured by its standard variables: `OTEL_EXPORTER_OTLP_ENDPOINT`,
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,30 +20,27 @@ from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, V
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, Tracer, set_span_in_context
+from opentelemetry.trace import Span, Tracer, use_span
 
-from outlast.events import Event
-from outlast.events.report import Restart
+from outlast.events.report import RankRecovery, Restart
+from outlast.events.report import Span as Phase
 from outlast.metrics.collect import Collector, Labels, Listener, cause_label
 from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, Instrument, Kind
 from outlast.metrics.live_run import LiveRun
-from outlast.metrics.recovery_trace import RankRecovery, RecoveryTracker
 
 _SCOPE = "outlast"
 
 
 class OtlpExport(Listener):
-    """Exports the metrics of a run at the SDK's interval, and the trace of each restart.
-
-    Attributes:
-        collector: of the run; the owner polls it, which sends the traces.
+    """Exports the metrics of a run at the SDK's interval, and the trace of each restart, which is
+    sent when the owner of the collector polls it.
     """
 
-    def __init__(self, run: LiveRun) -> None:
-        self._run = run
-        self._tracker = RecoveryTracker()
-        self.collector = Collector(run, listener=self)
-        resource = _resource(run)
+    def __init__(self, collector: Collector) -> None:
+        self._collector, self._run = collector, collector.run
+        collector.listeners.append(self)
+        self._clock = 0.0  # what is added to times of the report, for those of the world
+        resource = _resource(self._run)
         self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer: Tracer = self._tracers.get_tracer(_SCOPE)
@@ -77,11 +75,6 @@ class OtlpExport(Listener):
         self._tracers.shutdown()
         self._meters.shutdown()
 
-    # ---------------------------------------------------------------- called by the collector
-
-    def event(self, event: Event) -> None:
-        self._tracker.apply(event)
-
     def observed(self, instrument: Instrument, labels: Labels, seconds: float) -> None:
         attributes = dict(zip(instrument.labels, labels, strict=True))
         self._histograms[instrument].record(seconds, attributes)
@@ -90,22 +83,14 @@ class OtlpExport(Listener):
         """Sends the trace of a restart. Only ranks of this host are in it: the clocks of other
         hosts are not known.
         """
-        recoveries = [
-            each
-            for each in self._tracker.take(restart.iteration)
-            if each.host == self._run.own_host
-        ]
-        cause = restart.cause
-        began = [each.start for each in recoveries]
-        fault = None
-        if cause is not None and cause.host == self._run.own_host:
-            fault = self._run.origin(cause.host) + cause.at
-            began.append(fault)
+        host, cause = self._run.own_host, restart.cause
+        ranks = [each for each in restart.ranks if each.host == host]
+        began = [each.start for each in ranks]
+        if cause is not None and cause.host == host:
+            began.append(cause.at)
         if not began:
             return
-        clock = time.time_ns() - int(time.monotonic() * 1e9)
-        start = min(began)
-        end = max([each.end for each in recoveries] or [start + (restart.phases.total or 0.0)])
+        start, ends = min(began), [each.end for each in ranks if each.end is not None]
         attributes: dict[str, str | int] = {
             "outlast.run": self._run.name,
             "outlast.cause": cause_label(restart),
@@ -119,43 +104,39 @@ class OtlpExport(Listener):
                 "host.name": cause.host,
                 "outlast.message": cause.message,
             }
-        root = self._tracer.start_span(
-            "outlast.restart", start_time=_ns(start, clock), attributes=attributes
-        )
-        for recovery in recoveries:
-            self._rank_span(root, recovery, fault, clock)
-        root.end(_ns(end, clock))
+        self._clock = time.time() - time.monotonic() + self._run.origin(host)
+        with self._span(
+            "", start, max(ends, default=start + (restart.phases.total or 0.0))
+        ) as root:
+            root.set_attributes(attributes)
+            for each in ranks:
+                self._rank(each, start)
 
-    def _rank_span(
-        self, root: Span, recovery: RankRecovery, fault: float | None, clock: int
-    ) -> None:
-        context = set_span_in_context(root)
-        start = recovery.start if fault is None else min(fault, recovery.start)
-        span = self._tracer.start_span(
-            "outlast.restart.rank",
-            context,
-            start_time=_ns(start, clock),
-            attributes={
-                "outlast.rank": recovery.rank,
-                "host.name": recovery.host,
-                "process.pid": recovery.pid,
-            },
-        )
-        phases = [(phase.name, phase.start, phase.end) for phase in recovery.phases]
-        if start < recovery.start:
-            phases.insert(0, ("detect", start, recovery.start))
-        for name, begin, end in phases:
-            child = self._tracer.start_span(
-                f"outlast.{name}", set_span_in_context(span), start_time=_ns(begin, clock)
+    def _rank(self, rank: RankRecovery, start: float) -> None:
+        with self._span(".rank", start, rank.start if rank.end is None else rank.end) as span:
+            span.set_attributes(
+                {"outlast.rank": rank.rank, "host.name": rank.host, "process.pid": rank.pid}
             )
-            child.end(_ns(end, clock))
-        span.end(_ns(recovery.end, clock))
+            detect = [Phase(state="detect", start=start, end=rank.start)]
+            for phase in (*(detect if start < rank.start else []), *rank.phases):
+                with self._span(f".{phase.state}", phase.start, phase.end, "outlast"):
+                    pass
+
+    @contextlib.contextmanager
+    def _span(
+        self, name: str, start: float, end: float, prefix: str = "outlast.restart"
+    ) -> Iterator[Span]:
+        """A span inside the one around it; times are those of the report of this host."""
+        began, ended = (int((moment + self._clock) * 1e9) for moment in (start, end))
+        span = self._tracer.start_span(prefix + name, start_time=began)
+        with use_span(span):
+            yield span
+        span.end(ended)
 
     def _reader(self, instrument: Instrument) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def read(_: CallbackOptions) -> Iterable[Observation]:
-            for labels, value in (
-                self.collector.values(poll=False).numbers.get(instrument, {}).items()
-            ):
+            values = self._collector.values(poll=False)
+            for labels, value in values.get(instrument, {}).items():
                 yield Observation(value, dict(zip(instrument.labels, labels, strict=True)))
 
         return read
@@ -168,7 +149,3 @@ def _resource(run: LiveRun) -> Resource:
     if not name or name.startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "outlast"}))
     return resource
-
-
-def _ns(seconds: float, clock: int) -> int:
-    return int(seconds * 1e9) + clock

@@ -1,6 +1,7 @@
 """The metrics for Prometheus: a server that answers scrapes of a run.
 
 Values are taken when they are scraped, in the server's thread, and nobody else waits for them.
+`prometheus_client` is an extra: it is imported when a server is made.
 """
 
 from __future__ import annotations
@@ -12,37 +13,51 @@ from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from outlast.metrics.collect import Collector
-from outlast.metrics.instruments import INSTRUMENTS, Kind
+from outlast.events.report import PHASE_FIELDS
+from outlast.metrics.collect import Collector, Labels, Listener
+from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, RECOVERY, Instrument, Kind
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import CollectorRegistry, Metric
 
 
-class RunMetrics:
-    """A collector of prometheus-client: the values of a run at the moment of the scrape."""
+class RunMetrics(Listener):
+    """A collector of `prometheus_client`: counters and gauges at the moment of the scrape."""
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: Collector, registry: CollectorRegistry) -> None:
+        from prometheus_client import Histogram, disable_created_metrics
+
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._collector = collector
+        collector.listeners.append(self)
+        registry.register(self)  # first: a scrape polls, which may add observations
+        self._histograms = {
+            each: Histogram(each.name, each.help, each.labels, buckets=BOUNDS, registry=registry)
+            for each in INSTRUMENTS
+            if each.kind is Kind.HISTOGRAM
+        }
+        for phase in PHASE_FIELDS:
+            self._histograms[RECOVERY].labels(phase)
+
+    def observed(self, instrument: Instrument, labels: Labels, seconds: float) -> None:
+        histogram = self._histograms[instrument]
+        (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families; called by prometheus-client for each scrape."""
-        from prometheus_client import core
+        """The metric families; called by `prometheus_client` for each scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         values = self._collector.values()
-        gauges = {Kind.COUNTER: core.CounterMetricFamily, Kind.GAUGE: core.GaugeMetricFamily}
         for instrument in INSTRUMENTS:
-            about = instrument.name, instrument.help
             if instrument.kind is Kind.HISTOGRAM:
-                family = core.HistogramMetricFamily(*about, labels=instrument.labels)
-                for labels, histogram in values.histograms[instrument].items():
-                    family.add_metric(list(labels), histogram.cumulative(), histogram.total)
-                yield family
                 continue
-            numbers = gauges[instrument.kind](*about, labels=instrument.labels)
-            for labels, number in values.numbers.get(instrument, {}).items():
-                numbers.add_metric(list(labels), number)
-            yield numbers
+            counter = instrument.kind is Kind.COUNTER
+            family = (CounterMetricFamily if counter else GaugeMetricFamily)(
+                instrument.name, instrument.help, labels=instrument.labels
+            )
+            for labels, number in values.get(instrument, {}).items():
+                family.add_metric(list(labels), number)
+            yield family
 
 
 class MetricsServer:
@@ -57,9 +72,9 @@ class MetricsServer:
         from prometheus_client import CollectorRegistry, MetricsHandler
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(RunMetrics(collector))
-        self.address = listening.getsockname()[:2]
-        self._server = _Server(self.address, MetricsHandler.factory(registry), False)
+        RunMetrics(collector, registry)
+        address = listening.getsockname()[:2]
+        self._server = _Server(address, MetricsHandler.factory(registry), False)
         self._server.socket.close()
         self._server.socket = listening
         self._thread = threading.Thread(
@@ -81,7 +96,7 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """One line, and not a traceback on the job's console for each scrape that fails."""
         error = sys.exc_info()[1]
-        if not isinstance(error, ConnectionError):  # who asked has gone: its own affair
+        if not isinstance(error, ConnectionError):  # the client has gone
             print(f"outlast: metrics: a scrape failed: {error!r}", file=sys.stderr, flush=True)
 
 
@@ -98,5 +113,4 @@ def listen(host: str, port: int) -> socket.socket:
 def url(listening: socket.socket) -> str:
     """Where Prometheus finds the metrics."""
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/metrics"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"

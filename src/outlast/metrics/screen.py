@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outlast.events.report import Cause, HostTime, Report
-from outlast.metrics.collect import time_states
+from outlast.events.report import PARTS, Cause, HostTime, Report, parts_of
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.progress_page import Progress, read_progress
 from outlast.metrics.run_state import Process, State
@@ -24,15 +23,6 @@ _STYLES = {
     State.STARTING: "yellow",
     State.WAITING: "yellow",
     State.LOST: "red",
-}
-_HEADINGS = {
-    "restart": "restarts",
-    "replacements": "waiting for replacements",
-    "hang": "hangs",
-    "setup": "set-up and restore",
-    "saves": "blocked by saves",
-    "redone": "redone work",
-    "reduced": "missing ranks",
 }
 _KINDS = {
     "EXCEPTION": "raised an exception",
@@ -61,34 +51,19 @@ class Screen:
                 are shown.
         """
         report = self._run.report()
-        parts: list[RenderableType] = [self._title(report), self._members()]
-        parts += [Text(), *self._ranks(height)]
-        lines = [self._fault(report), *self._checkpoints(report), self._time(report)]
+        lines = [self._fault(report), self._checkpoints(report), self._time(report)]
         if self._run.damaged_lines:
             lines.append(
                 Text(f"{self._run.damaged_lines} damaged lines: {self._run.damaged[-1]}", "red")
             )
-        return Group(*parts, Text(), *[line for line in lines if line.plain])
+        ranks = self._ranks(height)
+        told = [line for line in lines if line.plain]
+        return Group(self._title(report), self._members(), Text(), *ranks, Text(), *told)
 
     def _title(self, report: Report) -> Text:
         run = self._run
-        text = Text.assemble((_clean(run.name), "bold"), "  ")
-        longest = max(report.hosts, key=lambda host: host.wall_seconds, default=None)
-        if not run.state.now:
-            text.append("no events yet", "yellow")
-        elif run.over():
-            codes = set(run.state.exit_codes.values())
-            if codes:
-                ending = "finished" if codes == {0} else f"ended with exit code {max(codes)}"
-                text.append(ending, "bold green" if codes == {0} else "bold red")
-            else:
-                text.append("ended: its processes no longer exist", "bold red")
-        elif run.alive():
-            text.append("running", "bold green")
-        elif run.own_host in run.state.now:
-            text.append("no process on this host at present", "bold yellow")
-        else:
-            text.append("on other hosts", "bold")
+        longest = _longest(report)
+        text = Text.assemble((_clean(run.name), "bold"), "  ", self._state())
         if longest is not None:
             text.append(f" · {duration_text(longest.wall_seconds)}")
         if report.goodput is not None:
@@ -97,6 +72,24 @@ class Screen:
         if run.state.stop:
             text.append(f" · told to stop: {_clean(run.state.stop)}", "yellow")
         return text
+
+    def _state(self) -> tuple[str, str]:
+        """What the run does, or how it ended, and the style."""
+        run, codes = self._run, set(self._run.state.exit_codes.values())
+        if not run.state.now:
+            return "no events yet", "yellow"
+        if run.over():
+            if codes == {0}:
+                return "finished", "bold green"
+            if codes and run.state.stop:
+                return f"stopped, with exit code {max(codes)}", "bold yellow"
+            how = f"with exit code {max(codes)}" if codes else ""
+            return f"ended{f' {how}' if how else ': its processes no longer exist'}", "bold red"
+        if run.alive():
+            return ("stopping", "bold yellow") if run.state.stop else ("running", "bold green")
+        if run.own_host in run.state.now:
+            return "no process on this host at present", "bold yellow"
+        return "on other hosts", "bold"
 
     def _members(self) -> Text:
         state = self._run.state
@@ -109,9 +102,7 @@ class Screen:
             f"{counts[State.RESTARTING]} restarting",
             f"{counts[State.LOST]} lost so far",
         ]
-        for state_over in (State.COMPLETED, State.ENDED):
-            if counts[state_over]:
-                parts.append(f"{counts[state_over]} {state_over.value}")
+        parts += [f"{counts[s]} {s.value}" for s in (State.COMPLETED, State.ENDED) if counts[s]]
         parts.append(f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}")
         if state.hosts_lost:
             parts.append(f"hosts lost: {_clean(', '.join(state.hosts_lost.values()))}")
@@ -120,33 +111,29 @@ class Screen:
     def _ranks(self, height: int | None) -> list[RenderableType]:
         processes = self._run.state.current
         room = len(processes) if height is None else max(3, height - _OTHER_LINES)
-        hidden: Sequence[Process] = []
-        if len(processes) > room:
-            # What is wrong is worth a row more than what is well.
-            unwell = [each for each in processes if each.state is not State.RUNNING]
-            well = [each for each in processes if each.state is State.RUNNING]
-            hidden = (unwell + well)[room:]
-            kept = {id(each) for each in (unwell + well)[:room]}
-            processes = [each for each in processes if id(each) in kept]
+        # What is wrong is worth a row more than what is well.
+        by_worth = sorted(processes, key=lambda process: process.state is State.RUNNING)
+        hidden: Sequence[Process] = by_worth[room:]
+        left_out = {id(process) for process in hidden}
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for heading in ("rank", "state", "host", "pid", "restarts", "step", "steps/s", "progress"):
-            right = heading in ("rank", "pid", "restarts", "step", "steps/s", "progress")
-            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+            left = heading in ("state", "host")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=True)
         for process in processes:
-            table.add_row(*self._row(process))
+            if id(process) not in left_out:
+                table.add_row(*self._row(process))
         if not hidden:
             return [table]
-        states = Counter(each.state.value for each in hidden)
+        states = Counter(process.state.value for process in hidden)
         more = ", ".join(f"{count} {state}" for state, count in states.most_common())
         return [table, Text(f"and {len(hidden)} more: {more}", "dim")]
 
     def _row(self, process: Process) -> list[str | Text]:
         step, rate, idle = self._progress(process)
+        state = Text(process.state.value, _STYLES.get(process.state, ""))
         return [
             "-" if process.rank < 0 else str(process.rank),
-            Text("stopped", "bold red")
-            if self._is_stopped(process)
-            else Text(process.state.value, _STYLES.get(process.state, "")),
+            Text("stopped", "bold red") if self._is_stopped(process) else state,
             Text(_clean(process.host)),  # no markup
             str(process.pid),
             str(max(0, process.iteration)),
@@ -155,12 +142,16 @@ class Screen:
             "-" if idle is None else f"{duration_text(idle)} ago",
         ]
 
+    def _runs_here(self, process: Process) -> bool:
+        return not process.over and process.host == self._run.own_host and self._run.alive()
+
     def _is_stopped(self, process: Process) -> bool:
         """Whether a process on this host is stopped (SIGSTOP), which it cannot record itself."""
-        if process.over or process.host != self._run.own_host or not self._run.alive():
-            return False
         try:
-            return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+            return (
+                self._runs_here(process)
+                and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+            )
         except psutil.Error:
             return False
 
@@ -169,9 +160,7 @@ class Screen:
         key = process.host, process.pid
         now = self._run.now(process.host)
         idle = None if now is None or process.over else max(0.0, now - process.seen)
-        live = None
-        if process.host == self._run.own_host and not process.over and self._run.alive():
-            live = read_progress(process.pid)
+        live = read_progress(process.pid) if self._runs_here(process) else None
         if live is None:
             return process.step, process.rate, idle
         before = self._before.get(key)
@@ -179,14 +168,12 @@ class Screen:
             self._before[key] = live
         rate = process.rate
         if before is not None and before.iteration == live.iteration and live.at > before.at:
-            done = (
-                live.step - before.step if live.step and before.step else live.pings - before.pings
-            )
+            steps = live.step and before.step
+            done = live.step - before.step if steps else live.pings - before.pings
             rate = max(0, done) / (live.at - before.at)
-        step = max(live.step, process.step or 0) or process.step
         if live.progress and now is not None:
             idle = max(0.0, now - live.progress)
-        return step, rate, idle
+        return max(live.step, process.step or 0) or process.step, rate, idle
 
     def _fault(self, report: Report) -> Text:
         restart = next((r for r in reversed(report.restarts) if r.cause is not None), None)
@@ -204,12 +191,12 @@ class Screen:
             text.append(f"; {restart.redone_steps} steps redone")
         return text
 
-    def _checkpoints(self, report: Report) -> list[Text]:
+    def _checkpoints(self, report: Report) -> Text:
         run, saves = self._run, report.saves
         found = run.state.checkpoints
         newest = found.newest.get(run.own_host) or next(iter(found.newest.values()), None)
         if newest is None and not found.failed:
-            return []
+            return Text()
         text = Text.assemble(("checkpoints ", "bold"))
         if newest is not None:
             text.append(f"newest: step {newest.step}, {size_text(newest.size_bytes)}")
@@ -219,19 +206,22 @@ class Screen:
         text.append(f"; {found.committed} committed, {found.failed} failed")
         if saves is not None and saves.committed:
             text.append(f"; blocked {duration_text(saves.blocked_median)} each (median)")
-        return [text]
+        return text
 
     def _time(self, report: Report) -> Text:
-        longest: HostTime | None = max(report.hosts, key=lambda h: h.wall_seconds, default=None)
+        longest = _longest(report)
         if longest is None or not longest.wall_seconds:
             return Text()
-        states = time_states(longest)
         lost = [
-            f"{heading} {100 * states[state] / longest.wall_seconds:.1f} %"
-            for state, heading in _HEADINGS.items()
-            if states[state] >= longest.wall_seconds / 2000
+            f"{PARTS[name][0]} {100 * seconds / longest.wall_seconds:.1f} %"
+            for name, seconds in parts_of(longest).items()
+            if name != "productive" and seconds >= longest.wall_seconds / 2000
         ]
         return Text.assemble(("lost time   ", "bold"), " · ".join(lost) if lost else "none")
+
+
+def _longest(report: Report) -> HostTime | None:
+    return max(report.hosts, key=lambda host: host.wall_seconds, default=None)
 
 
 def _sentence(cause: Cause) -> str:

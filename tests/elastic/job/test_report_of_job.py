@@ -12,7 +12,7 @@ import pytest
 
 from outlast.events import CheckpointRestored, StepsDone
 from outlast.events.report import build, load
-from outlast.events.report.sentences import describe_redone
+from outlast.events.report.views.totals import describe_redone
 from procs import Job
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outlast.coordination.records import FaultRecord
 from outlast.events.restart_causes import RestartCount
-from outlast.launch.agent.death_log import Death, failure_times, first_cause
+from outlast.launch.agent.death_log import Death, failure_times, first_cause, restart_counts
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.agent.last_lines import Ending, summary
 from outlast.system.error_text import exit_text
@@ -168,6 +168,14 @@ def test_the_last_lines_name_broken_links() -> None:
         f"  {link}",
         "job completed after 12.50 s and 1 restart: 1 x no progress (rank 2)",
     ]
+
+
+def test_the_last_lines_say_how_a_rank_died() -> None:
+    job = dataclasses.replace(RUNNING, restarts=(RestartCount("died", 2, (1, 3)),))
+    killed = [death(2, 1, Decision.REPLACED, -9), death(5, 3, Decision.LOST, -9)]
+    assert restart_counts(killed, job) == (RestartCount("killed by SIGKILL", 2, (1, 3)),)
+    assert restart_counts([*killed, death(7, 2, Decision.REPLACED, 1)], job) == job.restarts
+    assert restart_counts([], job) == job.restarts, "they died on other hosts"
 
 
 def test_last_lines_of_a_failure() -> None:

@@ -151,7 +151,7 @@ def test_a_job_with_a_sigkill_is_seen_while_it_runs(tmp_path: Path, receiver: Re
         found = scraped_until(run, "outlast_restarts_total,terminated", 1)
         host = socket.gethostname()
         assert found[f"outlast_members,{host},active"] == 1
-        assert found[f"outlast_members,{host},lost"] == 1
+        assert found[f"outlast_members_lost_total,{host}"] == 1
         assert found["outlast_recovery_seconds_count,total"] == 1
         assert found[f"outlast_time_seconds_total,{host},productive"] > 0
 

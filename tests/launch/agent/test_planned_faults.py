@@ -10,7 +10,7 @@ import pytest
 from launch.runs import Run
 from outlast.events import PlannedFault
 from outlast.events.report import build, load
-from outlast.events.report.totals import describe_injected
+from outlast.events.report.views.totals import describe_injected
 
 PLAN = {
     "faults": [

@@ -25,7 +25,12 @@ def report_of(folder: Path) -> str:
 
 def test_a_restart_of_all_processes_and_its_cause(tmp_path: Path) -> None:
     events = tmp_path / "events"
-    options = ["--nproc-per-node=2", "--max-restarts=1", f"--events-dir={events}"]
+    options = [
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        f"--events-dir={events}",
+        "--run-id=nightly",
+    ]
     with Run(tmp_path, RAISES, *options) as run:
         first = [run.ready(rank) for rank in range(2)]
         first[1].fail()
@@ -35,6 +40,7 @@ def test_a_restart_of_all_processes_and_its_cause(tmp_path: Path) -> None:
         assert run.wait() == 0
     report = build(load(events))
     assert (report.source, report.world_size, report.completed) == ("launcher", 2, 2)
+    assert (report.run_id, report.command) == ("nightly", str(run.script))
     assert report.stop is None
     (restart,) = report.restarts
     assert restart.cause is not None

@@ -11,6 +11,7 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from metrics.replay import Logs, eventful_run
@@ -63,3 +64,19 @@ def test_metrics_need_somewhere_to_go(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["metrics", str(tmp_path)])
     assert result.exit_code == 2
     assert "--port or --opentelemetry" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "package", "extra"),
+    [
+        (["--port", "0"], "prometheus_client", "prometheus"),
+        (["--opentelemetry"], "opentelemetry.sdk", "opentelemetry"),
+    ],
+)
+def test_a_missing_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    result = CliRunner().invoke(app, ["metrics", str(tmp_path), *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"pip install 'outlast[{extra}]'" in result.output

@@ -1,7 +1,15 @@
-"""The report of a run, computed from its event logs: faults, durations of the restarts, losses.
+"""The report of a run, from its event logs: the faults, what each restart took, what was lost.
+
+    log_reader    the logs of a run, read strictly
+    one_pass      `Run`: each event goes to its host, process, kind and call; times become seconds
+                  from the first event of their host
+    figures       from what the pass has kept: calls (iterations, first causes), rounds (without
+                  `Wrapper`), phases, gaps, goodput, redone steps, lost hosts, saves, the timeline
+    model, report `Report`: plain dataclasses
+    views         text, JSON, an HTML page, a trace for Perfetto
 
     events = load("build/demo")          # the newest run there; one JSONL file per process
-    report = build(events)               # dataclasses, see `report/model/`
+    report = build(events)
     print(to_json(report))
     render(Path("build/demo"), Console())
 
@@ -13,7 +21,6 @@ before its monitor process reports the death.
 """
 
 from outlast.events.report.builder import build
-from outlast.events.report.html import render_html
 from outlast.events.report.log_reader import load, load_run
 from outlast.events.report.model import (
     PHASE_FIELDS,
@@ -21,26 +28,35 @@ from outlast.events.report.model import (
     HostTime,
     Party,
     Phases,
-    Report,
+    RankRecovery,
     Restart,
-    Saves,
+    Span,
 )
-from outlast.events.report.render import render, render_report, to_json
+from outlast.events.report.report import Report, Saves
+from outlast.events.report.views.page import render_html
+from outlast.events.report.views.text import render, render_report, to_json
+from outlast.events.report.views.trace import to_trace
+from outlast.events.report.words import PARTS, parts_of
 
 __all__ = [
+    "PARTS",
     "PHASE_FIELDS",
     "Cause",
     "HostTime",
     "Party",
     "Phases",
+    "RankRecovery",
     "Report",
     "Restart",
     "Saves",
+    "Span",
     "build",
     "load",
     "load_run",
+    "parts_of",
     "render",
     "render_html",
     "render_report",
     "to_json",
+    "to_trace",
 ]

@@ -3,108 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import outlast.events as ev
 from outlast.errors import NO_RESTART
-from outlast.events import (
-    Completed,
-    Entered,
-    Event,
-    InterruptSwallowed,
-    Joined,
-    LauncherEnded,
-    MonitorRestarted,
-    Note,
-    PlannedFault,
-    Seen,
-    WorkerExited,
-    WorkerStarted,
-)
+from outlast.events.report.figures.calls import Call
 from outlast.events.report.figures.causes import count_causes, count_hosts, restarts_in_words
-from outlast.events.report.figures.goodput import measure
-from outlast.events.report.figures.phases import measure_phases
-from outlast.events.report.figures.recoveries import distributions, recoveries_of, recovery_of
-from outlast.events.report.figures.redone_steps import any_restored, redone_steps
-from outlast.events.report.figures.saves import summarize_saves
-from outlast.events.report.figures.silent_faults import find_mismatches, find_stragglers
-from outlast.events.report.figures.timeline import timeline_of
-from outlast.events.report.history.call_history import CallHistory, exits_of, launcher_ranks_of
-from outlast.events.report.history.host_losses import (
+from outlast.events.report.figures.goodput import HostAccount
+from outlast.events.report.figures.host_losses import (
     find_losses,
     name_lost_hosts,
     waits_for_lost_hosts,
 )
-from outlast.events.report.history.lanes import lanes_of
-from outlast.events.report.history.launcher_history import LauncherHistory
-from outlast.events.report.history.split_calls import split_calls
-from outlast.events.report.history.stops import ended_by_stop, find_stop
-from outlast.events.report.history.stretches import Stretch, stretches_of
-from outlast.events.report.intervals import Interval
-from outlast.events.report.log_reader import TORN_LINE
-from outlast.events.report.model import InjectedFault, Party, Report, Restart
+from outlast.events.report.figures.redone_steps import redone_steps
+from outlast.events.report.figures.rounds import course_of_rounds, rounds_of
+from outlast.events.report.figures.saves import summarize_saves
+from outlast.events.report.figures.stretches import course_of_calls
+from outlast.events.report.figures.timeline import timeline_of
+from outlast.events.report.model import Distribution, Recovery, Restart
+from outlast.events.report.one_pass import Run, record
+from outlast.events.report.report import InjectedFault, Mismatch, Report, Stop, Straggler
+from outlast.system.error_text import exit_summary
+
+BACK = "back"
+"""From the fault until the ranks are in the function again (`Phases.total`)."""
+
+_PERCENTILES_FROM = 20
 
 
-@dataclasses.dataclass(frozen=True)
-class _Course:
-    """The course of a run, from the wrapper's events or from those of the launcher alone.
-
-    Attributes:
-        segments: when each iteration (or round of processes) began, by host.
-        numbers: the position of each restart's iteration in `segments`.
-        gone: for each restart, the hosts whose members were all lost in it.
-    """
-
-    source: str
-    world_size: int
-    restarts: Sequence[Restart]
-    completed: int
-    segments: Sequence[Mapping[str, float]]
-    numbers: Sequence[int]
-    gone: Sequence[frozenset[str]]
-    stretches: dict[str, list[Stretch]]
-    walls: dict[str, list[Interval]]
-
-
-def build(events: Iterable[Event]) -> Report:
+def build(events: Iterable[ev.Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""
-    events = list(events)
-    notes = [event for event in events if isinstance(event, Note)]
-    torn = sorted(str(note.data.get("file", "")) for note in notes if note.name == TORN_LINE)
-    events = [e for e in events if not (isinstance(e, Note) and e.name == TORN_LINE)]
-    origins: dict[str, float] = {}
-    for event in events:
-        origins[event.host] = min(event.time, origins.get(event.host, event.time))
-    exits, ranks = exits_of(events), launcher_ranks_of(events)
-    parts = split_calls(events)
-    calls = [CallHistory(i, part, origins, exits, ranks) for i, part in enumerate(parts)]
-    launcher = LauncherHistory(events)
-    wrapped = any(call.views for call in calls) or not launcher.rounds
-    course = _course_of_calls(calls, events) if wrapped else _course_of_launcher(launcher, events)
-    counts, steps_from = redone_steps(course.segments, events)
-    losses = find_losses(events, origins)
-    named = name_lost_hosts(course.restarts, course.numbers, course.segments, course.gone, losses)
-    stretches = waits_for_lost_hosts(course.stretches, course.restarts, named)
-    recoveries = recoveries_of(stretches, events)
+    run = Run(events)
+    calls, rounds = [Call(run, number) for number in range(len(run.calls))], rounds_of(run)
+    wrapped = any(call.views for call in calls) or not rounds
+    if wrapped:
+        members = any(event.member >= 0 for event in run.events)
+        source = "wrapper" if members or not run.events else "checkpoints"
+        course = course_of_calls(calls, source)
+    else:
+        course = course_of_rounds(rounds, stopped=bool(run.stops))
+    losses = find_losses(run)
+    named = name_lost_hosts(course, losses)
+    stretches = waits_for_lost_hosts(course, named)
+    accounts = {
+        host: HostAccount(run, host, stretches.get(host, []), walls)
+        for host, walls in sorted(course.walls.items())
+    }
+    recoveries = _recoveries(accounts.values())
+    counts, steps_from, redone_known = redone_steps(course.segments, run)
     restarts = tuple(
         dataclasses.replace(
-            restart,
-            redone_steps=counts[number],
+            each.restart,
+            redone_steps=counts[each.place],
             host_loss=None if loss is None else loss.loss,
-            recovery=recovery_of(restart, recoveries) if restart.resumed else None,
+            recovery=_recovery_of(each.restart, recoveries) if each.restart.resumed else None,
         )
-        for restart, number, loss in zip(course.restarts, course.numbers, named, strict=True)
+        for each, loss in zip(course.ended, named, strict=True)
     )
-    hosts = measure(stretches, course.walls, events)
+    hosts = tuple(account.time() for account in accounts.values())
     longest = max(hosts, key=lambda host: host.wall_seconds, default=None)
-    stop, saves = find_stop(events, origins), summarize_saves(events, origins)
-    injected = _injected(events, origins)
-    tracks = lanes_of(events, ranks, wrapped, stopped=stop is not None)
+    redone = [restart.redone_steps for restart in restarts if restart.resumed]
     lost = sum(len(restart.lost) for restart in restarts)
     joined = sum(len(restart.joined) for restart in restarts)
+    saves, injected = summarize_saves(run), _injected(run)
+    started = run.all(ev.LauncherStarted)
     return Report(
+        run_id=started[0].run_id if started else "",
+        command=started[0].command if started else "",
         source=course.source,
-        events=len(events),
+        events=len(run.events),
         calls=len(calls),
         hosts=hosts,
         world_size=course.world_size,
@@ -114,37 +83,29 @@ def build(events: Iterable[Event]) -> Report:
         replaced=min(lost, joined),
         recovery_seconds=sum(restart.phases.total or 0.0 for restart in restarts),
         goodput=None if longest is None else longest.goodput,
-        redone_steps=_sum([restart.redone_steps for restart in restarts if restart.resumed]),
+        redone_steps=None if None in redone else sum(count or 0 for count in redone),
         steps_from=steps_from,
-        redone_known=any_restored(course.segments, events),
-        stop=stop,
-        waiting=_waiting(calls),
+        redone_known=redone_known,
+        stop=_stop(run),
+        waiting=tuple(party for call in calls for party in call.waiting()),
         completed=course.completed,
-        monitors_restarted=sum(isinstance(event, MonitorRestarted) for event in events),
-        notes=dict(sorted(Counter(n.name for n in notes if n.name != TORN_LINE).items())),
-        torn_logs=tuple(torn),
+        monitors_restarted=len(run.all(ev.MonitorRestarted)),
+        notes=dict(sorted(Counter(note.name for note in run.all(ev.Note)).items())),
+        torn_logs=tuple(sorted(run.torn)),
         saves=saves,
-        no_end=any(isinstance(event, WorkerStarted) for event in events)
-        and not any(isinstance(event, LauncherEnded) for event in events),
         hosts_lost=tuple(each.loss for each in losses),
-        recovery=distributions(restarts),
+        recovery=_distributions(restarts),
         restart_causes=restarts_in_words(restarts),
         causes=count_causes(restarts),
         host_counts=count_hosts(restarts),
         injected=injected,
-        mismatches=find_mismatches(events, origins),
-        stragglers=find_stragglers(events, origins),
         no_restart=tuple(
-            sorted(
-                event.rank
-                for event in events
-                if isinstance(event, WorkerExited) and event.exit_code == NO_RESTART
-            )
+            sorted(e.rank for e in run.all(ev.WorkerExited) if e.exit_code == NO_RESTART)
         ),
+        no_end=bool(run.all(ev.WorkerStarted)) and not run.all(ev.LauncherEnded),
         timeline=timeline_of(
-            tracks,
-            events,
-            origins,
+            run,
+            wrapped,
             course.segments,
             reference="" if longest is None else longest.host,
             restarts=restarts,
@@ -152,120 +113,87 @@ def build(events: Iterable[Event]) -> Report:
             injected=injected,
             losses=[each.loss for each in losses],
         ),
+        mismatches=_mismatches(run),
+        stragglers=tuple(
+            record(Straggler, e, rank=e.straggler) for e in run.all(ev.StragglerFound)
+        ),
     )
 
 
-def _course_of_calls(calls: Sequence[CallHistory], events: Sequence[Event]) -> _Course:
-    iterations = [(call, k) for call in calls for k in call.iterations()]
-    places = {(call.number, k): place for place, (call, k) in enumerate(iterations)}
-    restarts = [
-        restart
-        for call in calls
-        for restart in _restarts(call)
-        if not ended_by_stop(call, restart.iteration, events)
-    ]
-    stretches: dict[str, list[Stretch]] = defaultdict(list)
-    walls: dict[str, list[Interval]] = defaultdict(list)
-    for call in calls:
-        for host, found in stretches_of(call).items():
-            stretches[host] += found
-        for host, wall in call.walls().items():
-            walls[host].append(wall)
-    wrapped = any(event.member >= 0 for event in events)
-    return _Course(
-        source="wrapper" if wrapped or not events else "checkpoints",
-        world_size=max((call.world_size(k) for call, k in iterations), default=0),
-        restarts=restarts,
-        completed=len({e.member for e in calls[-1].events if isinstance(e, Completed)}),
-        segments=[call.begins(k) for call, k in iterations],
-        numbers=[places[restart.call, restart.iteration] for restart in restarts],
-        gone=[calls[restart.call].lost_hosts(restart.iteration) for restart in restarts],
-        stretches=stretches,
-        walls=walls,
-    )
+def distribution(seconds: Sequence[float]) -> Distribution:
+    """The percentiles by nearest rank; there must be at least one value."""
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
+    known = p99 if len(ordered) >= _PERCENTILES_FROM else None
+    return Distribution(count=len(ordered), p50=p50, p99=known, worst=ordered[-1])
 
 
-def _course_of_launcher(launcher: LauncherHistory, events: Sequence[Event]) -> _Course:
-    restarts = launcher.restarts(stopped=find_stop(events, {}) is not None)
-    return _Course(
-        source="launcher",
-        world_size=launcher.world_size,
-        restarts=restarts,
-        completed=launcher.completed,
-        segments=launcher.segments(),
-        numbers=[restart.iteration for restart in restarts],
-        gone=[frozenset() for _ in restarts],
-        stretches=launcher.stretches(),
-        walls=launcher.walls(),
-    )
+def _distributions(restarts: Iterable[Restart]) -> dict[str, Distribution]:
+    """The percentiles of each part over the restarts after which the ranks continued."""
+    resumed = [restart for restart in restarts if restart.resumed]
+    values = {BACK: [r.phases.total for r in resumed if r.phases.total is not None]}
+    for field in dataclasses.fields(Recovery):
+        if field.name != "host":
+            known = (r.recovery for r in resumed if r.recovery is not None)
+            values[field.name] = [getattr(each, field.name) for each in known]
+    return {name: distribution(seconds) for name, seconds in values.items() if any(seconds)}
 
 
-def _restarts(call: CallHistory) -> list[Restart]:
-    found = []
-    for iteration in call.iterations():
-        faults = call.faults(iteration)
-        seen = [event for event in call.during(iteration) if isinstance(event, Seen)]
-        if not faults and not seen and iteration + 1 not in call.views:
-            continue
-        # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
-        first = next((fault for fault in faults if not fault.overtaken), None)
-        moment = next(
-            iter((*filter(None, [first]), *seen, *call.views.get(iteration + 1, {}).values()))
-        )
-        causes = [call.cause(fault) for fault in faults]
-        joined, lost = call.joined(iteration), call.lost(iteration)
-        if joined and not lost and all(cause.may_be_harmless for cause in causes):
-            causes = []  # no rank failed: connections broke because the job grew
-        found.append(
-            Restart(
-                call=call.number,
-                iteration=iteration,
-                at=call.at(moment),
-                cause=causes[0] if causes else None,
-                others=tuple(causes[1:]),
-                reason=seen[0].reason if seen else "",
-                phases=measure_phases(call, iteration, first if causes else None),
-                lost=lost,
-                joined=joined,
-                world_size_before=call.world_size(iteration),
-                world_size_after=call.world_size(iteration + 1),
-                resumed=any(isinstance(e, Entered) for e in call.during(iteration + 1)),
-                swallowed=tuple(
-                    e.where for e in call.during(iteration) if isinstance(e, InterruptSwallowed)
-                ),
-            )
-        )
-    return found
+def _recoveries(accounts: Iterable[HostAccount]) -> dict[tuple[int, int], list[Recovery]]:
+    """What each host spent the restart after an iteration on, by call and iteration: hosts with
+    survivors, if there are any.
+    """
+    found: dict[tuple[int, int], list[Recovery]] = {}
+    of_lost: dict[tuple[int, int], list[Recovery]] = {}
+    for stretch, recovery in (each for account in accounts for each in account.recoveries()):
+        kept = of_lost if stretch.host_lost else found
+        kept.setdefault((stretch.call, stretch.iteration), []).append(recovery)
+    return {**of_lost, **found}
 
 
-def _injected(events: Iterable[Event], origins: Mapping[str, float]) -> tuple[InjectedFault, ...]:
+def _recovery_of(
+    restart: Restart, recoveries: Mapping[tuple[int, int], Sequence[Recovery]]
+) -> Recovery | None:
+    """That of the host of the fault; of the slowest host if that one has none."""
+    hosts = recoveries.get((restart.call, restart.iteration), ())
+    fault = "" if restart.cause is None else restart.cause.host
+    slowest = max(hosts, key=lambda each: each.total, default=None)
+    return next((each for each in hosts if each.host == fault), slowest)
+
+
+def _stop(run: Run) -> Stop | None:
+    """The first request to stop; `None` if there was none."""
+    requests = run.all(ev.StopRequested)
+    if not requests:
+        return None
+    # The launcher's request comes before those of the ranks, to which it is forwarded.
+    first = min(requests, key=lambda event: (event.rank >= 0, event.time, event.rank))
+    ends = {
+        event.rank: exit_summary(event.exit_code)
+        for event in run.all(ev.WorkerExited)
+        if event.time >= first.time and event.host == first.host
+    }
+    exits = tuple(f"rank {rank} ({text})" for rank, text in sorted(ends.items()))
+    return record(Stop, first, exits=exits)
+
+
+def _injected(run: Run) -> tuple[InjectedFault, ...]:
     """The planned faults, each once: every launcher writes those that it knows of."""
     found: dict[str, InjectedFault] = {}
-    for event in events:
-        if isinstance(event, PlannedFault) and (event.fired or event.key not in found):
-            found[event.key] = InjectedFault(
-                key=event.key,
-                kind=event.name,
-                rank=event.rank,
-                due=event.due,
-                fired=event.fired,
-                host=event.host,
-                at=event.time - origins[event.host],
-            )
+    for event in run.all(ev.PlannedFault):
+        if event.fired or event.key not in found:
+            found[event.key] = record(InjectedFault, event, kind=event.name)
     return tuple(found.values())
 
 
-def _waiting(calls: Sequence[CallHistory]) -> tuple[Party, ...]:
-    placed = {member for call in calls for view in call.views.values() for member in view}
-    return tuple(
-        Party(rank=event.preferred_rank, member=event.member, host=event.host)
-        for call in calls
-        for event in call.events
-        if isinstance(event, Joined) and event.member not in placed
-    )
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    """The sum; `None` if one is not known."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+def _mismatches(run: Run) -> tuple[Mismatch, ...]:
+    """Each set of ranks that differed, at the first check that found it."""
+    found: dict[tuple[int, ...], Mismatch] = {}
+    for event in run.all(ev.ReplicaMismatch):
+        ranks = tuple(event.ranks)
+        if before := found.get(ranks):
+            found[ranks] = dataclasses.replace(before, checks=before.checks + 1)
+        else:
+            lists = {"hosts": tuple(event.hosts), "parameters": tuple(event.parameters)}
+            found[ranks] = record(Mismatch, event, ranks=ranks, checks=1, **lists)
+    return tuple(found.values())

@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 
 from outlast.errors import EventLogError
 
-__all__ = ["EVENT_TYPES", "Event", "Note", "event_from_dict", "event_to_dict"]
-
 EVENT_TYPES: dict[str, type[Event]] = {}
 
 

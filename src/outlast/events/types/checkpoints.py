@@ -6,17 +6,6 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = [
-    "CheckpointCommitted",
-    "CheckpointFailed",
-    "CheckpointPassedOver",
-    "CheckpointRemoved",
-    "CheckpointRestored",
-    "CopyCompleted",
-    "CopySkipped",
-    "NothingToRestore",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointCommitted(Event, kind="checkpoint_committed"):

@@ -6,15 +6,15 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = [
-    "HostJoined",
-    "HostLost",
-    "LauncherEnded",
-    "PlannedFault",
-    "WorkerExited",
-    "WorkerFailed",
-    "WorkerStarted",
-]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LauncherStarted(Event, kind="launcher_started"):
+    """The launcher of this host begins the job `run_id`; `command` is the script and its arguments
+    as one would type them.
+    """
+
+    run_id: str = ""
+    command: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,26 +6,6 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = [
-    "AbortDone",
-    "Admitted",
-    "Assigned",
-    "BarrierPassed",
-    "Completed",
-    "Entered",
-    "Fault",
-    "FinalizeDone",
-    "HealthCheckDone",
-    "InitializeDone",
-    "InterruptSent",
-    "InterruptSwallowed",
-    "Joined",
-    "LeftFunction",
-    "Lost",
-    "MonitorRestarted",
-    "Seen",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault(Event, kind="fault"):

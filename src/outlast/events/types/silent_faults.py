@@ -6,8 +6,6 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = ["NonFiniteFound", "ReplicaMismatch", "StragglerFound"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch(Event, kind="replica_mismatch"):

@@ -6,11 +6,6 @@ import dataclasses
 
 from outlast.events.types.base import Event
 
-__all__ = [
-    "StepsDone",
-    "StopRequested",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopRequested(Event, kind="stop_requested"):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
-from outlast.events.restart_causes import RestartCount, what_failed
+from outlast.events.restart_causes import DIED, RestartCount, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.output.raised import Raised, raised, without_ranks
 from outlast.launch.workers.worker import Worker
@@ -127,14 +127,19 @@ class DeathLog:
 
 
 def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCount, ...]:
-    """The restarts of a job by cause: in place, and of all processes."""
-    counts = []
+    """The restarts of a job by cause: in place, and of all processes. The ranks know only that one
+    of them died; how it did is said if all of this launcher's ended in the same way.
+    """
+    counts, replaced = [], (Decision.REPLACED, Decision.LOST)
+    ends = {exit_summary(death.exit_code) for death in deaths if death.decision in replaced}
     for death in deaths:
         if death.decision is Decision.RESTARTED:
             message, place = death.event().message, death.error.place if death.error else ""
             what = what_failed("WORKER_FAILED", message, place, exit_summary(death.exit_code))
             counts.append(RestartCount.of(what, death.rank))
-    return (*counts, *job.restarts)
+    how = ends.pop() if len(ends) == 1 else DIED
+    in_place = (dataclasses.replace(c, what=how) if c.what == DIED else c for c in job.restarts)
+    return (*counts, *in_place)
 
 
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:

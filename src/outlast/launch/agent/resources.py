@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from outlast.clock import Clock
 from outlast.errors import ChaosError, LaunchError
-from outlast.events import Emitter, JsonlSink, NullSink, Sink
+from outlast.events import Emitter, JsonlSink, LauncherStarted, NullSink, Sink
 from outlast.events.run_folders import new_run
 from outlast.launch import environment
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
@@ -134,6 +134,7 @@ class JobResources:
         self._start_orphan_killer()
         stack.callback(self._stop_orphan_killer)
         self.emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
+        self.emitter.emit(LauncherStarted(run_id=job.run_id, command=job.program.as_typed()))
         if job.chaos is not None and job.events_dir is not None:
             stack.callback(self._record_planned_faults, job.chaos, job.chaos_state)
         self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from outlast.launch.commands.error_exit import exit_on
 from outlast.launch.commands.run_arguments import RunDirectory, RunName
 
 if TYPE_CHECKING:
+    from outlast.events.report import Report
     from outlast.events.run_folders import Run
 
 _NAMED = 5  # the newest other runs are listed; the rest is counted
@@ -36,6 +38,15 @@ def report(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write the timeline as a trace, for ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     run: RunName = None,
     every: Annotated[
         bool, typer.Option("--all", help="Every run in DIR, the oldest first.")
@@ -46,54 +57,69 @@ def report(
 
     if every and run is not None:
         raise typer.BadParameter("--run and --all do not go together")
-    if html is not None and (every or as_json):
-        raise typer.BadParameter(
-            "--html is of one run, and does not go together with --all or --json"
-        )
+    for option, file in (("--html", html), ("--trace", trace)):
+        if file is not None and (every or as_json):
+            raise typer.BadParameter(
+                f"{option} is of one run, and does not go together with --all or --json"
+            )
     with exit_on(EventLogError):
         runs = runs_in(directory)
         if every:
             _print_all(runs, as_json)
         else:
             chosen = choose_run(runs, run)
-            if html is not None:
-                _write_page(chosen, html)
+            if html is not None or trace is not None:
+                _write_files(chosen, html, trace)
             else:
                 _print_one(chosen, as_json)
             _list_others(chosen, runs, directory, as_json)
 
 
+def _report_of(run: Run) -> Report:
+    from outlast.events.report import build, load_run
+
+    report = build(load_run(run))  # another launcher than ours records no ID
+    return dataclasses.replace(report, run_id=report.run_id or run.run_id)
+
+
 def _print_one(run: Run, as_json: bool) -> None:
     from rich.console import Console
 
-    from outlast.events.report import build, load_run, render_report, to_json
+    from outlast.events.report import render_report, to_json
 
-    report = build(load_run(run))
+    report = _report_of(run)
     if as_json:
         typer.echo(to_json(report))
     else:
         render_report(report, Console())
 
 
-def _write_page(run: Run, file: Path) -> None:
-    from outlast.events.report import build, load_run, render_html
+def _write_files(run: Run, html: Path | None, trace: Path | None) -> None:
+    from outlast.events.report import render_html, to_trace
 
-    started = "" if run.own else f"started {run.at:%Y-%m-%d %H:%M:%S} UTC"
-    title = run.run_id or run.folder.resolve().name
-    page = render_html(build(load_run(run)), title=title, started=started)
+    report = _report_of(run)
+    if html is not None:
+        started = "" if run.own else f"started {run.at:%Y-%m-%d %H:%M:%S} UTC"
+        title = run.run_id or run.folder.resolve().name
+        _write("--html", html, render_html(report, title=title, started=started))
+    if trace is not None:
+        _write("--trace", trace, to_trace(report))
+
+
+def _write(option: str, file: Path, text: str) -> None:
     try:
-        file.write_text(page, encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EventLogError(f"--html {file}: cannot be written: {error.strerror}") from error
+        raise EventLogError(f"{option} {file}: cannot be written: {error.strerror}") from error
     typer.echo(_printable(f"wrote {file}"))
 
 
 def _print_all(runs: Sequence[Run], as_json: bool) -> None:
     if as_json:
-        from outlast.events.report import build, load_run, to_json
+        from outlast.events.report import to_json
 
         reports = [
-            {"run": run.name, "report": json.loads(to_json(build(load_run(run))))} for run in runs
+            {"run": run.name, "report": json.loads(to_json(_report_of(run)))} for run in runs
         ]
         typer.echo(json.dumps(reports, indent=2))
         return

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ class Program:
     module: bool = False
     python: bool = True
     wrapped: bool = False
+
+    def as_typed(self) -> str:
+        """The script and its arguments, as one would type them."""
+        return shlex.join([*(["-m"] if self.module else []), self.name, *self.args])
 
     def command(self, interpreter: str, chaos: bool) -> list[str]:
         """The command line of a worker. Output is unbuffered, as with torchrun."""

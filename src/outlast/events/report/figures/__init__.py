@@ -1,1 +1,1 @@
-"""The figures of a report: goodput, redone steps, phases of restarts, checkpoints."""
+"""The figures of the report, each from the events that it is about."""

@@ -18,170 +18,162 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointRestored,
-    Event,
-    LeftFunction,
-    NothingToRestore,
-    StepsDone,
-    WorkerStarted,
-)
-from outlast.events.report.figures.gaps import PARTS, Gap, gaps_of
-from outlast.events.report.history.stretches import Stretch
-from outlast.events.report.intervals import Interval, difference, intersection, length, union
-from outlast.events.report.model import HostTime, LostTime, RestartParts
+import outlast.events as ev
+from outlast.events.report.figures import intervals as iv
+from outlast.events.report.figures.gaps import GAP_EVENTS, PARTS, gaps_of
+from outlast.events.report.figures.intervals import Interval
+from outlast.events.report.figures.stretches import Stretch
+from outlast.events.report.model import HostTime, LostTime, Recovery, TimeOutside
+from outlast.events.report.one_pass import Run
 
-Save = CheckpointCommitted | CheckpointFailed
-Restore = CheckpointRestored | NothingToRestore
-
+Save = ev.CheckpointCommitted | ev.CheckpointFailed
 
 LIVE_SOURCES = ("live", "replica")
 """Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 
-def measure(
-    stretches: dict[str, list[Stretch]],
-    walls: dict[str, list[Interval]],
-    events: Iterable[Event],
-) -> tuple[HostTime, ...]:
-    """The productive and the lost time of each host; `events` are those of the whole run."""
-    by_host: dict[str, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.time):
-        by_host[event.host].append(event)
-    return tuple(
-        _measure_host(host, stretches.get(host, []), union(walls[host]), by_host[host])
-        for host in sorted(walls)
-    )
+class HostAccount:
+    """The time of one host.
+
+    Args:
+        stretches: the productive part of each iteration on the host, in order.
+        walls: its wall time, for each call.
+    """
+
+    def __init__(
+        self, run: Run, host: str, stretches: Sequence[Stretch], walls: Sequence[Interval]
+    ) -> None:
+        self._host, self._stretches, self._wall = host, stretches, iv.union(walls)
+        self._starts = [each.start for each in stretches]
+        self._started = run.on(host, ev.WorkerStarted)
+        self._saves = run.on(host, ev.CheckpointCommitted) + run.on(host, ev.CheckpointFailed)
+        self._restored = run.on(host, ev.CheckpointRestored)
+        self._from_nothing = run.on(host, ev.NothingToRestore)
+        self._steps = run.on(host, ev.StepsDone)
+        self._pinged = [event for event in run.on(host, ev.LeftFunction) if event.pings]
+        self._gaps = gaps_of(stretches, run.any_of(*GAP_EVENTS, host=host))
+        self._restores = self._restore_times()
+
+    def time(self) -> HostTime:
+        """The productive and the lost time."""
+        wall, begin = iv.length(self._wall), self._wall[0][0] if self._wall else 0.0
+        worked = iv.union((each.start, each.end) for each in self._stretches)
+        outside = iv.difference(self._wall, worked)
+        blocked = ((_began(e), _began(e) + e.blocked_seconds) for e in self._saves)
+        layers = {
+            "hang": iv.union((max(s.start, s.hung_from), s.end) for s in self._stretches),
+            "setup": iv.union(self._setup_times()),
+            "saves": iv.union(blocked),
+            "redone": iv.union(self._discarded(begin)),
+        }
+        lost, rest = _peel(worked, layers)
+        productive, left = 0.0, rest
+        for size in sorted({each.size for each in self._stretches}):
+            of_size = iv.union((s.start, s.end) for s in self._stretches if s.size == size)
+            productive += size * iv.length(iv.intersection(left, of_size))
+            left = iv.difference(left, of_size)
+        between = {
+            name: iv.union(interval for gap in self._gaps for interval in gap.parts[name])
+            for name in PARTS
+        }
+        parts, uneven = _peel(outside, between)
+        started = self._started[0].time if self._started and self._wall else None
+        return HostTime(
+            host=self._host,
+            wall_seconds=wall,
+            productive_seconds=productive,
+            goodput=productive / wall if wall > 0 else None,
+            lost=LostTime(
+                restart=iv.length(outside),
+                replacements=parts["replacements"],
+                **lost,
+                reduced=iv.length(rest) - productive,
+                restart_parts=TimeOutside(**parts, uneven=iv.length(uneven)),
+            ),
+            start_seconds=None if started is None else max(0.0, begin - started),
+        )
+
+    def recoveries(self) -> Iterator[tuple[Stretch, Recovery]]:
+        """What the host spent each restart on, with the stretch that it ended."""
+        for gap in self._gaps:
+            start, end = self._restores.get(gap.after, (0.0, 0.0))
+            restore = max(0.0, min(end, self._stretches[gap.after].end) - start)
+            yield gap.before, gap.recovery(self._host, restore)
+
+    def _place(self, time: float) -> int:
+        """The position of the stretch that had begun by then; -1 before the first."""
+        return bisect_right(self._starts, time) - 1
+
+    def _restore_times(self) -> dict[int, Interval]:
+        """From the start of each stretch to the end of the first restore of the slowest process, by
+        the position of the stretch.
+        """
+        ends: dict[int, dict[int, float]] = defaultdict(dict)
+        for event in (*self._restored, *self._from_nothing):
+            times = ends[self._place(event.time)]
+            times[event.pid] = min(event.time, times.get(event.pid, event.time))
+        return {n: (self._starts[n], max(times.values())) for n, times in ends.items() if n >= 0}
+
+    def _setup_times(self) -> list[Interval]:
+        """From the start of each stretch to its restore. If the other stretches have a restore, and
+        this one has neither that nor a step or a save, it ended before its restore (or is still
+        there).
+        """
+        if not self._restores:
+            return []
+        trained = {self._place(event.time) for event in (*self._steps, *self._pinged)}
+        trained |= {self._place(_began(save)) for save in self._saves}
+        unfinished = [
+            (each.start, each.end)
+            for number, each in enumerate(self._stretches)
+            if number not in self._restores and number not in trained
+        ]
+        return [*self._restores.values(), *unfinished]
+
+    def _discarded(self, begin: float) -> Iterator[Interval]:
+        """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
+        moments = [(_began(save), save.step) for save in self._saves]
+        moments += [(event.time, event.step) for event in self._restored]
+        moments.sort()
+        by_step: dict[int, list[float]] = defaultdict(list)
+        for time, step in moments:
+            by_step[step].append(time)
+        restores = [(e.time - e.seconds, e.step, e.source) for e in self._restored]
+        for start, step, source in (*restores, *((e.time, -1, "") for e in self._from_nothing)):
+            if source in LIVE_SOURCES:
+                yield self._beyond(step, start, moments)
+            else:
+                before = by_step[step][: bisect_right(by_step[step], start)]
+                yield (before[-1] if before else begin, start)
+
+    def _beyond(self, step: int, start: float, moments: Sequence[tuple[float, int]]) -> Interval:
+        """The time of the completed steps after the one that a living rank still had at `start`:
+        rarely more than one. No save tells when they began, so they count as long as those before,
+        on average.
+        """
+        restored = [event.time for event in (*self._restored, *self._from_nothing)]
+        since_restore = max((time for time in restored if time < start), default=float("-inf"))
+        done = [event for event in self._steps if since_restore <= event.time <= start]
+        last = max(done, key=lambda each: each.last, default=None)
+        if last is None or last.last <= step:
+            return start, start
+        since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
+        each = (last.time - since) / max(1, last.last - max(first, 0))
+        return last.time - each * (last.last - step), last.time
 
 
-def _measure_host(
-    host: str, stretches: Sequence[Stretch], wall: list[Interval], events: Sequence[Event]
-) -> HostTime:
-    worked = union((each.start, each.end) for each in stretches)
-    outside = difference(wall, worked)
-    layers = {
-        "hang": union((max(each.start, each.hung_from), each.end) for each in stretches),
-        "setup": union(_setup_times(stretches, events)),
-        "saves": union(_blocked(e) for e in events if isinstance(e, Save)),
-        "redone": _discarded(events, wall[0][0] if wall else 0.0),
-    }
-    lost: dict[str, float] = {"restart": length(outside)}
-    rest = worked
+def _peel(
+    rest: list[Interval], layers: dict[str, list[Interval]]
+) -> tuple[dict[str, float], list[Interval]]:
+    """The seconds of each layer that no layer before it has, and what is left."""
+    seconds = {}
     for name, layer in layers.items():
-        lost[name] = length(intersection(rest, layer))
-        rest = difference(rest, layer)
-    productive, left = 0.0, rest
-    for size in sorted({each.size for each in stretches}):
-        of_size = union((each.start, each.end) for each in stretches if each.size == size)
-        productive += size * length(intersection(left, of_size))
-        left = difference(left, of_size)
-    lost["reduced"] = length(rest) - productive
-    parts = _restart_parts(gaps_of(stretches, events), outside)
-    wall_s = length(wall)
-    return HostTime(
-        host=host,
-        wall_seconds=wall_s,
-        productive_seconds=productive,
-        goodput=productive / wall_s if wall_s > 0 else None,
-        lost=LostTime(**lost, replacements=parts.replacements, restart_parts=parts),
-        start_seconds=_start(events, wall[0][0]) if wall else None,
-    )
-
-
-def _restart_parts(gaps: Sequence[Gap], outside: list[Interval]) -> RestartParts:
-    parts, rest = {}, outside
-    for name in PARTS:
-        layer = union(interval for gap in gaps for interval in gap.parts[name])
-        parts[name] = length(intersection(rest, layer))
-        rest = difference(rest, layer)
-    return RestartParts(**parts, uneven=length(rest))
-
-
-def _start(events: Sequence[Event], entry: float) -> float | None:
-    """From the start of the first process to the first entry; without `Wrapper`, that is 0."""
-    started = [event.time for event in events if isinstance(event, WorkerStarted)]
-    return max(0.0, entry - started[0]) if started else None
-
-
-def restore_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> dict[int, Interval]:
-    """From the start of each stretch to the end of the first restore of the slowest process, by the
-    position of the stretch.
-    """
-    starts = [each.start for each in stretches]
-    ends: dict[int, dict[int, float]] = defaultdict(dict)
-    for event in events:
-        number = bisect_right(starts, event.time) - 1
-        if isinstance(event, Restore) and number >= 0:
-            ends[number].setdefault(event.pid, event.time)
-    return {number: (starts[number], max(times.values())) for number, times in ends.items()}
-
-
-def _setup_times(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Interval]:
-    """From the start of each stretch to its restore. If the other stretches have a restore, and
-    this one has neither that nor a step or a save, it ended before its restore (or is still there).
-    """
-    restored = restore_times(stretches, events)
-    if not restored:
-        return []
-    starts = [each.start for each in stretches]
-    trained = {
-        bisect_right(starts, _began(event) if isinstance(event, Save) else event.time) - 1
-        for event in events
-        if isinstance(event, Save | StepsDone) or (isinstance(event, LeftFunction) and event.pings)
-    }
-    unfinished = [
-        (each.start, each.end)
-        for number, each in enumerate(stretches)
-        if number not in restored and number not in trained
-    ]
-    return [*restored.values(), *unfinished]
-
-
-def _discarded(events: Sequence[Event], begin: float) -> list[Interval]:
-    """The time whose state a restore discarded; `begin` is the beginning of the wall time."""
-    moments = [(_began(event), event.step) for event in events if isinstance(event, Save)]
-    restored = [event for event in events if isinstance(event, Restore)]
-    moments += [(e.time, e.step) for e in restored if isinstance(e, CheckpointRestored)]
-    by_step: dict[int, list[float]] = defaultdict(list)
-    for time, step in sorted(moments):
-        by_step[step].append(time)
-    found = []
-    for event in restored:
-        if isinstance(event, CheckpointRestored) and event.source in LIVE_SOURCES:
-            found.append(_beyond(event, events, sorted(moments)))
-            continue
-        step = event.step if isinstance(event, CheckpointRestored) else -1
-        start = event.time - (event.seconds if isinstance(event, CheckpointRestored) else 0.0)
-        before = by_step[step][: bisect_right(by_step[step], start)]
-        found.append((before[-1] if before else begin, start))
-    return union(found)
-
-
-def _beyond(
-    event: CheckpointRestored, events: Sequence[Event], moments: Sequence[tuple[float, int]]
-) -> Interval:
-    """The time of the completed steps after the one that a living rank still had: rarely more than
-    one. No save tells when they began, so they count as long as those before, on average.
-    """
-    start = event.time - event.seconds
-    before = [e.time for e in events if isinstance(e, Restore) and e.time < start]
-    since_restore = max(before, default=float("-inf"))
-    done = [e for e in events if isinstance(e, StepsDone) and since_restore <= e.time <= start]
-    last = max(done, key=lambda each: each.last, default=None)
-    if last is None or last.last <= event.step:
-        return start, start
-    since, first = max((m for m in moments if m[0] < last.time), default=(last.time, last.last))
-    each = (last.time - since) / max(1, last.last - max(first, 0))
-    return last.time - each * (last.last - event.step), last.time
+        seconds[name] = iv.length(iv.intersection(rest, layer))
+        rest = iv.difference(rest, layer)
+    return seconds, rest
 
 
 def _began(save: Save) -> float:
     return save.time - save.seconds
-
-
-def _blocked(save: Save) -> Interval:
-    return _began(save), _began(save) + save.blocked_seconds

@@ -1,100 +1,88 @@
-"""Measures the phases of a restart for its survivors."""
+"""What each survivor of a restart did until its next entry, and the phases of the restart.
+
+A rank's recovery begins when its process learned that the iteration must end, by its own fault or
+by that of another rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
+from typing import Any
 
-from outlast.events import (
-    AbortDone,
-    Assigned,
-    BarrierPassed,
-    Entered,
-    Event,
-    Fault,
-    FinalizeDone,
-    HealthCheckDone,
-    InitializeDone,
-    LeftFunction,
-    Seen,
-)
-from outlast.events.report.history.call_history import CallHistory
-from outlast.events.report.model import Phases
+import outlast.events as ev
+from outlast.events.report.model import PHASE_FIELDS, Phases, RankRecovery, Span
 
-Timed = AbortDone | Assigned | BarrierPassed | FinalizeDone | HealthCheckDone | InitializeDone
+_TIMED: dict[type[ev.Event], str] = {
+    ev.AbortDone: "abort",
+    ev.FinalizeDone: "finalize",
+    ev.HealthCheckDone: "health",
+    ev.Assigned: "assign",
+    ev.InitializeDone: "init",
+}
 
 
-def measure_phases(call: CallHistory, iteration: int, fault: Fault | None) -> Phases:
-    """Measures the restart that ended `iteration`; `fault` is its first cause."""
-    windows = [call.recovery(member, iteration) for member in call.survivors(iteration)]
-    total, from_seen = _total(call, windows, iteration, fault)
+def rank_recovery(
+    place: ev.Assigned | ev.Entered, lane: int, events: Sequence[ev.Event]
+) -> RankRecovery:
+    """The recovery of one rank.
 
-    def longest(kind: type[Timed]) -> float | None:
-        return max(_known(_seconds(window, kind) for window in windows), default=None)
-
-    def last_to_arrive(name: str) -> float | None:
-        seconds = (_seconds(window, BarrierPassed, name) for window in windows)
-        return min(_known(seconds), default=None)
-
-    return Phases(
-        detection=_detection(windows, fault),
-        abort=longest(AbortDone),
-        interrupt=max(_known(map(_interrupt, windows)), default=None),
-        finalize=longest(FinalizeDone),
-        health_check=longest(HealthCheckDone),
-        termination_barrier=last_to_arrive("term"),
-        assignment=longest(Assigned),
-        start_barrier=last_to_arrive("start"),
-        initialize=longest(InitializeDone),
-        total=total,
-        total_from_seen=from_seen,
+    Args:
+        place: its rank in the iteration that ended; `lane`: the rank of its lane.
+        events: those of its process from the end of the iteration to its next entry.
+    """
+    start = seen = end = left = None
+    spans: list[Span] = []
+    for event in events:
+        name = event.name if isinstance(event, ev.BarrierPassed) else _TIMED.get(type(event))
+        if name:
+            seconds = float(getattr(event, "seconds", 0.0))
+            spans.append(Span(state=name, start=event.time - seconds, end=event.time))
+        elif isinstance(event, ev.Seen | ev.Fault):
+            start = event.time if start is None else start
+            seen = event.time if seen is None and isinstance(event, ev.Seen) else seen
+        elif isinstance(event, ev.LeftFunction):
+            left = event.time if left is None else left
+        elif isinstance(event, ev.Entered):
+            end = event.time
+    aborted = next((span.end for span in spans if span.state == "abort"), None)
+    if aborted is not None and left is not None:  # a rank that failed left before the abort
+        spans.append(Span(state="leave", start=aborted, end=max(aborted, left)))
+    return RankRecovery(
+        host=place.host,
+        pid=place.pid,
+        rank=place.rank,
+        lane=lane,
+        start=start if start is not None else min((s.start for s in spans), default=place.time),
+        end=end,
+        seen=seen,
+        phases=tuple(sorted(spans, key=lambda span: span.start)),
     )
 
 
-def _detection(windows: list[list[Event]], fault: Fault | None) -> float | None:
-    if fault is None:
-        return None
-    seen = (_first(window, Seen) for window in windows)
-    here = [event.time for event in seen if event is not None and event.host == fault.host]
-    return max(0.0, max(here) - fault.time) if here else None
+def measure(ranks: Sequence[RankRecovery], fault: ev.Fault | None) -> Phases:
+    """The phases of a restart of these survivors; `fault` is its first cause."""
+    found: dict[str, Any] = {}
+    for name, field in PHASE_FIELDS.items():
+        times = [_seconds(rank, name) for rank in ranks]
+        known = [seconds for seconds in times if seconds is not None]
+        # The last to arrive at a barrier waits least.
+        found[field] = (min if name in ("term", "start") else max)(known, default=None)
+    seen: dict[str, list[float]] = {}
+    entered: dict[str, float] = {}
+    for rank in ranks:
+        if rank.seen is not None:
+            seen.setdefault(rank.host, []).append(rank.seen)
+        if rank.end is not None:
+            entered[rank.host] = max(rank.end, entered.get(rank.host, rank.end))
+    if fault is not None and fault.host in seen:
+        found["detection"] = max(0.0, max(seen[fault.host]) - fault.time)
+    if fault is not None and fault.host in entered:
+        return Phases(**{**found, "total": max(0.0, entered[fault.host] - fault.time)})
+    spans = [end - min(seen[host]) for host, end in entered.items() if host in seen]
+    total = max(0.0, *spans) if spans else None
+    return Phases(**{**found, "total": total}, total_from_seen=bool(spans))
 
 
-def _interrupt(window: list[Event]) -> float | None:
-    abort, left = _first(window, AbortDone), _first(window, LeftFunction)
-    if abort is None or left is None:
-        return None
-    return max(0.0, left.time - abort.time)  # a rank that failed left before the abort
-
-
-def _total(
-    call: CallHistory, windows: list[list[Event]], iteration: int, fault: Fault | None
-) -> tuple[float | None, bool]:
-    by_host: dict[str, list[float]] = {}
-    starts: dict[str, float] = {}
-    for window in windows:
-        seen = _first(window, Seen)
-        if seen is not None:
-            starts[seen.host] = min(seen.time, starts.get(seen.host, seen.time))
-        last = window[-1] if window else None
-        if isinstance(last, Entered) and last.iteration == iteration + 1:
-            by_host.setdefault(last.host, []).append(last.time)
-    if fault is not None and fault.host in by_host:
-        return max(0.0, max(by_host[fault.host]) - fault.time), False
-    spans = [max(by_host[host]) - starts[host] for host in by_host if host in starts]
-    return (max(0.0, *spans) if spans else None), bool(spans)
-
-
-def _first(window: list[Event], kind: type[Event]) -> Event | None:
-    return next((event for event in window if isinstance(event, kind)), None)
-
-
-def _seconds(window: list[Event], kind: type[Timed], name: str = "") -> float | None:
-    found = [
-        event.seconds
-        for event in window
-        if isinstance(event, kind) and (not name or getattr(event, "name", "") == name)
-    ]
+def _seconds(rank: RankRecovery, phase: str) -> float | None:
+    found = [span.end - span.start for span in rank.phases if span.state == phase]
     return sum(found) if found else None
-
-
-def _known(values: Iterable[float | None]) -> Iterator[float]:
-    return (value for value in values if value is not None)

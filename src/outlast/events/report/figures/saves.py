@@ -1,107 +1,83 @@
-"""Summarizes the checkpoints of a run."""
+"""Summarizes the checkpoints of a run, from the events of rank 0."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
-from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointPassedOver,
-    CheckpointRemoved,
-    CheckpointRestored,
-    CopyCompleted,
-    CopySkipped,
-    Event,
-)
+import outlast.events as ev
 from outlast.events.report.figures.goodput import LIVE_SOURCES
-from outlast.events.report.model import Restore, Save, Saves
+from outlast.events.report.one_pass import Run, record
+from outlast.events.report.report import Restore, Save, Saves
+
+E = TypeVar("E", bound=ev.Event)
 
 
-def summarize_saves(events: Iterable[Event], origins: Mapping[str, float]) -> Saves | None:
-    """The checkpoints in an event log; `None` if there are no checkpoint events.
+def summarize_saves(run: Run) -> Saves | None:
+    """The checkpoints; `None` if there are no checkpoint events."""
 
-    Args:
-        origins: the time of the first event of each host.
-    """
-    events = list(events)
-    own = [event for event in events if event.rank == 0]
-    done = [event for event in own if isinstance(event, CheckpointCommitted)]
-    failed = [event for event in own if isinstance(event, CheckpointFailed)]
-    restored = [event for event in own if isinstance(event, CheckpointRestored)]
-    skipped = [event for event in own if isinstance(event, CheckpointPassedOver)]
-    copied = [event for event in own if isinstance(event, CopyCompleted)]
-    ended = [event for event in own if isinstance(event, CheckpointCommitted | CheckpointFailed)]
-    not_copied = [event for event in own if isinstance(event, CopySkipped)]
-    if not (done or failed or restored or skipped or copied or not_copied):
+    def own(kind: type[E]) -> list[E]:
+        return [event for event in run.all(kind) if event.rank == 0]
+
+    done, failed = own(ev.CheckpointCommitted), own(ev.CheckpointFailed)
+    restored, passed = own(ev.CheckpointRestored), own(ev.CheckpointPassedOver)
+    copied, not_copied = own(ev.CopyCompleted), own(ev.CopySkipped)
+    if not (done or failed or restored or passed or copied or not_copied):
         return None
-    last = max(done, key=lambda e: e.time, default=None)
+    saves = [
+        _save(e) for e in run.any_of(ev.CheckpointCommitted, ev.CheckpointFailed) if e.rank == 0
+    ]
+    restores = [record(Restore, each, source=_source(each, run)) for each in restored]
+    blocked = [event.blocked_seconds for event in done]
     return Saves(
         committed=len(done),
-        size_bytes=0 if last is None else last.size_bytes,
-        newest=-1 if last is None else last.step,
-        blocked_median=statistics.median_low(e.blocked_seconds for e in done) if done else 0.0,
-        blocked_worst=max((e.blocked_seconds for e in done), default=0.0),
+        size_bytes=done[-1].size_bytes if done else 0,
+        newest=done[-1].step if done else -1,
+        blocked_median=statistics.median_low(blocked) if done else 0.0,
+        blocked_worst=max(blocked, default=0.0),
         durable_median=statistics.median_low(e.seconds for e in done) if done else 0.0,
         failed=tuple((e.step, e.cause) for e in failed),
-        restored=tuple((e.step, _source(e, events)) for e in restored),
-        passed_over=tuple((e.step, e.cause) for e in skipped),
+        restored=tuple((each.step, each.source) for each in restores),
+        passed_over=tuple((e.step, e.cause) for e in passed),
         copied=len(copied),
         copied_bytes=copied[-1].own_bytes if copied else 0,
         copied_median=statistics.median_low(e.seconds for e in copied) if copied else 0.0,
         not_copied=tuple((e.step, e.cause) for e in not_copied),
-        removed=sum(isinstance(event, CheckpointRemoved) for event in own),
-        each=tuple(_save(event, origins) for event in ended),
-        restores=tuple(
-            Restore(
-                step=e.step,
-                host=e.host,
-                at=e.time - origins.get(e.host, e.time),
-                source=_source(e, events),
-                seconds=e.seconds,
-            )
-            for e in restored
-        ),
+        removed=len(own(ev.CheckpointRemoved)),
+        each=tuple(saves),
+        restores=tuple(restores),
     )
 
 
-def _save(event: CheckpointCommitted | CheckpointFailed, origins: Mapping[str, float]) -> Save:
-    return Save(
-        step=event.step,
-        host=event.host,
-        at=max(0.0, event.time - event.seconds - origins.get(event.host, event.time)),
-        blocked_seconds=event.blocked_seconds,
-        seconds=event.seconds,
-        size_bytes=event.size_bytes if isinstance(event, CheckpointCommitted) else 0,
-        cause=(event.cause or "it failed") if isinstance(event, CheckpointFailed) else "",
-    )
+def _save(event: ev.Event) -> Save:
+    assert isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed)
+    failed = isinstance(event, ev.CheckpointFailed)
+    cause = (event.cause or "it failed") if isinstance(event, ev.CheckpointFailed) else ""
+    at = max(0.0, event.time - event.seconds)
+    return record(Save, event, at=at, cause=cause, **({"size_bytes": 0} if failed else {}))
 
 
-def _source(restored: CheckpointRestored, events: Iterable[Event]) -> str:
+def _source(restored: ev.CheckpointRestored, run: Run) -> str:
     """The source of a restore; of one from the state of the ranks, those that were sent it; of one
     from copies, the ranks that fetched theirs, and from where.
     The times of different hosts are not comparable, so their events are found by the step.
     """
+    same = [event for event in run.all(ev.CheckpointRestored) if event.step == restored.step]
     if restored.source in LIVE_SOURCES:
-        sent = {
-            event.rank
-            for event in events
-            if isinstance(event, CheckpointRestored)
-            and (event.step, event.source) == (restored.step, "replica")
-        }
-        ranks = ", ".join(str(rank) for rank in sorted(sent))
-        to = f", sent to {'rank' if len(sent) == 1 else 'ranks'} {ranks}" if sent else ""
-        return f"the ranks' own state{to}"
+        sent = {event.rank for event in same if event.source == "replica"}
+        return f"the ranks' own state{f', sent to {_ranks(sent)}' if sent else ''}"
     if restored.source != "copies":
         return restored.source
     fetched: dict[str, set[int]] = {}
-    for event in events:
-        if isinstance(event, CheckpointRestored) and event.step == restored.step and event.held_by:
+    for event in same:
+        if event.held_by:
             fetched.setdefault(event.held_by, set()).add(event.rank)
     each = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))} from "
-        f"{'its copy' if len(ranks) == 1 else 'their copies'} on host {host}"
+        f"{_ranks(ranks)} from {'its copy' if len(ranks) == 1 else 'their copies'} on host {host}"
         for host, ranks in sorted(fetched.items())
     ]
-    return "memory (" + "; ".join(each) + ")" if each else "memory and copies"
+    return f"memory ({'; '.join(each)})" if each else "memory and copies"
+
+
+def _ranks(ranks: set[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"

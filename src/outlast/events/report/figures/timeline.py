@@ -1,44 +1,61 @@
-"""The timeline of a run, by host: a lane for each rank, for the host and for checkpoints."""
+"""The timeline of a run, by host: a lane for each rank, for the host and for checkpoints.
+
+The lane of a rank is a place in the job: a replacement continues the lane of the process that it
+replaces. Each process goes through states; an event ends one and begins the next.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from outlast.events import (
-    CheckpointPassedOver,
-    Event,
-    HostJoined,
-    HostLost,
-    MonitorRestarted,
-    ReplicaMismatch,
-    StopRequested,
-    StragglerFound,
-)
+import outlast.events as ev
 from outlast.events.report.figures.causes import what_failed
-from outlast.events.report.history.lanes import LaneKey, Track, mark_hang
-from outlast.events.report.model import (
-    Cause,
-    HostLoss,
-    HostTimeline,
-    InjectedFault,
-    Lane,
-    Mark,
-    Restart,
-    Saves,
-    Span,
-)
+from outlast.events.report.model import Cause, HostLoss, Restart, Span
+from outlast.events.report.one_pass import Process, Run
+from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
 from outlast.events.report.words import one_line
 from outlast.system.units import duration_text
 
-SAVING = "saving"
+STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
+RESERVE, RESTARTING, LOST, ENDED = "reserve", "restarting", "lost", "ended"
+_DEATHS = ("TERMINATED", "HARD_TIMEOUT", "UNRESPONSIVE")
+
+
+@dataclasses.dataclass
+class Track:
+    """The lane of one rank while it is made."""
+
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    marks: list[Mark] = dataclasses.field(default_factory=list)
+    state: str = ""
+    since: float = 0.0
+    process: Process | None = None
+    last: float = 0.0  # the last event of the process
+
+    def change(self, state: str, time: float) -> None:
+        """Ends the current state; `ENDED` and an empty state leave no span."""
+        if state != self.state:
+            if self.state not in ("", ENDED) and time > self.since:
+                self.spans.append(Span(state=self.state, start=self.since, end=time))
+            self.state, self.since = state, time
+
+    def mark(self, kind: str, at: float, text: str) -> None:
+        """Marks a moment."""
+        self.marks.append(Mark(kind=kind, at=at, text=one_line(text)))
+
+    def lane(self, name: str, rank: int = -1) -> Lane:
+        """The lane, with its marks in order."""
+        marks = sorted(self.marks, key=lambda mark: mark.at)
+        spans = sorted(self.spans, key=lambda span: span.start)
+        return Lane(name=name, rank=rank, spans=tuple(spans), marks=tuple(marks))
 
 
 def timeline_of(
-    tracks: Mapping[LaneKey, Track],
-    events: Sequence[Event],
-    origins: Mapping[str, float],
-    segments: Sequence[Mapping[str, float]],
+    run: Run,
+    wrapped: bool,
+    segments: Sequence[dict[str, float]],
     reference: str,
     restarts: Iterable[Restart],
     saves: Saves | None,
@@ -46,150 +63,165 @@ def timeline_of(
     losses: Iterable[HostLoss],
 ) -> tuple[HostTimeline, ...]:
     """The timeline of each host; `reference` is the host whose times are not shifted."""
-    _mark_faults(tracks, restarts, origins)
+    tracks = _tracks(run, wrapped, restarts)
+    _mark_faults(tracks, restarts)
     for fault in injected:
-        track = tracks.get((fault.host, fault.rank))
-        if fault.fired and track is not None:
-            text = f"planned fault: {fault.kind}"
-            at = fault.at + origins[fault.host]
-            track.marks.append(Mark(kind="injected", at=at, text=text))
-    others = _other_lanes(events, origins, saves, losses)
-    ends: dict[str, float] = {}
-    for event in events:
-        ends[event.host] = max(event.time - origins[event.host], ends.get(event.host, 0.0))
-    found = []
-    for host in sorted({host for host, _ in tracks} | set(others)):
-        lanes = [
-            Lane(
-                name=f"rank {rank}",
-                rank=rank,
-                spans=tuple(_shifted(span, origins[host]) for span in track.spans),
-                marks=_in_order(
-                    Mark(kind=mark.kind, at=mark.at - origins[host], text=mark.text)
-                    for mark in track.marks
-                ),
-            )
-            for (own, rank), track in sorted(tracks.items())
-            if own == host
-        ]
-        found.append(
-            HostTimeline(
-                host=host,
-                end=ends.get(host, 0.0),
-                shift=_shift(host, reference, segments, origins),
-                lanes=(*lanes, *others.get(host, ())),
-            )
+        if fault.fired and (fault.host, fault.rank) in tracks:
+            tracks[fault.host, fault.rank].mark("injected", fault.at, f"planned: {fault.kind}")
+    lanes: dict[str, list[Lane]] = defaultdict(list)
+    for (host, rank), track in sorted(tracks.items()):
+        lanes[host].append(track.lane(f"rank {rank}", rank))
+    for (host, name), track in _other_tracks(run, saves, losses).items():
+        lanes[host].append(track.lane(name))
+    return tuple(
+        HostTimeline(
+            host=host,
+            end=run.ends[host],
+            shift=_shift(host, reference, segments),
+            lanes=tuple(lanes[host]),
         )
-    return tuple(found)
+        for host in sorted(lanes)
+    )
 
 
-def _mark_faults(
-    tracks: Mapping[LaneKey, Track], restarts: Iterable[Restart], origins: Mapping[str, float]
-) -> None:
+def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[str, int], Track]:
+    """The lanes of all ranks, by host and rank. Without `Wrapper`, a process trains from its start
+    to its end.
+    """
+    members = {e.member: (e.host, e.pid) for e in run.any_of(ev.Assigned, ev.Entered)}
+    tracks: dict[tuple[str, int], Track] = {}
+    for event in run.events:
+        process = (event.host, getattr(event, "worker_pid", event.pid))
+        if isinstance(event, ev.Lost | ev.Fault) and event.member in members:
+            process = members[event.member]  # a monitor process reports on its rank
+        if process not in run.lanes:
+            continue
+        track = tracks.setdefault((process[0], run.lanes[process]), Track())
+        begun = isinstance(event, ev.WorkerStarted | ev.Joined)
+        if begun and track.state not in ("", LOST, STARTING):
+            track.change(LOST, track.last)  # its host was lost: nothing recorded its end
+        if isinstance(event, ev.WorkerStarted | ev.Assigned | ev.Entered | ev.Joined):
+            track.process = process
+        if process == track.process:  # a late report on a process that was replaced changes nothing
+            track.last = event.time
+            _advance(track, event, wrapped, ENDED if run.stops else LOST)
+    lost = {members[party.member] for restart in restarts for party in restart.lost}
+    for (host, _), track in tracks.items():
+        if track.process in lost and track.state not in ("", ENDED):
+            track.change(LOST, track.last)  # with its host, for which no other came
+        track.change("", run.ends[host])
+    return tracks
+
+
+def _advance(track: Track, event: ev.Event, wrapped: bool, gone: str) -> None:
+    time = event.time
+    if isinstance(event, ev.WorkerStarted):
+        track.change(STARTING if wrapped else TRAINING, time)
+        if event.attempt > 0:
+            how = "a standby process took the rank over" if event.standby else "a new process"
+            track.mark("takeover", time, f"{how} (pid {event.worker_pid})")
+    elif isinstance(event, ev.Joined) or (
+        isinstance(event, ev.Assigned) and track.state in ("", LOST)
+    ):
+        track.change(STARTING, time)
+    elif isinstance(event, ev.Entered):
+        track.change(TRAINING if event.active else RESERVE, time)
+    elif isinstance(event, ev.CheckpointRestored | ev.NothingToRestore):
+        before = track.spans[-1] if track.spans else None
+        again = before and before.state == RESTORING and before.end == track.since
+        if track.state == TRAINING and not again:  # from the entry on, it has restored
+            track.state = RESTORING if wrapped else STARTING
+            track.change(TRAINING, time)
+    elif isinstance(event, ev.Completed) or (
+        isinstance(event, ev.LeftFunction) and event.outcome == "returned"
+    ):
+        track.change(ENDED, time)
+    elif isinstance(event, ev.WorkerExited):
+        track.change(ENDED if event.exit_code == 0 or track.state == ENDED else gone, time)
+    elif isinstance(event, ev.Lost) or (
+        isinstance(event, ev.Fault) and event.interruption in _DEATHS
+    ):
+        track.change(gone, time)
+    elif isinstance(event, ev.Fault | ev.Seen | ev.LeftFunction) and track.state in (
+        TRAINING,
+        RESERVE,
+    ):
+        track.change(RESTARTING, time)
+
+
+def _mark_faults(tracks: dict[tuple[str, int], Track], restarts: Iterable[Restart]) -> None:
     """Marks each fault on the lane of its process."""
     for restart in restarts:
         for cause in (restart.cause, *restart.others):
-            if cause is None or cause.host not in origins:
+            if cause is None:
                 continue
-            track = tracks.get((cause.host, _lane_rank(cause)))
+            rank = cause.launcher_rank if cause.launcher_rank >= 0 else cause.rank
+            track = tracks.get((cause.host, rank))
             if track is None:
                 continue
             if cause.idle and not cause.consequence:
-                mark_hang(track, cause, origins[cause.host])
+                track.spans[:] = [part for span in track.spans for part in _hung(span, cause)]
             first = cause is restart.cause and restart.host_loss is None
-            text = f"{what_failed(cause)}: {one_line(cause.message)}"
             kind = "fault" if first or not cause.may_be_harmless else "consequence"
-            track.marks.append(Mark(kind=kind, at=cause.at + origins[cause.host], text=text))
+            track.mark(kind, cause.at, f"{what_failed(cause)}: {one_line(cause.message)}")
 
 
-def _lane_rank(cause: Cause) -> int:
-    return cause.launcher_rank if cause.launcher_rank >= 0 else cause.rank
+def _hung(span: Span, cause: Cause) -> list[Span]:
+    """The span, with the time without progress before the fault of a hung rank."""
+    end, begin = cause.at, cause.at - cause.idle
+    if span.state != TRAINING or span.start >= end or not begin < span.end <= end + cause.idle:
+        return [span]
+    cut = max(span.start, begin)
+    before = [dataclasses.replace(span, end=cut)] if cut > span.start else []
+    return [*before, Span(state=HUNG, start=cut, end=span.end)]
 
 
-def _other_lanes(
-    events: Iterable[Event],
-    origins: Mapping[str, float],
-    saves: Saves | None,
-    losses: Iterable[HostLoss],
-) -> dict[str, list[Lane]]:
-    hosts: dict[str, list[Mark]] = defaultdict(list)
-    checkpoints: dict[str, list[Mark]] = defaultdict(list)
-    spans: dict[str, list[Span]] = defaultdict(list)
-    stopped: set[str] = set()
-    for event in events:
-        at = event.time - origins[event.host]
-        if isinstance(event, HostLost):
-            continue  # every launcher has recorded it
-        if isinstance(event, HostJoined) and event.name == event.host:
-            text = f"host {event.name} joined"
-            hosts[event.host].append(Mark(kind="host_joined", at=at, text=one_line(text)))
-        elif isinstance(event, StopRequested) and event.host not in stopped:
-            stopped.add(event.host)
-            text = f"told to stop: {event.reason}"
-            hosts[event.host].append(Mark(kind="stop", at=at, text=one_line(text)))
-        elif isinstance(event, MonitorRestarted):
-            text = f"monitor process of rank {event.rank} restarted"
-            hosts[event.host].append(Mark(kind="monitor_restarted", at=at, text=text))
-        elif isinstance(event, ReplicaMismatch):
-            ranks = ", ".join(str(rank) for rank in event.ranks)
-            text = f"replicas differ after step {event.step}: ranks {ranks}"
-            hosts[event.host].append(Mark(kind="mismatch", at=at, text=text))
-        elif isinstance(event, StragglerFound):
-            slow = f"rank {event.straggler} on {event.straggler_host} is slow"
-            slow_s, typical_s = duration_text(event.seconds), duration_text(event.typical_seconds)
-            text = f"{slow}: {slow_s} a step, others {typical_s}"
-            hosts[event.host].append(Mark(kind="straggler", at=at, text=one_line(text)))
-        elif isinstance(event, CheckpointPassedOver) and event.rank == 0:
-            text = f"step {event.step} passed over: {event.cause}"
-            mark = Mark(kind="passed_over", at=at, text=one_line(text))
-            checkpoints[event.host].append(mark)
-    for loss in losses:
-        how = "left" if loss.left else "lost"
-        mark = Mark(
-            kind="host_lost",
-            at=loss.at,
-            text=one_line(f"host {loss.name} {how}: {loss.reason}"),
+def _other_tracks(
+    run: Run, saves: Saves | None, losses: Iterable[HostLoss]
+) -> dict[tuple[str, str], Track]:
+    """The lanes "host" and "checkpoints", by host and name."""
+    hosts: dict[tuple[str, str], Track] = defaultdict(Track)
+    checkpoints: dict[tuple[str, str], Track] = defaultdict(Track)
+    for event in run.all(ev.HostJoined):
+        if event.name == event.host:  # each launcher records all of them
+            hosts[event.host, "host"].mark("host_joined", event.time, f"host {event.name} joined")
+    for stop in run.all(ev.StopRequested):
+        if stop.time == run.stops[stop.host]:
+            hosts[stop.host, "host"].mark("stop", stop.time, f"told to stop: {stop.reason}")
+    for monitor in run.all(ev.MonitorRestarted):
+        text = f"monitor process of rank {monitor.rank} restarted"
+        hosts[monitor.host, "host"].mark("monitor_restarted", monitor.time, text)
+    for mismatch in run.all(ev.ReplicaMismatch):
+        ranks = ", ".join(str(rank) for rank in mismatch.ranks)
+        text = f"replicas differ after step {mismatch.step}: ranks {ranks}"
+        hosts[mismatch.host, "host"].mark("mismatch", mismatch.time, text)
+    for slow in run.all(ev.StragglerFound):
+        times = (
+            f"{duration_text(slow.seconds)} a step, others {duration_text(slow.typical_seconds)}"
         )
-        hosts[loss.seen_by].append(mark)
-    for save in () if saves is None else saves.each:
-        end = save.at + save.seconds
-        spans[save.host].append(Span(state=SAVING, start=save.at, end=end))
+        text = f"rank {slow.straggler} on {slow.straggler_host} is slow: {times}"
+        hosts[slow.host, "host"].mark("straggler", slow.time, text)
+    for loss in losses:
+        text = f"host {loss.name} {'left' if loss.left else 'lost'}: {loss.reason}"
+        hosts[loss.seen_by, "host"].mark("host_lost", loss.at, text)
+    for passed in run.all(ev.CheckpointPassedOver):
+        if passed.rank == 0:
+            text = f"step {passed.step} passed over: {passed.cause}"
+            checkpoints[passed.host, "checkpoints"].mark("passed_over", passed.time, text)
+    for save in saves.each if saves else ():
+        track, end = checkpoints[save.host, "checkpoints"], save.at + save.seconds
+        track.spans.append(Span(state="saving", start=save.at, end=end))
         if save.cause:
-            text = f"step {save.step} not saved: {save.cause}"
-            checkpoints[save.host].append(Mark(kind="not_saved", at=end, text=one_line(text)))
-    for restore in () if saves is None else saves.restores:
+            track.mark("not_saved", end, f"step {save.step} not saved: {save.cause}")
+    for restore in saves.restores if saves else ():
         text = f"step {restore.step} restored from {restore.source}"
-        mark = Mark(kind="restored", at=restore.at, text=one_line(text))
-        checkpoints[restore.host].append(mark)
-    lanes: dict[str, list[Lane]] = defaultdict(list)
-    for host in hosts:
-        lanes[host].append(Lane(name="host", rank=-1, spans=(), marks=_in_order(hosts[host])))
-    for host in {**checkpoints, **spans}:
-        own = tuple(sorted(spans[host], key=lambda span: span.start))
-        marks = _in_order(checkpoints[host])
-        lanes[host].append(Lane(name="checkpoints", rank=-1, spans=own, marks=marks))
-    return lanes
+        checkpoints[restore.host, "checkpoints"].mark("restored", restore.at, text)
+    return {**hosts, **checkpoints}
 
 
-def _in_order(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    return tuple(sorted(marks, key=lambda mark: mark.at))
-
-
-def _shifted(span: Span, origin: float) -> Span:
-    return Span(state=span.state, start=span.start - origin, end=span.end - origin)
-
-
-def _shift(
-    host: str,
-    reference: str,
-    segments: Sequence[Mapping[str, float]],
-    origins: Mapping[str, float],
-) -> float | None:
+def _shift(host: str, reference: str, segments: Sequence[dict[str, float]]) -> float | None:
     """Hosts enter an iteration after a barrier, so at nearly the same moment."""
     if host == reference:
         return 0.0
-    for segment in segments:
-        if host in segment and reference in segment:
-            theirs = segment[reference] - origins[reference]
-            return theirs - (segment[host] - origins[host])
-    return None
+    both = (each for each in segments if host in each and reference in each)
+    return next((each[reference] - each[host] for each in both), None)

@@ -1,9 +1,7 @@
-"""Prints a report: the run in one line, tables, and a few sentences for each restart; or JSON.
+"""The report as text: the run in one line, tables, and a few sentences for each restart; or JSON.
 
-Everything fits 80 columns. What is longer is wrapped: nothing is cut.
-
-Text from logs is printed literally: never as markup and without control characters, since a
-message may contain anything.
+Everything fits 80 columns. What is longer is wrapped: nothing is cut. Text from logs is printed
+literally: never as markup and without control characters, since a message may contain anything.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -20,19 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.events.report.builder import build
+from outlast.events.report.figures.causes import cause_text
 from outlast.events.report.log_reader import load
-from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Report, Restart
-from outlast.events.report.sentences import (
-    cause_text,
-    describe_restart,
-    restart_title,
-)
-from outlast.events.report.totals import (
-    describe_goodput,
-    describe_recovery,
-    ending,
-)
-from outlast.events.report.words import one_line, plural, share
+from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Restart
+from outlast.events.report.report import Report
+from outlast.events.report.views.sentences import describe_restart, restart_title
+from outlast.events.report.views.totals import describe_goodput, describe_recovery, ending
+from outlast.events.report.words import PARTS, one_line, parts_of, plural, share
 from outlast.system.units import duration_text
 
 _ONLY_CHECKPOINTS = (
@@ -43,7 +35,11 @@ _ONLY_CHECKPOINTS = (
 
 def to_json(report: Report) -> str:
     """The report as a JSON object; its fields are those of the dataclasses."""
-    return json.dumps(dataclasses.asdict(report), indent=2)
+    without = [dataclasses.replace(restart, ranks=()) for restart in report.restarts]
+    values = dataclasses.asdict(dataclasses.replace(report, restarts=tuple(without)))
+    for restart in values["restarts"]:
+        del restart["ranks"]  # the trace has them
+    return json.dumps(values, indent=2)
 
 
 def render(directory: str | os.PathLike[str], console: Console) -> None:
@@ -57,13 +53,11 @@ def render(directory: str | os.PathLike[str], console: Console) -> None:
 
 def render_report(report: Report, console: Console) -> None:
     """Prints `report` to `console`."""
+    if report.command:
+        console.print(Text(one_line(report.command)))
+    console.print(Text(_ONLY_CHECKPOINTS) if report.source == "checkpoints" else _summary(report))
     if report.source == "launcher":
-        console.print(_summary(report))
         console.print(Text("As the launcher saw it: the script does not use outlast.inprocess."))
-    elif report.source == "checkpoints":
-        console.print(Text(_ONLY_CHECKPOINTS))
-    else:
-        console.print(_summary(report))
     if goodput := describe_goodput(report):
         console.print(Text(goodput))
     if report.restarts:
@@ -87,11 +81,8 @@ def render_report(report: Report, console: Console) -> None:
 
 
 def _summary(report: Report) -> Text:
-    parts = [
-        plural(report.world_size, "rank"),
-        plural(len(report.hosts), "host"),
-        plural(len(report.restarts), "restart"),
-    ]
+    counts = (report.world_size, "rank"), (len(report.hosts), "host")
+    parts = [plural(count, noun) for count, noun in (*counts, (len(report.restarts), "restart"))]
     if report.source == "wrapper":  # otherwise all processes are restarted together
         parts.append(f"{report.lost} lost, {report.replaced} replaced")
     if report.goodput is not None:
@@ -100,12 +91,10 @@ def _summary(report: Report) -> Text:
 
 
 def _restart_table(restarts: Iterable[Restart]) -> Table:
-    table = _table("What happened")
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("at", justify="right", no_wrap=True)
+    table = _table("What happened", right=("#", "at"))
     table.add_column("first cause", overflow="fold")
-    table.add_column("lost ranks", overflow="fold", max_width=10)
-    table.add_column("joined", overflow="fold", max_width=10)
+    for heading in ("lost ranks", "joined"):
+        table.add_column(heading, overflow="fold", max_width=10)
     table.add_column("ranks", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     for number, restart in enumerate(restarts, start=1):
@@ -123,39 +112,9 @@ def _restart_table(restarts: Iterable[Restart]) -> Table:
     return table
 
 
-def _time_table(host: HostTime, report: Report) -> Table:
-    """What the wall time of a host was used for."""
-    lost = host.lost
-    in_launcher = report.source == "launcher"
-    table = _table(f"Time on {one_line(host.host)}")
-    table.add_column("", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.show_header = False
-    total = f"total, from the first {'start' if in_launcher else 'entry'} to the end"
-    outside = "not all processes ran" if in_launcher else "not all ranks in the function"
-    rows = {
-        "productive": host.productive_seconds,
-        outside: lost.restart,
-        "  of it, waiting for replacements": lost.replacements,
-        "no progress (hangs, lost hosts)": lost.hang,
-        "set-up and restore": lost.setup,
-        "blocked by saves": lost.saves,
-        "done again after a restore": lost.redone,
-        "missing ranks": lost.reduced,
-        total: host.wall_seconds,
-    }
-    for name, seconds in rows.items():
-        if seconds > 0 or name == "productive":
-            table.add_row(name, duration_text(seconds), share(seconds / host.wall_seconds))
-    return table
-
-
-def _phase_table(restarts: Iterable[Restart]) -> Table:
-    table = _table("Duration of each phase (of the slowest survivor, in ms)")
-    table.add_column("#", justify="right", no_wrap=True)
-    for name in PHASE_FIELDS:
-        table.add_column(name, justify="right", no_wrap=True)
+def _phase_table(restarts: Sequence[Restart]) -> Table:
+    title = "Duration of each phase (of the slowest survivor, in ms)"
+    table = _table(title, right=("#", *PHASE_FIELDS))
     for number, restart in enumerate(restarts, start=1):
         seconds = (getattr(restart.phases, field) for field in PHASE_FIELDS.values())
         table.add_row(str(number), *map(_milliseconds, seconds))
@@ -163,16 +122,35 @@ def _phase_table(restarts: Iterable[Restart]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(
+def _time_table(host: HostTime, report: Report) -> Table:
+    """What the wall time of a host was used for."""
+    table = _table(f"Time on {one_line(host.host)}")
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    for _ in ("time", "share"):
+        table.add_column(justify="right", no_wrap=True)
+    rows = {PARTS[name][0]: seconds for name, seconds in parts_of(host).items()}
+    first = "start" if report.source == "launcher" else "entry"
+    rows[f"total, from the first {first} to the end"] = host.wall_seconds
+    for name, seconds in rows.items():
+        if seconds > 0 or name == "productive":
+            table.add_row(name, duration_text(seconds), share(seconds / host.wall_seconds))
+    return table
+
+
+def _table(title: str, right: Iterable[str] = ()) -> Table:
+    """A table whose first columns are numbers."""
+    table = Table(
         title=Text(title, style="italic"),  # not a str: a host's name is no markup
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
-        expand=False,
     )
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _ranks(parties: Iterable[Party]) -> str:

@@ -1,0 +1,302 @@
+"""One call of a wrapped function: the members of each iteration, its first cause, its restarts.
+
+Times are compared within one host only. Which of two hosts had the first fault follows from cause
+and effect instead: a host that had seen the end of the iteration before its own fault did not
+cause it. If several remain, they are ordered by rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import outlast.events as ev
+from outlast.events.hang_report import HUNG, hung_ranks
+from outlast.events.report.figures.intervals import Interval
+from outlast.events.report.figures.phases import measure, rank_recovery
+from outlast.events.report.model import Cause, Party, Restart
+from outlast.events.report.one_pass import Process, Run, record
+
+_HANGS = (HUNG, "HARD_TIMEOUT", "UNRESPONSIVE")
+_LEAVES = ("BASE_EXCEPTION", "TERMINATED")
+"""How a rank that was told to stop leaves: with `SystemExit`, or killed by the signal."""
+
+E = TypeVar("E", bound=ev.Event)
+
+
+class Call:
+    """One call of a wrapped function.
+
+    Args:
+        number: the number of the call in the run, from 0.
+
+    Attributes:
+        views: the members of each iteration, each with the event that assigned its rank.
+    """
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.number, self.events = number, run.calls[number]
+        self._run = run
+        self.views: dict[int, dict[int, ev.Assigned | ev.Entered]] = defaultdict(dict)
+        self._iterations: dict[int, list[ev.Event]] = defaultdict(list)
+        self._tracks: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
+        self._processes: dict[int, Process] = {}
+        self._firsts: dict[int, int] = {}
+        self._lasts: dict[int, int] = {}
+        self._faults: dict[int, list[ev.Fault]] = {}
+        self.completed = {e.member for e in self.events if isinstance(e, ev.Completed)}
+        ranks = {(e.host, e.pid) for e in self.events if isinstance(e, ev.Assigned | ev.Entered)}
+        for event in self.events:
+            self._iterations[event.iteration].append(event)
+            if (event.host, event.pid) in ranks and event.member >= 0:
+                self._tracks[event.member, event.iteration].append(event)
+                self._processes[event.member] = event.host, event.pid
+            if isinstance(event, ev.Assigned | ev.Entered) and event.member >= 0:
+                self.views[event.iteration].setdefault(event.member, event)
+        for iteration in sorted(self.views):
+            for member in self.views[iteration]:
+                self._firsts.setdefault(member, iteration)
+                self._lasts[member] = iteration
+
+    def iterations(self) -> list[int]:
+        """Every iteration that has events."""
+        ended = {event.iteration for event in self.events if isinstance(event, ev.Fault | ev.Seen)}
+        return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
+
+    def during(self, iteration: int) -> Sequence[ev.Event]:
+        """The events of one iteration."""
+        return self._iterations.get(iteration, ())
+
+    def world_size(self, iteration: int) -> int:
+        """The number of members in the iteration."""
+        view = self.views.get(iteration, {})
+        sizes = [event.world_size for event in view.values() if isinstance(event, ev.Assigned)]
+        return max(sizes, default=len(view))
+
+    def faults(self, iteration: int) -> list[ev.Fault]:
+        """The faults of the iteration, the first cause first.
+
+        A fault that two processes report (the failed one and its monitor) counts once.
+        """
+        if iteration not in self._faults:
+            self._faults[iteration] = self._order_faults(iteration)
+        return self._faults[iteration]
+
+    def walls(self) -> dict[str, Interval]:
+        """From the first entry into the function to the end of the call, on each host."""
+        ends = self.ends()
+        walls: dict[str, Interval] = {}
+        for event in self.events:
+            if isinstance(event, ev.Entered) and event.member in self._firsts:
+                walls.setdefault(event.host, (event.time, ends[event.host]))
+        return walls
+
+    def ends(self) -> dict[str, float]:
+        """The last event of each host that concerns a member which took part. The launcher, and a
+        process that asked to join too late, go on after the end of the call.
+
+        The log of a job that still runs, or whose launcher was killed, ends with steps and saves.
+        These carry no member, so they count for a process that is in the function.
+        """
+        ends: dict[str, float] = {}
+        inside: set[Process] = set()
+        for event in self.events:
+            process = event.host, event.pid
+            if event.member in self._firsts:
+                (inside.add if isinstance(event, ev.Entered) else inside.discard)(process)
+            if event.member in self._firsts or process in inside:
+                ends[event.host] = event.time
+        return ends
+
+    def begins(self, iteration: int) -> dict[str, float]:
+        """When each host was assigned its ranks in the iteration."""
+        begins: dict[str, float] = {}
+        for event in self.views.get(iteration, {}).values():
+            begins[event.host] = min(event.time, begins.get(event.host, event.time))
+        return begins
+
+    def lost(self, iteration: int) -> tuple[Party, ...]:
+        """The members of the iteration that are in no later one."""
+        view = self.views.get(iteration, {})
+        events = [*self.during(iteration), *self.during(iteration + 1)]
+        reasons = {event.member: event.reason for event in events if isinstance(event, ev.Lost)}
+        if self.views.get(iteration + 1):
+            gone = {member for member in view if self._lasts[member] == iteration}
+        else:
+            gone = reasons.keys() & view.keys()
+        kinds = {fault.member: fault.interruption for fault in self.faults(iteration)}
+        return _parties(
+            (view[m], reasons.get(m) or self._exit(m, iteration) or kinds.get(m, "")) for m in gone
+        )
+
+    def lost_hosts(self, iteration: int) -> frozenset[str]:
+        """The hosts of the iteration whose members are all in no later one."""
+        lost = self.lost(iteration)
+        gone = {party.member for party in lost}
+        stayed = {e.host for m, e in self.views.get(iteration, {}).items() if m not in gone}
+        return frozenset(party.host for party in lost) - stayed
+
+    def joined(self, iteration: int) -> tuple[Party, ...]:
+        """The members of the next iteration that were in none before."""
+        view = self.views.get(iteration + 1, {})
+        return _parties((view[m], "") for m in view if self._firsts[m] > iteration)
+
+    def waiting(self) -> list[Party]:
+        """The processes that asked to join and were in no iteration."""
+        asked = [event for event in self.events if isinstance(event, ev.Joined)]
+        return [
+            Party(rank=event.preferred_rank, member=event.member, host=event.host)
+            for event in asked
+            if event.member not in self._firsts
+        ]
+
+    def restarts(self) -> list[Restart]:
+        """Every iteration that ended in a restart, or should have."""
+        found = []
+        for iteration in self.iterations():
+            faults, seen = self.faults(iteration), _only(ev.Seen, self.during(iteration))
+            if (faults or seen or iteration + 1 in self.views) and not self._stopped(iteration):
+                found.append(self._restart(iteration, faults, seen))
+        return found
+
+    def _restart(self, iteration: int, faults: list[ev.Fault], seen: list[ev.Seen]) -> Restart:
+        # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
+        first = next((fault for fault in faults if not fault.overtaken), None)
+        moments = *([first] if first else []), *seen, *self.views.get(iteration + 1, {}).values()
+        causes = [self._cause(fault) for fault in faults]
+        lost, joined = self.lost(iteration), self.joined(iteration)
+        if joined and not lost and all(cause.may_be_harmless for cause in causes):
+            causes = []  # no rank failed: connections broke because the job grew
+        members = self.views.get(iteration, {}).keys() & self.views.get(iteration + 1, {}).keys()
+        ranks = tuple(
+            rank_recovery(
+                self.views[iteration][m],
+                self._run.lanes[self._processes[m]],
+                self._recovery(m, iteration),
+            )
+            for m in sorted(members)
+        )
+        return Restart(
+            call=self.number,
+            iteration=iteration,
+            at=moments[0].time,
+            cause=causes[0] if causes else None,
+            others=tuple(causes[1:]),
+            reason=seen[0].reason if seen else "",
+            phases=measure(ranks, first if causes else None),
+            lost=lost,
+            joined=joined,
+            world_size_before=self.world_size(iteration),
+            world_size_after=self.world_size(iteration + 1),
+            resumed=bool(_only(ev.Entered, self.during(iteration + 1))),
+            swallowed=tuple(e.where for e in _only(ev.InterruptSwallowed, self.during(iteration))),
+            ranks=ranks,
+        )
+
+    def _stopped(self, iteration: int) -> bool:
+        """Whether the iteration ended only because ranks left when the job was told to stop."""
+        stops = self._run.stops
+        left = [f for f in self.faults(iteration) if not (f.consequence or f.overtaken)]
+        lost = _only(ev.Lost, self.during(iteration))
+        return bool(stops and (left or lost)) and all(
+            not (isinstance(event, ev.Fault) and event.interruption not in _LEAVES)
+            and event.time >= stops.get(event.host, float("inf"))
+            for event in (*left, *lost)
+        )
+
+    def _cause(self, fault: ev.Fault) -> Cause:
+        """The fault as the report shows it, on its own host though only others reported it."""
+        process = self._processes.get(fault.member, ("", -1))
+        return record(
+            Cause,
+            fault,
+            host=process[0] or fault.host,
+            message=fault.cause,
+            exit=self._exit(fault.member, fault.iteration),
+            pid=process[1],
+            launcher_rank=self._run.launcher_ranks.get(process, -1),
+            idle=fault.idle if fault.interruption in _HANGS else 0.0,
+        )
+
+    def _recovery(self, member: int, iteration: int) -> list[ev.Event]:
+        """The events of the member's process from the end of the iteration to its next entry."""
+        before = self._tracks[member, iteration]
+        after = self._tracks[member, iteration + 1]
+        placed = [
+            i for i, event in enumerate(before) if isinstance(event, ev.Assigned | ev.Entered)
+        ]
+        entered = [i for i, event in enumerate(after) if isinstance(event, ev.Entered)]
+        return before[placed[-1] + 1 :] + after[: entered[0] + 1 if entered else None]
+
+    def _exit(self, member: int, iteration: int) -> str:
+        """How the member's process ended if it was lost in this iteration; empty if later."""
+        process = self._processes.get(member, ("", -1))
+        if member in self.completed or self._lasts.get(member, iteration) > iteration:
+            return ""
+        # A fresh host, such as a new pod, may have the name and the process IDs of the lost one.
+        # The exit is then that of the last process: no launcher was left to record the first one.
+        if any(self._processes[later] == process for later in self._processes if later > member):
+            return ""
+        return self._run.exits.get(process, "")
+
+    def _order_faults(self, iteration: int) -> list[ev.Fault]:
+        seen: dict[str, float] = {}
+        for event in _only(ev.Seen, self.during(iteration)):
+            seen.setdefault(event.host, event.time)
+        found = _merge_hung(_only(ev.Fault, self.during(iteration)), seen)
+        hung = [fault.member for fault in found if fault.interruption == HUNG]
+
+        def likely(fault: ev.Fault) -> tuple[bool, bool]:
+            """As the ranks themselves decide (`recovery/faults` of the wrapper)."""
+            return fault.consequence or (fault.overtaken and bool(hung)), fault.overtaken
+
+        def cause_first(faults: list[ev.Fault]) -> tuple[tuple[bool, bool], bool, int, int]:
+            fault = faults[0]
+            behind = hung.index(fault.member) if fault.interruption == HUNG else -1
+            late = seen.get(fault.host, fault.time) < fault.time
+            return likely(fault), late, behind, fault.rank
+
+        heads: dict[str, list[ev.Fault]] = defaultdict(list)
+        for fault in found:  # ordered by time, which is meaningful within each host
+            heads[fault.host].append(fault)
+        for faults in heads.values():
+            faults.sort(key=likely)
+        merged: dict[int, ev.Fault] = {}
+        while waiting := [faults for faults in heads.values() if faults]:
+            fault = min(waiting, key=cause_first).pop(0)
+            one = fault.member >= 0 and not fault.overtaken
+            merged.setdefault(fault.member if one else -2 - len(merged), fault)
+        return list(merged.values())
+
+
+def _only(kind: type[E], events: Sequence[ev.Event]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _parties(members: Iterable[tuple[ev.Assigned | ev.Entered, str]]) -> tuple[Party, ...]:
+    found = [
+        Party(rank=event.rank, member=event.member, host=event.host, reason=reason)
+        for event, reason in members
+    ]
+    return tuple(sorted(found, key=lambda party: party.rank))
+
+
+def _merge_hung(faults: Sequence[ev.Fault], seen: Mapping[str, float]) -> list[ev.Fault]:
+    """The faults, with those of hung ranks reduced to one for each rank, the likely cause first.
+
+    A rank reports its own hang after the iteration has ended. The fault therefore gets the time at
+    which a monitor on the same host reported a hang, or else at which the host learned of the end.
+    """
+    reported = dict(seen)
+    for fault in faults:
+        if fault.interruption == HUNG:
+            reported[fault.host] = min(fault.time, reported.get(fault.host, fault.time))
+    hung = [
+        dataclasses.replace(fault, time=min(fault.time, reported[fault.host]))
+        for fault in hung_ranks(faults)
+    ]
+    first = next((i for i, fault in enumerate(faults) if fault.interruption == HUNG), 0)
+    rest = [fault for fault in faults[first:] if fault.interruption != HUNG]
+    return [*faults[:first], *hung, *rest]

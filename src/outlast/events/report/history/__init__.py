@@ -1,1 +1,0 @@
-"""What happened in a run: calls, iterations and stops, from its events."""

@@ -1,0 +1,1 @@
+"""The report as text, JSON, an HTML page, and a trace."""
