@@ -76,8 +76,6 @@ $(FRAMEWORKS_STAMP): $(BUILT_FROM)
 
 venv: $(STAMP)
 
-# TORCH_CPP_LOG_LEVEL: DDP warns that `find_unused_parameters` finds none.
-demo: export TORCH_CPP_LOG_LEVEL = ERROR
 demo: $(STAMP)
 	rm -rf build/demo
 	mkdir -p build/demo

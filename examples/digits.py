@@ -46,11 +46,10 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    # The order in which DDP sums gradients is then the same after a restart, bit by bit.
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp = DistributedDataParallel(model)
     loader = ElasticLoader(TensorDataset(images, labels), global_batch_size=GLOBAL_BATCH)
     with outlast.Job(
-        options.state, model=model, optimizer=optimizer, loader=loader, every=options.save_every
+        options.state, model=ddp, optimizer=optimizer, loader=loader, every=options.save_every
     ) as job:
         job.restore()
         for _ in job.epochs(options.epochs):
