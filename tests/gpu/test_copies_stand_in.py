@@ -15,8 +15,13 @@ import torch
 
 from async_checkpoint.checkpoints import NET, copy_of, same
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save import take_snapshot
-from outlast.async_checkpoint.snapshot import buffers, device_copy, overlapped_copy, pinned_memory
+from outlast.async_checkpoint.snapshot import (
+    buffers,
+    device_copy,
+    overlapped_copy,
+    pinned_memory,
+    snapshot,
+)
 from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
 from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory
@@ -71,7 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         # Not the values of now: those at the moment when the stream gets to it.
         stream.queue.append(lambda: to.copy_(source.detach()))
 
-    for module in (device_copy, overlapped_copy, take_snapshot):
+    for module in (device_copy, overlapped_copy, snapshot):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: tensor.dim() > 1)
     monkeypatch.setattr(device_copy, "cuda", cuda)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)

@@ -37,10 +37,11 @@ from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import check_unused, session_for
-from outlast.async_checkpoint.save.pipeline import SavePipeline
-from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.save.take_snapshot import Snapshotter
+from outlast.async_checkpoint.save.save import Shared
+from outlast.async_checkpoint.save.saves import Saves
+from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
+from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts
@@ -168,18 +169,17 @@ class Checkpointer:
                     self._session.close(0.0)
                 raise
         policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        structures = ledger.child("structure")
         self._outcomes = SaveOutcomes(self._session, retention, policy, self._emitter)
-        self._pipeline = SavePipeline(
+        shared = Shared(
             self._session,
             ledger,
-            StructureExchange(structures, self._timeout, self._session.memo),
-            Snapshotter(self._session, optimizers, self.rank, self.world_size, self._job),
-            self._outcomes,
-            self._emitter.clock,
+            Structures(self._session.memo, self.rank, self.world_size),
+            Snapshotter(self._session.writer, optimizers),
+            self._job,
             self._timeout,
         )
-        self.kept = KeptState(self._session, self._restorer, self._pipeline)
+        self._saves = Saves(shared, self._outcomes, self._emitter.clock)
+        self.kept = KeptState(self._session, self._restorer, self._saves)
         self._closed = False
         atexit.register(self._close_at_exit)
         self._session.owner = self
@@ -223,7 +223,7 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self._pipeline.save(step, state_dict, metric, finite)
+        handle = self._saves.save(step, state_dict, metric, finite)
         report_step(step)
         return handle
 
@@ -269,9 +269,9 @@ class Checkpointer:
         self._check_open()
         step = None if step is None else as_int("step", step, at_least=0)
         with self._ranks.operation():
-            self._pipeline.seal_all()
+            self._saves.seal_all()
             found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        self._pipeline.prepare(state_dict)
+        self._saves.prepare(state_dict)
         return found
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -314,7 +314,7 @@ class Checkpointer:
         """
         limit = as_wait("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        for save in self._pipeline.pending:
+        for save in self._saves.pending:
             save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         self._outcomes.raise_unseen()
 
@@ -339,13 +339,13 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self._pipeline.check_not_in_callback()
+        self._saves.check_not_in_callback()
         limit = as_wait("timeout", timeout)
-        self._pipeline.seal_all()
-        in_time = self._pipeline.finish(None if limit is None else limit.total_seconds())
-        late = [save.step for save in self._pipeline.pending]
+        self._saves.seal_all()
+        in_time = self._saves.finish(None if limit is None else limit.total_seconds())
+        late = [save.step for save in self._saves.pending]
         if not in_time:
-            self._pipeline.abort()
+            self._saves.abort()
         self._closed = True
         atexit.unregister(self._close_at_exit)
         self._session.close(5.0 if in_time else 0.0)
@@ -362,7 +362,7 @@ class Checkpointer:
             self.close()
         elif (self.world_size == 1 and issubclass(kind, Exception | SystemExit)) or (
             # A rank that was told to stop has waited for its last save; only removals are left.
-            issubclass(kind, SystemExit) and not self._pipeline.pending
+            issubclass(kind, SystemExit) and not self._saves.pending
         ):
             self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
@@ -401,7 +401,7 @@ class Checkpointer:
 
     def _drop(self) -> None:
         self._closed = True
-        self._pipeline.abort()
+        self._saves.abort()
         atexit.unregister(self._close_at_exit)
 
     def _check_open(self) -> None:

@@ -81,10 +81,11 @@ class SaveOutcomes:
         if error is None:
             if self._policy is not None:
                 self._policy.succeeded()
+            assert save.taken is not None
             event: Event = CheckpointCommitted(
                 step=save.step,
                 size_bytes=size_bytes,
-                own_bytes=save.snapshot.size_bytes,
+                own_bytes=save.taken.size_bytes,
                 blocked_seconds=save.blocked_s,
                 seconds=seconds,
                 queued=queued,
