@@ -18,7 +18,6 @@ import datetime
 import logging
 import os
 import socket
-import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -32,16 +31,13 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
-from outlast.async_checkpoint.restore.arrange_copies import arrange_copies
+from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
+from outlast.async_checkpoint.save.after_save import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import check_unused, session_for
-from outlast.async_checkpoint.save.save import Shared
 from outlast.async_checkpoint.save.saves import Saves
-from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
-from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts
@@ -124,7 +120,7 @@ class Checkpointer:
         # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given.rstrip("/") if "://" in given else str(Path(given).expanduser().resolve())
         optimizers, not_hooked = optimizers_of(overlap)
-        self._timeout = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
+        timeout_s = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
         grouped = dist.is_available() and dist.is_initialized()
         if ranks() > 1 and not grouped:
@@ -140,14 +136,14 @@ class Checkpointer:
                 "overlap: the step of %s cannot wait for a copy, so its tensors are copied at once",
                 ", ".join(not_hooked),
             )
-        self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._ranks = Agreement(ledger.child("restore"), self._timeout, self._url)
+        job = ledger.agree("job", uuid.uuid4().hex[:12])
+        self._ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
         with self._ranks.operation():
             check_unused(self._url)
             self._session, taken_over = session_for(
                 self._url, threads=threads, linger_s=linger_s, replicas=replicas
             )
-            self._session.writer.timeout_s = self._timeout
+            self._session.writer.timeout_s = timeout_s
             if taken_over:
                 self._take_over()
             if self.rank != 0:
@@ -158,27 +154,25 @@ class Checkpointer:
             global_rank = dist.get_rank() if grouped else 0
             self._session.memo.move(global_rank, self.rank, self.world_size)
             self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
-            owner = f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
             try:
-                self._restorer.open(owner)
-                arrange_copies(
-                    self._session, self._restorer, ledger, self._emitter, replica_bandwidth
+                self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
+                self._restorer.copies = arrange_copies(
+                    self._session, self._ranks, ledger, self._emitter, replica_bandwidth
                 )
             except BaseException:
                 if not taken_over:  # no other checkpointer knows of it
                     self._session.close(0.0)
                 raise
-        policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        self._outcomes = SaveOutcomes(self._session, retention, policy, self._emitter)
-        shared = Shared(
+        self._saves = Saves(
             self._session,
             ledger,
-            Structures(self._session.memo, self.rank, self.world_size),
-            Snapshotter(self._session.writer, optimizers),
-            self._job,
-            self._timeout,
+            self._emitter,
+            job=job,
+            optimizers=optimizers,
+            timeout_s=timeout_s,
+            keep=retention,
+            policy=on_failure if isinstance(on_failure, FailurePolicy) else None,
         )
-        self._saves = Saves(shared, self._outcomes, self._emitter.clock)
         self.kept = KeptState(self._session, self._restorer, self._saves)
         self._closed = False
         atexit.register(self._close_at_exit)
@@ -313,10 +307,7 @@ class Checkpointer:
             TimeoutError: the built-in one, if it takes longer than `timeout`.
         """
         limit = as_wait("timeout", timeout)
-        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        for save in self._saves.pending:
-            save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        self._outcomes.raise_unseen()
+        self._saves.wait(None if limit is None else limit.total_seconds())
 
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks; does not wait. The checkpointer cannot be used
@@ -352,7 +343,7 @@ class Checkpointer:
         self._session.owner = None
         if late:
             raise SaveCancelled(f"steps {late} were not committed within {limit}, and dropped")
-        self._outcomes.raise_unseen()
+        self._saves.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Position
 from outlast.system.sockets import address_towards
 
 

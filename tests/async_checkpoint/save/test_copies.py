@@ -15,8 +15,7 @@ from async_checkpoint.checkpoints import NET, same
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot import chunk_copy as chunks_module
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, cut
-from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, cut
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError

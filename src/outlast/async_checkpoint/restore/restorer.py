@@ -19,6 +19,7 @@ from outlast.async_checkpoint.observers import notify_restoring
 from outlast.async_checkpoint.restore.fit import (
     Fit,
     Index,
+    check_mixture,
     empty_dicts,
     fill_empty,
     fit,
@@ -27,7 +28,6 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import Content, load
-from outlast.async_checkpoint.restore.mixture import check_mixture
 from outlast.async_checkpoint.restore.verified_read import StorageSource, check_sizes
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest

@@ -27,7 +27,6 @@ from typing import Any
 
 from outlast.async_checkpoint.save.failures import error_of, failure_from
 from outlast.coordination import KeyTimeout
-from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import AsyncCallError, CheckpointTimeout, StoreError
 from outlast.system.waiting import ThreadedWait
@@ -52,8 +51,8 @@ class SaveRound:
         self._ledger = ledger
         self._divide = divide
         self._first, self._agreement, self._second = range(3 * index, 3 * index + 3)
-        self._used = [self._first]
         self._call = self._first  # in which this rank reports
+        self._changed = False  # whether the first call has ended because of a new structure
         self._listening: ThreadedWait[CallFailure | None] | None = None
 
     def failure(self, cause: str) -> CallFailure:
@@ -72,22 +71,21 @@ class SaveRound:
         with contextlib.suppress(AsyncCallError):  # it has failed the save
             self._ledger.announce(self._first, self.name)
         self._ledger.fail(self._first, CallFailure.here(self.index, _CHANGED, self.rank, ""))
-        failure = self._ledger.await_verdict(self._first, timeout_s).failure
-        assert failure is not None  # not done: this rank has not reported
-        if not _is_change(failure):
-            raise error_of(failure)
-        answer = self._exchange(parts, timeout_s)
+        answer: dict[str, Any] | CallFailure | None = self._look()
+        if self._changed:
+            answer = self._exchange(parts, timeout_s)
+        assert answer is not None  # this rank has not reported: not all are done
         if isinstance(answer, CallFailure):
             raise error_of(answer)
         return answer
 
     def _exchange(self, parts: bytes, timeout_s: float) -> dict[str, Any] | CallFailure:
         ledger = self._ledger
-        self._used.append(self._agreement)
         try:
             ledger.finish(self._agreement, parts)
             if ledger.rank == 0:
-                self._answer(timeout_s)
+                failure = ledger.await_verdict(self._agreement, timeout_s).failure
+                self._conclude_agreement(failure or self._divide(ledger.parts(self._agreement)))
             answer = json.loads(ledger.await_conclusion(self._agreement, timeout_s))
         except KeyTimeout as e:
             raise CheckpointTimeout(
@@ -100,24 +98,8 @@ class SaveRound:
         self._call = self._second
         return dict(answer)
 
-    def _answer(self, timeout_s: float) -> None:
-        """Divides the parts of all ranks, on rank 0."""
-        try:
-            failure = self._ledger.await_verdict(self._agreement, timeout_s).failure
-            if failure is None:
-                self._conclude_agreement(self._divide(self._ledger.parts(self._agreement)))
-            else:
-                self._conclude_agreement(failure)
-        except (KeyTimeout, StoreError, *OF_ALL_RANKS):
-            raise
-        except BaseException as e:  # the other ranks wait for the answer
-            self._conclude_agreement(failure_from(e, self.index, self.name, self.rank))
-            if not isinstance(e, Exception):
-                raise
-
     def _conclude_agreement(self, answer: dict[str, Any] | CallFailure) -> None:
         if isinstance(answer, CallFailure):
-            self._call = self._agreement
             answer = {"failure": dataclasses.asdict(answer)}
         text = json.dumps(answer, separators=(",", ":"))
         self._ledger.conclude(self._agreement, text.encode())
@@ -128,15 +110,14 @@ class SaveRound:
         """Announces the save, and begins to wait for the verdict. Fails the save if another rank
         has announced another one.
         """
-        if self._call != self._first:
-            return
-        if self._ledger.world_size > 1:
-            self._listening = ThreadedWait(lambda: self._listen(timeout_s), "outlast-verdict")
-        self._ledger.announce(self._first, self.name)
+        if self._call == self._first:
+            if self._ledger.world_size > 1:
+                self._listening = ThreadedWait(lambda: self._listen(timeout_s), "outlast-verdict")
+            self._ledger.announce(self._first, self.name)
 
     def _listen(self, timeout_s: float) -> CallFailure | None:
-        failure = self._ledger.await_verdict(self._first, None).failure
-        if not _is_change(failure):
+        failure = self._look()
+        if not self._changed:
             return failure
         try:
             answer = self._exchange(b"", timeout_s)
@@ -144,7 +125,7 @@ class SaveRound:
             raise
         except Exception as e:  # noqa: BLE001 - all ranks must know of any error
             answer = failure_from(e, self.index, self.name, self.rank)
-            self._leave_agreement(answer)
+            self._leave(answer)
         return answer if isinstance(answer, CallFailure) else None
 
     def report(self, outcome: str | CallFailure, timeout_s: float) -> CallFailure | None:
@@ -152,32 +133,25 @@ class SaveRound:
         failure that is the same on all ranks.
         """
         listening = self._listening
-        if listening is None:
-            self._report(self._call, outcome)
-            return self._await_verdict(timeout_s)
-        self._report(self._first, outcome)
-        if not listening.over.wait(timeout_s):
-            self.fail(self._late(timeout_s))
-        failure = listening.result()
-        if failure is not None or self._call == self._first:
-            return failure
-        self._report(self._second, outcome)
-        return self._await_verdict(timeout_s)
-
-    def _report(self, call: int, outcome: str | CallFailure) -> None:
-        if call not in self._used:
-            self._used.append(call)
-        if isinstance(outcome, CallFailure):
-            self._ledger.fail(call, outcome)
-        else:
-            self._ledger.finish(call, outcome.encode())
-
-    def _await_verdict(self, timeout_s: float) -> CallFailure | None:
+        if listening is not None:
+            self._report(self._first, outcome)
+            if not listening.over.wait(timeout_s):
+                self.fail(self._late(timeout_s))
+            failure = listening.result()
+            if failure is not None or self._call == self._first:
+                return failure
+        self._report(self._call, outcome)
         try:
             return self._ledger.await_verdict(self._call, timeout_s).failure
         except KeyTimeout:
             self._ledger.fail(self._call, self._late(timeout_s))
             return self._verdict(self._call)  # there is one now
+
+    def _report(self, call: int, outcome: str | CallFailure) -> None:
+        if isinstance(outcome, CallFailure):
+            self._ledger.fail(call, outcome)
+        else:
+            self._ledger.finish(call, outcome.encode())
 
     def _late(self, timeout_s: float) -> CallFailure:
         return self.failure(f"not all ranks had written their parts within {timeout_s:g} s")
@@ -199,7 +173,7 @@ class SaveRound:
 
     def forget(self) -> None:
         """After the end of the save on this rank."""
-        for call in self._used:
+        for call in range(self._first, (self._second if self._changed else self._first) + 1):
             self._ledger.forget(call)
 
     # ------------------------------------------------------------------- failures, on any thread
@@ -211,40 +185,31 @@ class SaveRound:
         call, ledger = self._call, self._ledger
         if ledger.fail(call, failure):
             return True
-        if call != self._first or not _is_change(self._verdict(self._first)):
+        if call == self._first:
+            self._look()
+        if call != self._first or not self._changed:
             return False
-        if ledger.fail(self._agreement, failure):
-            return True
-        return self._verdict(self._agreement) is None and ledger.fail(self._second, failure)
+        # If the ranks have agreed by now, they wait for the second report.
+        return ledger.fail(self._agreement, failure) or ledger.fail(self._second, failure)
 
     def refuse(self, failure: CallFailure) -> None:
         """This rank has no snapshot of the save, which fails on all ranks. Called once, instead of
         `report`.
         """
-        if self._call == self._second:
-            self._report(self._second, failure)
-        elif self._call == self._first:
-            self._ledger.fail(self._first, failure)
-            if _is_change(self._verdict(self._first)):
-                self._leave_agreement(failure)
+        self._leave(failure)
         self.forget()
 
-    def _leave_agreement(self, failure: CallFailure) -> None:
-        """This rank fails the save in the agreement, or in what follows it."""
-        if self._agreement not in self._used:
-            self._used.append(self._agreement)
-        self._ledger.fail(self._agreement, failure)
-        told = self._verdict(self._agreement)
-        if told is None:
-            self._call = self._second
-            self._report(self._second, failure)
-        elif self.rank == 0:
-            self._conclude_agreement(told)  # the other ranks wait for it
+    def _leave(self, failure: CallFailure) -> None:
+        self.fail(failure)
+        if self.rank == 0 and self._call == self._first and self._changed:
+            self._conclude_agreement(failure)  # the other ranks wait for it
+
+    def _look(self) -> CallFailure | None:
+        """Waits for the verdict of the first call."""
+        failure = self._verdict(self._first)
+        self._changed = failure is not None and failure.name == _CHANGED
+        return failure
 
     def _verdict(self, call: int) -> CallFailure | None:
-        """The failure of a call that has a verdict."""
+        """Waits for the verdict of a call: `None`, or the failure."""
         return self._ledger.await_verdict(call, None).failure
-
-
-def _is_change(failure: CallFailure | None) -> bool:
-    return failure is not None and failure.name == _CHANGED

@@ -11,20 +11,29 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
+from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.failures import ABORTED, failure_from, own_error
+from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.save.save import Save, Shared
+from outlast.async_checkpoint.save.structures import Structures
+from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.messages import DropSaves, SnapshotCommitted
-from outlast.clock import Clock
 from outlast.coordination.agreement import OF_ALL_RANKS
+from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, StoreError
+from outlast.events import Emitter
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
@@ -35,10 +44,23 @@ _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a sa
 class Saves:
     """One rank's saves."""
 
-    def __init__(self, shared: Shared, outcomes: SaveOutcomes, clock: Clock) -> None:
-        self.shared = shared
-        self._outcomes = outcomes
-        self._clock = clock
+    def __init__(
+        self,
+        session: FolderSession,
+        ledger: CallLedger,
+        emitter: Emitter,
+        *,
+        job: str,
+        optimizers: Sequence[Optimizer],
+        timeout_s: float,
+        keep: Retention,
+        policy: FailurePolicy | None,
+    ) -> None:
+        structures = Structures(session.memo, ledger.rank, ledger.world_size)
+        snapshotter = Snapshotter(session.writer, optimizers)
+        self.shared = Shared(session, ledger, structures, snapshotter, job, timeout_s)
+        self._outcomes = SaveOutcomes(session, keep, policy, emitter)
+        self._clock = emitter.clock
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
@@ -81,7 +103,7 @@ class Saves:
                 save.refuse(e)
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
-        self._outcomes.raise_unseen()
+        self.raise_unseen()
         return save.handle
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
@@ -162,6 +184,17 @@ class Saves:
             self._outcomes.apply_retention(manifest)
 
     # ----------------------------------------------------------------------------- ending
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits until all saves have ended. See `Checkpointer.wait`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in self.pending:
+            save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        self.raise_unseen()
+
+    def raise_unseen(self) -> None:
+        """Raises the error of a save that no caller has seen."""
+        self._outcomes.raise_unseen()
 
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks. Does not wait: the store may be out of reach.

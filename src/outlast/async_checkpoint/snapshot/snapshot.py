@@ -14,14 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, are_private
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, EagerCopy, are_private
 from outlast.async_checkpoint.snapshot.device_copy import (
     CopyPair,
     DeviceChunks,
     DeviceCopy,
     on_gpu,
 )
-from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
 from outlast.async_checkpoint.snapshot.overlapped_copy import (
     OverlappedCopy,
     Writes,
