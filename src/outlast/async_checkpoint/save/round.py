@@ -71,7 +71,7 @@ class SaveRound:
         with contextlib.suppress(AsyncCallError):  # it has failed the save
             self._ledger.announce(self._first, self.name)
         self._ledger.fail(self._first, CallFailure.here(self.index, _CHANGED, self.rank, ""))
-        answer: dict[str, Any] | CallFailure | None = self._look()
+        answer: dict[str, Any] | CallFailure | None = self._note(self._verdict(self._first))
         if self._changed:
             answer = self._exchange(parts, timeout_s)
         assert answer is not None  # this rank has not reported: not all are done
@@ -116,7 +116,7 @@ class SaveRound:
             self._ledger.announce(self._first, self.name)
 
     def _listen(self, timeout_s: float) -> CallFailure | None:
-        failure = self._look()
+        failure = self._note(self._verdict(self._first))
         if not self._changed:
             return failure
         try:
@@ -185,9 +185,11 @@ class SaveRound:
         call, ledger = self._call, self._ledger
         if ledger.fail(call, failure):
             return True
-        if call == self._first:
-            self._look()
-        if call != self._first or not self._changed:
+        # There is none once all ranks have forgotten the call.
+        verdict = ledger.verdict(call) if call == self._first else None
+        if verdict is not None:
+            self._note(verdict.failure)
+        if verdict is None or not self._changed:
             return False
         # If the ranks have agreed by now, they wait for the second report.
         return ledger.fail(self._agreement, failure) or ledger.fail(self._second, failure)
@@ -204,9 +206,8 @@ class SaveRound:
         if self.rank == 0 and self._call == self._first and self._changed:
             self._conclude_agreement(failure)  # the other ranks wait for it
 
-    def _look(self) -> CallFailure | None:
-        """Waits for the verdict of the first call."""
-        failure = self._verdict(self._first)
+    def _note(self, failure: CallFailure | None) -> CallFailure | None:
+        """Notes whether the first call has ended because of a new structure."""
         self._changed = failure is not None and failure.name == _CHANGED
         return failure
 
