@@ -19,12 +19,10 @@ from outlast.async_checkpoint.snapshot import (
     buffers,
     device_copy,
     overlapped_copy,
-    pinned_memory,
     snapshot,
 )
-from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy
+from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy, PinnedMemory
 from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
-from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
@@ -268,7 +266,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cleared: list[int] = []
-    monkeypatch.setattr(pinned_memory, "_clear_error", cleared.append)
+    monkeypatch.setattr(device_copy, "_clear_error", cleared.append)
     memory = SharedMemory(4096)
     with caplog.at_level(logging.INFO):
         assert PinnedMemory.pin(memory, 1) is None

@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.async_checkpoint.peer_copies.held_copies import HeldCopies, HeldCopy
+from outlast.async_checkpoint.peer_copies.content import HeldCopies, HeldCopy
 from outlast.async_checkpoint.peer_copies.messages import (
     Arrange,
     Arranged,

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory, device_in_use
+from outlast.async_checkpoint.snapshot.device_copy import PinnedMemory, device_in_use
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
