@@ -60,7 +60,7 @@ POINTS: dict[str, tuple[Any, int, str, BaseException]] = {
     "interrupt": (opens, 1, "checkpointer:arrange_copies", KeyboardInterrupt()),
     "snapshots": (restores, 1, "restore.restorer:Restorer._snapshots", RuntimeError("held")),
     "candidates": (restores, 0, "restore.restorer:candidates", ValueError("listed")),
-    "observer": (restores, 1, "restore.restorer:notify_restoring", KeyboardInterrupt()),
+    "observer": (restores, 1, "restore.restorer:notify", KeyboardInterrupt()),
     "manifest": (restores, 0, "restore.restorer:read_manifest", RecursionError("deep")),
     "fit": (restores, 1, "restore.restorer:fit", ZeroDivisionError("fits")),
     "load": (restores, 1, "restore.restorer:load", MemoryError("full")),

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from outlast.async_checkpoint.environment import position
-from outlast.async_checkpoint.observers import notify_restoring
+from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.restore.fit import (
     Fit,
     Index,
@@ -183,7 +183,7 @@ class Restorer:
         errors: list[str] = []
         empty = empty_dicts(state_dict)
         request = _Request(state_dict, strict, optional, weights_only, empty)
-        notify_restoring()
+        notify("restoring")
         for candidate in found:
             began = self._emitter.clock.now()
             failure = self._load(candidate, snapshots, request)

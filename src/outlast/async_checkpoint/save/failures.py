@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
@@ -69,14 +67,3 @@ def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
     error = CheckpointError(text)
     error.__cause__ = cause
     return error
-
-
-def not_begun(
-    name: str, earlier: Sequence[int], rank: int, timeout_s: float, url: str
-) -> CheckpointTimeout:
-    """The error of a save that cannot begin, because saves of `earlier` steps use all buffers."""
-    return CheckpointTimeout(
-        f"the {name} could not begin: rank {rank} waited {timeout_s:g} s for a free "
-        f"snapshot buffer while step {', '.join(map(str, earlier))} was being written to {url} "
-        "(the disk may not respond)"
-    )

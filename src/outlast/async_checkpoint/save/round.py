@@ -8,13 +8,12 @@
 That is all, as long as no rank has a new structure: each rank saves the same share as before.
 
 A rank whose state dict has a new structure must know its share before it copies anything. So it
-claims the verdict `CHANGED`, which it can, because it is not done. In every other rank a thread
+claims the verdict `_CHANGED`, which it can, because it is not done. In every other rank a thread
 waits for the verdict while the files are written, and joins the *agreement* at once, a second call
-of the ledger: ranks with a new structure send its parts, the others nothing; rank 0 divides the new
-parts and leaves the shares of the others as they are, because they are saving them already. Then
-the same save is reported a second time, in a third call. No rank waits in the agreement for a
-write, or for a snapshot that is sealed only when training continues: training on all ranks may be
-waiting for the rank with the new structure.
+of the ledger: ranks with a new structure send its parts, the others nothing; rank 0 divides them,
+and the shares of the others stay. Then the save is reported a second time, in a third call. No rank
+waits in the agreement for a write, or for a seal, which may need the next step of training: all
+ranks may be waiting there for the rank with the new structure.
 """
 
 from __future__ import annotations

@@ -22,16 +22,10 @@ from typing import Any
 
 from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.observers import notify_committing, notify_saving
+from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.save.catalog import Catalog
 from outlast.async_checkpoint.save.commit import commit_checkpoint, remove_files
-from outlast.async_checkpoint.save.failures import (
-    ABORTED,
-    error_of,
-    failure_from,
-    not_begun,
-    save_name,
-)
+from outlast.async_checkpoint.save.failures import ABORTED, error_of, failure_from, save_name
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.save.structures import Structures
@@ -120,7 +114,7 @@ class Save:
         try:
             values, places = structure.pickle_values(state_dict)
             description = self._describe(structure, values, places)
-            notify_saving()
+            notify("saving")
             self.taken = shared.snapshotter.take(description, values, buffer, structure, leaves)
         except BaseException:
             session.pool.give_back(buffer)
@@ -155,9 +149,13 @@ class Save:
                     raise self._not_begun(earlier)
 
     def _not_begun(self, earlier: Sequence[Save]) -> CheckpointTimeout:
-        shared, steps = self._shared, [save.step for save in earlier]
-        url = shared.session.url
-        return not_begun(self.name, steps, shared.ledger.rank, shared.timeout_s, url)
+        """The error of a save that cannot begin, because earlier ones use all buffers."""
+        shared, steps = self._shared, ", ".join(str(save.step) for save in earlier)
+        return CheckpointTimeout(
+            f"the {self.name} could not begin: rank {shared.ledger.rank} waited "
+            f"{shared.timeout_s:g} s for a free snapshot buffer while step {steps} was being "
+            f"written to {shared.session.url} (the disk may not respond)"
+        )
 
     def _describe(
         self, structure: Structure, values: bytes, places: list[list[int]]
@@ -266,7 +264,7 @@ class Save:
                 # anyway. The next checkpointer may be running: nothing old is removed.
                 return manifest.size_bytes, None
         else:
-            notify_committing()
+            notify("committing")
             result = self.round.await_conclusion(shared.timeout_s)
         with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
             self.round.forget()
