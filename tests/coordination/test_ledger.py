@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def failure(rank: int, call: int = 0) -> CallFailure:
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[int, list[tuple[int, str]]]:
     """Some ranks finish, some fail, some are dropped after they finished; in any order."""
-    world_size = draw(st.integers(1, 5))
+    world_size = draw(st.integers(1, 5) | st.integers(16, 18))
     said: list[list[tuple[int, str]]] = []
     for rank in range(world_size):
         kinds = [["finish"], ["fail"], ["finish", "fail"]]
@@ -108,20 +109,46 @@ def test_a_death_between_two_steps_never_makes_a_call_done(order: list[int], ste
         assert ranks[0].parts(0) == [b"part"] * 3
 
 
+@given(st.sampled_from([16, 17, 33, 256, 300]), st.randoms(use_true_random=False))
+def test_parts_come_along_the_tree_in_the_order_of_the_ranks(world_size: int, order: Any) -> None:
+    table, ranks = ledgers(world_size)
+    parts = [b"" if rank % 7 == 0 else json.dumps([rank, 'a "b"']).encode() for rank in range(300)]
+    shuffled = order.sample(ranks, world_size)
+    for ledger in shuffled:
+        assert ledger.verdict(0) is None
+        ledger.finish(0, parts[ledger.rank])
+    assert ranks[3].await_verdict(0, 0.0).done
+    assert ranks[0].parts(0) == ranks[0].parts_so_far(0) == parts[:world_size]
+    for ledger in order.sample(ranks, world_size):
+        ledger.forget(0)
+    assert table.table == {}
+
+
+def test_a_part_that_is_missing_in_the_tree_leaves_the_call_open() -> None:
+    _, ranks = ledgers(40)
+    for ledger in ranks[:17] + ranks[18:]:
+        ledger.finish(0, b"part")
+    assert ranks[0].verdict(0) is None
+    assert ranks[0].parts_so_far(0) == [b"" if rank == 17 else b"part" for rank in range(40)]
+    assert ranks[17].fail(0, failure(17))
+    assert ranks[0].await_verdict(0, 0.0) == Verdict(failure(17))
+
+
 def test_a_number_of_operations_that_does_not_depend_on_the_ranks() -> None:
-    counts = []
-    for world_size in (2, 64):
+    counts, reads = [], []
+    for world_size in (16, 4096):
         table, ranks = ledgers(world_size)
-        before = 0
-        most = 0
         for ledger in ranks:
             ledger.announce(0, "save")
             ledger.finish(0, b"part")
+        before = table.ops["read"]
+        ranks[0].parts(0)
+        reads.append(table.ops["read"] - before)
+        for ledger in ranks:
             ledger.forget(0)
-            now = sum(table.ops.values())
-            most, before = max(most, now - before), now
-        counts.append(most)
-    assert counts[0] == counts[1]
+        counts.append(sum(table.ops.values()) / world_size)
+    assert reads == [16, 16], "of the coordinator"
+    assert counts[1] < counts[0] + 2, "on average"
 
 
 def test_parts_and_a_conclusion() -> None:
@@ -139,6 +166,8 @@ def test_a_part_is_text() -> None:
     table, (ledger,) = ledgers(1)
     with pytest.raises(ValueError, match="utf-8"):
         ledger.finish(0, b"\xff")
+    with pytest.raises(ValueError, match=r"U\+001E"):
+        ledger.finish(0, b"a\x1eb")
     for payload, why in ((b"\xff", "utf-8"), (b"", "is empty")):
         with pytest.raises(ValueError, match=why):
             ledger.conclude(0, payload)
@@ -213,7 +242,8 @@ def test_on_torch_stores(kind: str, tmp_path: Path) -> None:
         assert ledger.await_conclusion(0, 10.0) == b"committed"
     for ledger in ranks:
         ledger.forget(0)
-    for name in ("name", "count", "verdict", "conclusion", "left", "part/0", "part/1"):
+    tree = ("count/0/0", "left/0/0", "part/0", "part/1")
+    for name in ("name", "verdict", "conclusion", *tree):
         assert table.read(f"p/0/{name}") is None
 
 

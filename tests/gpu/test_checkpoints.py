@@ -125,9 +125,8 @@ def test_snapshot_buffers_are_page_locked(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, training.state())
         checkpointer.wait(NET)
-        pipeline: Any = checkpointer._pipeline
-        session = pipeline._session
-        buffers = [buffer for buffer in session.pool.buffers if buffer.memory is not None]
+        pool = checkpointer._session.pool
+        buffers = [buffer for buffer in pool.buffers if buffer.memory is not None]
         assert buffers
         assert all(buffer.pinned is not None for buffer in buffers)
         assert all(target.is_pinned() for target in buffers[0].targets if target.nbytes)

@@ -15,11 +15,14 @@ import torch
 
 from async_checkpoint.checkpoints import NET, copy_of, same
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save import take_snapshot
-from outlast.async_checkpoint.snapshot import buffers, device_copy, overlapped_copy, pinned_memory
-from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy
+from outlast.async_checkpoint.snapshot import (
+    buffers,
+    device_copy,
+    overlapped_copy,
+    snapshot,
+)
+from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy, PinnedMemory
 from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
-from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
@@ -71,7 +74,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         # Not the values of now: those at the moment when the stream gets to it.
         stream.queue.append(lambda: to.copy_(source.detach()))
 
-    for module in (device_copy, overlapped_copy, take_snapshot):
+    for module in (device_copy, overlapped_copy, snapshot):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: tensor.dim() > 1)
     monkeypatch.setattr(device_copy, "cuda", cuda)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)
@@ -263,7 +266,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cleared: list[int] = []
-    monkeypatch.setattr(pinned_memory, "_clear_error", cleared.append)
+    monkeypatch.setattr(device_copy, "_clear_error", cleared.append)
     memory = SharedMemory(4096)
     with caplog.at_level(logging.INFO):
         assert PinnedMemory.pin(memory, 1) is None

@@ -18,7 +18,6 @@ import datetime
 import logging
 import os
 import socket
-import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -32,14 +31,12 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
-from outlast.async_checkpoint.restore.arrange_copies import arrange_copies
+from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.after_save import SaveOutcomes, is_due_to_restart
+from outlast.async_checkpoint.save.after_save import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import check_unused, session_for
-from outlast.async_checkpoint.save.pipeline import SavePipeline
-from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.save.take_snapshot import Snapshotter
+from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
@@ -123,7 +120,7 @@ class Checkpointer:
         # One name for each folder: two sessions for one folder would not know of each other.
         self._url = given.rstrip("/") if "://" in given else str(Path(given).expanduser().resolve())
         optimizers, not_hooked = optimizers_of(overlap)
-        self._timeout = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
+        timeout_s = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
         grouped = dist.is_available() and dist.is_initialized()
         if ranks() > 1 and not grouped:
@@ -139,14 +136,14 @@ class Checkpointer:
                 "overlap: the step of %s cannot wait for a copy, so its tensors are copied at once",
                 ", ".join(not_hooked),
             )
-        self._job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._ranks = Agreement(ledger.child("restore"), self._timeout, self._url)
+        job = ledger.agree("job", uuid.uuid4().hex[:12])
+        self._ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
         with self._ranks.operation():
             check_unused(self._url)
             self._session, taken_over = session_for(
                 self._url, threads=threads, linger_s=linger_s, replicas=replicas
             )
-            self._session.writer.timeout_s = self._timeout
+            self._session.writer.timeout_s = timeout_s
             if taken_over:
                 self._take_over()
             if self.rank != 0:
@@ -157,29 +154,26 @@ class Checkpointer:
             global_rank = dist.get_rank() if grouped else 0
             self._session.memo.move(global_rank, self.rank, self.world_size)
             self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
-            owner = f"process {os.getpid()} on {socket.gethostname()}, job {self._job}"
             try:
-                self._restorer.open(owner)
-                arrange_copies(
-                    self._session, self._restorer, ledger, self._emitter, replica_bandwidth
+                self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
+                self._restorer.copies = arrange_copies(
+                    self._session, self._ranks, ledger, self._emitter, replica_bandwidth
                 )
             except BaseException:
                 if not taken_over:  # no other checkpointer knows of it
                     self._session.close(0.0)
                 raise
-        policy = on_failure if isinstance(on_failure, FailurePolicy) else None
-        structures = ledger.child("structure")
-        self._outcomes = SaveOutcomes(self._session, retention, policy, self._emitter)
-        self._pipeline = SavePipeline(
+        self._saves = Saves(
             self._session,
             ledger,
-            StructureExchange(structures, self._timeout, self._session.memo),
-            Snapshotter(self._session, optimizers, self.rank, self.world_size, self._job),
-            self._outcomes,
-            self._emitter.clock,
-            self._timeout,
+            self._emitter,
+            job=job,
+            optimizers=optimizers,
+            timeout_s=timeout_s,
+            keep=retention,
+            policy=on_failure if isinstance(on_failure, FailurePolicy) else None,
         )
-        self.kept = KeptState(self._session, self._restorer, self._pipeline)
+        self.kept = KeptState(self._session, self._restorer, self._saves)
         self._closed = False
         atexit.register(self._close_at_exit)
         self._session.owner = self
@@ -223,7 +217,7 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self._pipeline.save(step, state_dict, metric, finite)
+        handle = self._saves.save(step, state_dict, metric, finite)
         report_step(step)
         return handle
 
@@ -269,9 +263,9 @@ class Checkpointer:
         self._check_open()
         step = None if step is None else as_int("step", step, at_least=0)
         with self._ranks.operation():
-            self._pipeline.seal_all()
+            self._saves.seal_all()
             found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        self._pipeline.prepare(state_dict)
+        self._saves.prepare(state_dict)
         return found
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -313,10 +307,7 @@ class Checkpointer:
             TimeoutError: the built-in one, if it takes longer than `timeout`.
         """
         limit = as_wait("timeout", timeout)
-        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        for save in self._pipeline.pending:
-            save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        self._outcomes.raise_unseen()
+        self._saves.wait(None if limit is None else limit.total_seconds())
 
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks; does not wait. The checkpointer cannot be used
@@ -339,20 +330,20 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self._pipeline.check_not_in_callback()
+        self._saves.check_not_in_callback()
         limit = as_wait("timeout", timeout)
-        self._pipeline.seal_all()
-        in_time = self._pipeline.finish(None if limit is None else limit.total_seconds())
-        late = [save.step for save in self._pipeline.pending]
+        self._saves.seal_all()
+        in_time = self._saves.finish(None if limit is None else limit.total_seconds())
+        late = [save.step for save in self._saves.pending]
         if not in_time:
-            self._pipeline.abort()
+            self._saves.abort()
         self._closed = True
         atexit.unregister(self._close_at_exit)
         self._session.close(5.0 if in_time else 0.0)
         self._session.owner = None
         if late:
             raise SaveCancelled(f"steps {late} were not committed within {limit}, and dropped")
-        self._outcomes.raise_unseen()
+        self._saves.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -362,7 +353,7 @@ class Checkpointer:
             self.close()
         elif (self.world_size == 1 and issubclass(kind, Exception | SystemExit)) or (
             # A rank that was told to stop has waited for its last save; only removals are left.
-            issubclass(kind, SystemExit) and not self._pipeline.pending
+            issubclass(kind, SystemExit) and not self._saves.pending
         ):
             self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
@@ -401,7 +392,7 @@ class Checkpointer:
 
     def _drop(self) -> None:
         self._closed = True
-        self._pipeline.abort()
+        self._saves.abort()
         atexit.unregister(self._close_at_exit)
 
     def _check_open(self) -> None:

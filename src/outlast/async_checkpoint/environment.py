@@ -7,7 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Position
 from outlast.system.sockets import address_towards
 
 
@@ -18,13 +18,16 @@ def events_folder() -> str:
 
 def local_ranks() -> int:
     """The number of ranks on this host, as set by the launcher; 1 by default."""
-    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(value)) if value.isdigit() else 1
+    return _count("LOCAL_WORLD_SIZE")
 
 
 def ranks() -> int:
     """The number of ranks, as set by the launcher; 1 by default."""
-    value = os.environ.get("WORLD_SIZE", "1")
+    return _count("WORLD_SIZE")
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name, "1")
     return max(1, int(value)) if value.isdigit() else 1
 
 

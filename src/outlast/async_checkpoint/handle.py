@@ -149,8 +149,16 @@ class SaveHandle(Handle[int]):
         """`result`, without its value."""
         self.result(timeout)
 
+    def _end(self, error: Exception | None, result: int) -> None:
+        super()._end(error, result)
+        self._seal = _ended  # a handle that a program keeps must not keep the snapshot
+
     def _what(self) -> str:
         return f"the checkpoint of step {self.step} is"
 
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} {self._state_text}>"
+
+
+def _ended() -> None:
+    """The seal of a save that has ended."""

@@ -12,15 +12,15 @@ from typing import Any
 
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.pipeline import SavePipeline
+from outlast.async_checkpoint.save.saves import Saves
 from outlast.system.shared_memory import SharedMemory
 
 
 class KeptState:
     """One rank's part."""
 
-    def __init__(self, session: FolderSession, restorer: Restorer, pipeline: SavePipeline) -> None:
-        self._session, self._restorer, self._pipeline = session, restorer, pipeline
+    def __init__(self, session: FolderSession, restorer: Restorer, saves: Saves) -> None:
+        self._session, self._restorer, self._saves = session, restorer, saves
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -76,4 +76,4 @@ class KeptState:
         from other ranks. All ranks call this.
         """
         self._restorer.restored_by_caller(step, source, seconds, size_bytes)
-        self._pipeline.prepare(state_dict)
+        self._saves.prepare(state_dict)

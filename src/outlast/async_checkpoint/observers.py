@@ -5,14 +5,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 __all__ = [
     "Observer",
     "add_observer",
-    "notify_committing",
-    "notify_restoring",
-    "notify_saving",
+    "notify",
     "remove_observer",
     "set_writer_program",
     "writer_program",
@@ -52,22 +50,10 @@ def remove_observer(observer: Observer) -> None:
     _observers.remove(observer)
 
 
-def notify_saving() -> None:
-    """Calls `saving` of every observer."""
+def notify(event: Literal["saving", "committing", "restoring"]) -> None:
+    """Calls this method of every observer."""
     for observer in tuple(_observers):
-        observer.saving()
-
-
-def notify_committing() -> None:
-    """Calls `committing` of every observer."""
-    for observer in tuple(_observers):
-        observer.committing()
-
-
-def notify_restoring() -> None:
-    """Calls `restoring` of every observer."""
-    for observer in tuple(_observers):
-        observer.restoring()
+        getattr(observer, event)()
 
 
 def set_writer_program(module: str | None) -> None:

@@ -2,27 +2,33 @@
 
 Keys of call i, under the ledger's prefix:
 
-    i/name         the name of the call                            the first claim wins
-    i/part/RANK    the result of one rank's part
-    i/count        how many ranks have finished
-    i/verdict      how the call ended: done, or failed             the first claim wins
-    i/conclusion   the coordinator's result from the parts
-    i/left         how many ranks no longer need these keys
+    i/name             the name of the call                        the first claim wins
+    i/part/RANK        the result of one rank's part
+    i/part/L/GROUP     those of a group of ranks, on level L of the tree
+    i/count/L/GROUP    how many members of the group have finished
+    i/verdict          how the call ended: done, or failed         the first claim wins
+    i/conclusion       the coordinator's result from the parts
+    i/left/L/GROUP     how many members of the group no longer need the keys
 
 Why one key `i/verdict`: "all have finished" and "one has failed" can be claimed at the same
 moment by different ranks. The store orders the two claims, and all ranks read the one that won.
 Therefore all ranks see the same verdict, and a verdict never changes: once "done" is claimed, no
 rank can fail or drop the call, and once it has failed, no rank can finish it.
 
-Why "done" is never claimed too early: a rank puts its part, then adds to the count; the rank whose
-addition makes the count N claims the verdict. The store puts all operations into one order, so the
-N-th addition comes after all parts. Each rank adds once. A rank that fails does not add; so if one
-has failed, the count never reaches N, and no rank claims "done". Only a failure that is found after
-the rank itself has finished (an abort, a different name) competes with a claim of "done".
+The tree: sixteen ranks are a group, sixteen groups are a group of the next level, and so on up to
+one group. A rank puts its part, then adds to the count of its group. The rank whose addition
+completes the count finishes for the group: it joins the parts of the members into one record, puts
+that, and adds to the count of the group above; at the top it claims "done". So no rank waits in the
+tree, and the coordinator reads at most sixteen records, whatever the number of ranks.
 
-Operations: a constant number per rank and call, whatever the number of ranks; `parts`, which one
-rank calls, reads one key for each rank. The records come from other hosts, so they are JSON, and
-nothing in them is executed.
+Why "done" is never claimed too early: the store puts all operations into one order, so the addition
+that completes a count comes after the parts of all members. Each member adds once. A rank that
+fails does not add; so if one has failed, its group is never complete, nor is the top, and no rank
+claims "done". Only a failure that is found after the rank itself has finished (an abort, a
+different name) competes with a claim of "done".
+
+Operations: on average a constant number per rank and call; the last of a group has sixteen more.
+The records come from other hosts, so they are JSON, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -35,6 +41,11 @@ from typing import Any
 from outlast.coordination import MemoryStore, Store
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
+
+_WIDTH = 16
+"""How many members a group of the tree has. A rank reads that many records one after another."""
+_BETWEEN = b"\x1e"
+"""Between the parts of two ranks in a record: JSON contains no such byte."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +125,9 @@ class CallLedger:
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._prefix = store, prefix
+        self._levels = [world_size]  # how many members each level of the tree has
+        while self._levels[-1] > _WIDTH:
+            self._levels.append(-(-self._levels[-1] // _WIDTH))
 
     def child(self, name: str) -> CallLedger:
         """A ledger of the same ranks, with separate keys. Not a collective."""
@@ -146,16 +160,31 @@ class CallLedger:
         self.fail(index, failure)
         raise failure.to_error()
 
-    def finish(self, index: int, part: bytes = b"") -> None:
+    def finish(self, index: int, part: bytes | None = None) -> None:
         """Announces that this rank has finished its part of the call. At most once per call, and
-        not if this rank's part has failed. `part` is for the coordinator (`parts`); a `ValueError`
-        if it is not UTF-8.
+        not if this rank's part has failed. `part` is for the coordinator (`parts`): all ranks have
+        one, or none has.
+
+        Raises:
+            ValueError: if it is not UTF-8, or contains the character U+001E, as no JSON does.
         """
-        if part:
+        if part is not None:
             part.decode()  # some stores take only text: refused for all of them
-            self._store.put(self._key(index, f"part/{self.rank}"), part)
-        if self._store.add(self._key(index, "count"), 1) == self.world_size:
-            self._store.claim(self._key(index, "verdict"), Verdict().encode())
+            if _BETWEEN in part:
+                raise ValueError("a part contains the character U+001E")
+        member = self.rank
+        for level, members in enumerate(self._levels):
+            if part:
+                self._store.put(self._key(index, _part(level, member)), part)
+            group = member // _WIDTH
+            if self._store.add(self._key(index, f"count/{level}/{group}"), 1) < _size(
+                group, members
+            ):
+                return
+            if part is not None and members > _WIDTH:
+                part = _BETWEEN.join(self._read(index, level, group))
+            member = group
+        self._store.claim(self._key(index, "verdict"), Verdict().encode())
 
     def fail(self, index: int, failure: CallFailure) -> bool:
         """Claims that the call has failed. Returns whether that is now the verdict: another rank
@@ -177,11 +206,17 @@ class CallLedger:
 
     def parts(self, index: int) -> list[bytes]:
         """The parts of a call that is done, in the order of the ranks."""
+        return _BETWEEN.join(self._read(index, len(self._levels) - 1, 0)).split(_BETWEEN)
+
+    def parts_so_far(self, index: int) -> list[bytes]:
+        """The parts of a call that is not done; empty for a rank that has not finished. Reads one
+        key for each rank.
+        """
         return [self.part(index, rank) for rank in range(self.world_size)]
 
     def part(self, index: int, rank: int) -> bytes:
-        """The part of one rank of a call that is done; empty once that rank has called `forget`."""
-        return self._store.read(self._key(index, f"part/{rank}")) or b""
+        """The part of one rank, once it has finished; empty once it has called `forget`."""
+        return self._store.read(self._key(index, _part(0, rank))) or b""
 
     def conclude(self, index: int, payload: bytes) -> None:
         """Publishes the result of a call that is done. One rank calls this, the coordinator.
@@ -206,16 +241,43 @@ class CallLedger:
         verdict, and the conclusion if there is one. At most once per call. The last rank deletes
         the keys, so the store does not grow.
         """
-        # The coordinator read the parts before it published the conclusion that this rank has.
-        self._store.delete(self._key(index, f"part/{self.rank}"))
-        if self._store.add(self._key(index, "left"), 1) < self.world_size:
-            return
-        # All other ranks are past this point: no rank reads or sets these keys again.
-        for name in ("name", "count", "verdict", "conclusion", "left"):
+        # The parts of a group were joined, or read by the coordinator, before there was a verdict
+        # or conclusion that this rank has.
+        member = self.rank
+        for level, members in enumerate(self._levels):
+            group = member // _WIDTH
+            self._store.delete(self._key(index, _part(level, member)))
+            left = self._key(index, f"left/{level}/{group}")
+            if self._store.add(left, 1) < _size(group, members):
+                return
+            # All members of the group are past this point: none reads or sets these keys again.
+            self._store.delete(self._key(index, f"count/{level}/{group}"))
+            self._store.delete(left)
+            member = group
+        for name in ("name", "verdict", "conclusion"):
             self._store.delete(self._key(index, name))
+
+    def _read(self, index: int, level: int, group: int) -> list[bytes]:
+        """The records of the members of a group; each holds the parts of all ranks below it."""
+        members = range(group * _WIDTH, min((group + 1) * _WIDTH, self._levels[level]))
+        below = _WIDTH**level
+        found = []
+        for member in members:
+            ranks = min((member + 1) * below, self.world_size) - member * below
+            empty = _BETWEEN * (ranks - 1)
+            found.append(self._store.read(self._key(index, _part(level, member))) or empty)
+        return found
 
     def _key(self, index: int, name: str) -> str:
         return f"{self._prefix}/{index}/{name}"
+
+
+def _part(level: int, member: int) -> str:
+    return f"part/{level}/{member}" if level else f"part/{member}"
+
+
+def _size(group: int, members: int) -> int:
+    return min((group + 1) * _WIDTH, members) - group * _WIDTH
 
 
 def connect_ledger(purpose: str, group: Any = None) -> CallLedger:

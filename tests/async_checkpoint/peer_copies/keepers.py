@@ -12,10 +12,10 @@ from outlast.async_checkpoint.peer_copies.client import KeeperClient, Pending
 from outlast.async_checkpoint.peer_copies.messages import (
     Arrange,
     DescribeCopies,
-    KeeperDone,
     SendCopy,
     SentSnapshot,
 )
+from outlast.async_checkpoint.writer.messages import Done
 from outlast.system.shared_memory import SharedMemory
 
 ADDRESS = "127.0.0.1"
@@ -54,7 +54,7 @@ class Keeper:
 
     def send(
         self, to: Keeper, memory: SharedMemory, snapshot: SentSnapshot, values: bytes = b""
-    ) -> Pending[KeeperDone]:
+    ) -> Pending[Done]:
         request = SendCopy(
             snapshot=snapshot,
             size_bytes=memory.size_bytes,

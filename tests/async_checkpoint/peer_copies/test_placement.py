@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.async_checkpoint.peer_copies.placement import Place, holders
+from outlast.async_checkpoint.peer_copies.arrangement import Place, holders
 
 
 def hosts(*sizes: int) -> list[Place]:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.save.protocol import SaveProtocol
+from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.coordination.call_ledger import CallLedger
@@ -82,7 +82,7 @@ def test_a_thread_of_an_aborted_checkpointer_does_not_free_a_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go, done = threading.Event(), threading.Event(), threading.Event()
-    give_back, write = BufferPool.give_back, SaveProtocol._write
+    give_back, write = BufferPool.give_back, Save.write
     writing, written = threading.Event(), threading.Event()
 
     def late(pool: BufferPool, *args: Any) -> None:
@@ -94,14 +94,14 @@ def test_a_thread_of_an_aborted_checkpointer_does_not_free_a_buffer(
         else:
             give_back(pool, *args)
 
-    def slow(protocol: SaveProtocol, save: Any) -> Any:
+    def slow(save: Save) -> Any:
         if save.step == 2:
             writing.set()
             written.wait()
-        return write(protocol, save)
+        return write(save)
 
     monkeypatch.setattr(BufferPool, "give_back", late)
-    monkeypatch.setattr(SaveProtocol, "_write", slow)
+    monkeypatch.setattr(Save, "write", slow)
     first = Checkpointer(tmp_path)
     first.save(1, {"w": full(1.0)})
     held.wait()
@@ -127,14 +127,14 @@ def test_a_checkpoint_is_described_by_its_own_structure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save changes the structure before the save thread has read this one."""
-    walk, go = SaveProtocol.carry_out, threading.Event()
+    walk, go = Save.complete, threading.Event()
 
-    def late(protocol: SaveProtocol, save: Any) -> Any:
+    def late(save: Save) -> Any:
         if save.step == 2:
             go.wait()
-        return walk(protocol, save)
+        return walk(save)
 
-    monkeypatch.setattr(SaveProtocol, "carry_out", late)
+    monkeypatch.setattr(Save, "complete", late)
     with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
         checkpointer.save(1, {"a": full(1.0), "b": full(10.0)}).wait(NET)
         checkpointer.save(2, {"a": full(2.0), "b": full(20.0)})

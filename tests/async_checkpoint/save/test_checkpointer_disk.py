@@ -188,17 +188,17 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
 
         with monkeypatch.context() as patch:
             if broken == "seal":
-                assert first._pipeline.pending[0].snapshot.copy is not None
-                patch.setattr(first._pipeline.pending[0].snapshot.copy, "_found", interrupt)
+                assert first._saves.pending[0].taken.copy is not None
+                patch.setattr(first._saves.pending[0].taken.copy, "found", interrupt)
             else:
                 patch.setattr(first._session.writer, "tell", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 first.abort()
         second = Checkpointer(tmp_path)
         assert handle._await_end(60)
-        assert first._pipeline._thread is not None
-        first._pipeline._thread.join(60)
-        assert not first._pipeline._thread.is_alive()
+        assert first._saves._thread is not None
+        first._saves._thread.join(60)
+        assert not first._saves._thread.is_alive()
         second.close()
     assert len(_global_optimizer_pre_hooks) == 0
     assert valid_steps(tmp_path) == []

@@ -26,7 +26,7 @@ from async_checkpoint.checkpoints import (
 )
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.protocol import SaveProtocol
+from outlast.async_checkpoint.save import save as module
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.messages import BeginSave
@@ -91,9 +91,7 @@ def test_the_check_finds_a_save_that_is_written_in_place(
 
     save_steps(tmp_path / "c", 1)
     monkeypatch.setattr(LocalStorage, "names_for", in_place)
-    monkeypatch.setattr(
-        SaveProtocol, "_remove_files", lambda protocol, save: None
-    )  # as if all had been killed
+    monkeypatch.setattr(module, "remove_files", lambda *_: None)  # as if all had been killed
     plan.set({"op": "finish", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:
         handle = checkpointer.save(2, state_of(2))

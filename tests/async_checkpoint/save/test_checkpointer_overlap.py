@@ -138,7 +138,7 @@ def test_the_state_at_the_save_is_saved(tmp_path: Path, held: HeldCopy, kind: st
 def test_the_check_finds_a_step_that_does_not_wait(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, copies.OverlappedCopy._before_step, "self.seal()", "pass")
+    mutate(monkeypatch, copies.OverlappedCopy._before_step, "self._seal()", "pass")
     with pytest.raises(CheckpointError, match="torn"):
         check_state_at_the_save(tmp_path, "adam", held)
 
@@ -393,8 +393,8 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     state, optimizer = two_tensors()
     checkpointer = Checkpointer(tmp_path, overlap=optimizer)
     checkpointer.save(1, state)
-    (save,) = checkpointer._pipeline.pending
-    assert save.snapshot.copy is not None
+    (save,) = checkpointer._saves.pending
+    assert save.taken is not None
     with monkeypatch.context() as patch:
         await_copy = copies.OverlappedCopy._await_copy
 
@@ -413,8 +413,8 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     over = threading.Event()
 
     def call_off() -> None:
-        assert save.snapshot.copy is not None
-        save.snapshot.copy.call_off()
+        assert save.taken is not None
+        save.taken.call_off()
         over.set()
 
     calling = threading.Thread(target=call_off)
@@ -423,7 +423,8 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     half.go.set()
     assert over.wait(60)
     calling.join()
-    assert save.snapshot.copy.copied
+    assert save.taken.copy is not None
+    assert save.taken.copy.copied
     checkpointer.abort()
     with Checkpointer(tmp_path):
         pass

@@ -43,6 +43,23 @@ def test_one_rank_changes_what_it_saves(ranks: Ranks, tmp_path: Path) -> None:
     assert valid_steps(tmp_path / "c") == [1, 2, 3, 4]
 
 
+def test_one_rank_changes_what_it_saves_while_training_waits_for_it(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    run(ranks, "one_changes_while_training_waits", tmp_path, nprocs=3)
+    assert valid_steps(tmp_path / "c") == [1, 2, 3]
+
+
+def test_a_save_of_the_same_structure_has_one_round(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "unchanged", tmp_path)
+    for rank, waits in enumerate(
+        ({"parts": 1, "await_conclusion": 0}, {"parts": 0, "await_conclusion": 1})
+    ):
+        (line,) = [line for line in job.lines(rank) if line["event"] == "counted"]
+        expected = {"announce": 1, "finish": 1, "await_verdict": 1, **waits}
+        assert {name: line[name] for name in expected} == expected
+
+
 def test_shapes_that_differ_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "other_shapes", tmp_path)
     for rank in range(2):

@@ -225,7 +225,7 @@ def test_a_number_of_failures_in_a_row_is_tolerated(
 
 
 def _ended(checkpointer: Checkpointer) -> None:
-    for save in checkpointer._pipeline.pending:
+    for save in checkpointer._saves.pending:
         assert save.handle._await_end(60)
 
 

@@ -27,7 +27,7 @@ from outlast.async_checkpoint.storage.directory import candidates, verify_folder
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import saved_by
-from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Position
 from outlast.errors import CheckpointError
 from outlast.system import lease_page
 from outlast.system.lease_page import LeasePage

@@ -13,10 +13,9 @@ import torch
 
 from async_checkpoint.checkpoints import NET, same
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.pipeline import SavePipeline
+from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot import chunk_copy as chunks_module
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, cut
-from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, cut
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
@@ -202,13 +201,13 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hashed: list[bool] = []
-        add = SavePipeline._enqueue
+        add = Saves._enqueue
 
-        def noted(pipeline: SavePipeline, save: Any) -> None:
-            self.hashed.append(save.snapshot.hashed)
-            add(pipeline, save)
+        def noted(saves: Saves, save: Any) -> None:
+            self.hashed.append(save.taken.hashed)
+            add(saves, save)
 
-        monkeypatch.setattr(SavePipeline, "_enqueue", noted)
+        monkeypatch.setattr(Saves, "_enqueue", noted)
 
 
 def test_a_write_that_torch_does_not_count_fails_verification(

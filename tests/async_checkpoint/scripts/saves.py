@@ -43,9 +43,9 @@ def one_fails(path: str, plan: str, mutation: str = "") -> None:
     use(plan)
     if mutation == "deaf" and RANK == 0:
         from inprocess.mutations import mutate
-        from outlast.async_checkpoint.save.protocol import SaveProtocol
+        from outlast.async_checkpoint.save.save import Save
 
-        mutate(patch, SaveProtocol.carry_out, "if verdict.failure is not None:", "if False:")
+        mutate(patch, Save.complete, "if failure is None:", "if True:")
     join_group()
     with Checkpointer(path) as checkpointer:
         handle = checkpointer.save(1, own_state(1))

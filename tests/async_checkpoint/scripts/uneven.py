@@ -23,6 +23,7 @@ from outlast.async_checkpoint.storage import read_errors
 from outlast.async_checkpoint.writer.client import WriterFailed
 from outlast.async_checkpoint.writer.messages import DescribeSnapshots
 from outlast.chaos.storage import flip_byte
+from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, CheckpointReadError
 
 HOST = socket.gethostname()
@@ -134,6 +135,56 @@ def one_changes(path: str, plan: str) -> None:
             assert checkpointer.restore(found, step=step) == step
             assert found.get("word", f"of {step}") == f"of {step}"
             assert same({k: v for k, v in found.items() if k not in extra}, state_of(step))
+    leave_group()
+
+
+@scenario
+def one_changes_while_training_waits(path: str, plan: str) -> None:
+    """No rank's snapshot can be sealed before rank 1 knows what it saves."""
+    join_group()
+    parameter = torch.nn.Parameter(torch.zeros(10_000))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    with Checkpointer(path, overlap=optimizer) as checkpointer:
+        for step in range(1, 4):
+            parameter.grad = torch.full_like(parameter, -10.0)
+            optimizer.step()
+            state: dict[str, Any] = {"w": parameter.detach()}
+            if RANK == 1 and step > 1:
+                state["own"] = torch.full((step,), float(step))
+            handle = checkpointer.save(step, state)
+            dist.barrier()  # as in the next backward pass
+            optimizer.step()
+            handle.wait(NET)
+            found = {"w": torch.zeros(10_000)}
+            assert checkpointer.restore(found, step=step, optional=["own"]) == step
+            assert same(found, {"w": torch.full((10_000,), 2.0 * step - 1)})
+    leave_group()
+
+
+@scenario
+def unchanged(path: str, plan: str) -> None:
+    """Prints how often a rank reports, and rank 0 collects, in a save of the same structure."""
+    counts = dict.fromkeys(("announce", "finish", "parts", "await_verdict", "await_conclusion"), 0)
+    patch = pytest.MonkeyPatch()
+
+    def count(name: str) -> None:
+        real = getattr(CallLedger, name)
+
+        def counted(*args: Any) -> Any:
+            counts[name] += 1
+            return real(*args)
+
+        patch.setattr(CallLedger, name, counted)
+
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        dist.barrier()
+        for name in counts:
+            count(name)
+        saves(checkpointer, 2, state_of(2))
+        patch.undo()
+    say("counted", **counts)
     leave_group()
 
 

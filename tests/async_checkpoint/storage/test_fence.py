@@ -16,7 +16,7 @@ from outlast.async_checkpoint.storage import fence
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, list_checkpoints
 from outlast.async_checkpoint.storage.fence import Credentials, Fenced, check, newest, raise_fence
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Position
 from outlast.errors import FolderInUse
 from outlast.system import files, lease_page
 from outlast.system.files import lock_file
@@ -168,7 +168,7 @@ def test_the_lock_of_an_earlier_process_of_the_job(tmp_path: Path, page: LeasePa
     holds = (
         "import sys\n"
         "from outlast.async_checkpoint.storage.local import LocalStorage\n"
-        "from outlast.async_checkpoint.storage.position import Position\n"
+        "from outlast.async_checkpoint.storage.protocol import Position\n"
         "storage = LocalStorage(sys.argv[1])\n"
         "storage.prepare()\n"
         "storage.lock('process 1 on a', position=Position('run', (0, 0, 3)))\n"

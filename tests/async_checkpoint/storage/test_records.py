@@ -19,8 +19,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.named_files import new_checkpoint, replace_file
 from outlast.async_checkpoint.storage.fence import raise_fence
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.position import Position
-from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
+from outlast.async_checkpoint.storage.protocol import IDENTITY, Position, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.trust import limit_trust, trusted
 from outlast.errors import CheckpointError

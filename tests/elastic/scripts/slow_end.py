@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch import nn
 
 import outlast
-from outlast.async_checkpoint.save.protocol import SaveProtocol
+from outlast.async_checkpoint.save.save import Save
 from outlast.inprocess import CallWrapper, Wrapper
 
 PATH, SECONDS = sys.argv[1], float(sys.argv[2])
 STEPS = 2
 
-_carry_out = SaveProtocol.carry_out
+_complete = Save.complete
 
 
-def slowly(self: SaveProtocol, save: Any) -> Any:
+def slowly(save: Save) -> Any:
     if save.step == STEPS:
         time.sleep(SECONDS)
-    return _carry_out(self, save)
+    return _complete(save)
 
 
-SaveProtocol.carry_out = slowly  # type: ignore[method-assign]
+Save.complete = slowly  # type: ignore[method-assign]
 
 
 @Wrapper(soft_timeout=datetime.timedelta(seconds=SECONDS / 2))

@@ -1,4 +1,10 @@
-"""How the ranks of a checkpointer arrange their copies: the hosts, the token, the keepers."""
+"""How the ranks of a checkpointer arrange their copies: who holds whose, the token, the keepers.
+
+The failure domains form a ring, in the order of their lowest ranks, and each domain's copies are in
+the next one. So a domain holds the copies of one other domain only, and what it sends and receives
+does not grow with the number of hosts. Copies and originals are both lost only with two neighbors
+of the ring.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import dataclasses
 import hmac
 import math
 import secrets
+from collections.abc import Sequence
 
 from outlast.async_checkpoint.environment import (
     copies_key,
@@ -16,11 +23,46 @@ from outlast.async_checkpoint.environment import (
 )
 from outlast.async_checkpoint.peer_copies.client import KeeperClient
 from outlast.async_checkpoint.peer_copies.messages import Arrange
-from outlast.async_checkpoint.peer_copies.placement import Place
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 from outlast.system.arguments import as_int
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank runs: its host, and the failure domain (a rack, say) that the host is in."""
+
+    host: str
+    domain: str
+
+
+def holders(places: Sequence[Place]) -> list[int] | None:
+    """The rank that holds the copies of each rank; `None` if all ranks are in one failure domain.
+
+    Raises:
+        ValueError: if a host is in two failure domains.
+    """
+    domain_of: dict[str, tuple[str, int]] = {}
+    ranks_in: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        known, first = domain_of.setdefault(place.host, (place.domain, rank))
+        if known != place.domain:
+            raise ValueError(
+                f"ranks {first} and {rank} are both on host {place.host}, but OUTLAST_FAILURE_"
+                f"DOMAIN is {known!r} for one and {place.domain!r} for the other: set it to one "
+                "value on each host"
+            )
+        ranks_in.setdefault(place.domain, []).append(rank)
+    if len(ranks_in) < 2:
+        return None
+    found = [-1] * len(places)
+    ring = list(ranks_in.values())
+    for ranks, following in zip(ring, [*ring[1:], ring[0]], strict=True):
+        for number, rank in enumerate(ranks):
+            found[rank] = following[number % len(following)]
+    return found
+
 
 DEFAULT_BYTES_PER_S = 250e6
 """For each rank: eight of them use a sixth of a 100 Gbit/s network."""

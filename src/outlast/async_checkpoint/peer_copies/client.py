@@ -16,13 +16,16 @@ from typing import Any, Generic, TypeVar, cast
 from outlast.async_checkpoint.peer_copies.messages import (
     Arrange,
     Arranged,
-    KeeperFailed,
-    KeeperGoodbye,
     KeepOnly,
+)
+from outlast.async_checkpoint.writer.messages import (
+    Goodbye,
+    Message,
+    Request,
+    RequestFailed,
     decode,
     encode,
 )
-from outlast.async_checkpoint.writer.messages import Message, Request
 from outlast.errors import CheckpointError
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.channel import pack
@@ -63,7 +66,7 @@ class Pending(Generic[A]):
             raise KeeperLost(f"the keeper of copies did not answer within {timeout:g} s")
         if isinstance(self._answer, KeeperLost):
             raise self._answer
-        if isinstance(self._answer, KeeperFailed):
+        if isinstance(self._answer, RequestFailed):
             raise CheckpointError(self._answer.error)
         return cast(A, self._answer)
 
@@ -153,7 +156,7 @@ class KeeperClient:
             return
         if process is not None:
             with contextlib.suppress(OSError):
-                process.channel.send(encode(KeeperGoodbye()))
+                process.channel.send(encode(Goodbye(tidy=False)))
             if process.wait(timeout_s) is None:
                 process.kill()
         reader.join()  # the end of the process ends the channel

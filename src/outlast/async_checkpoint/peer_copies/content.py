@@ -1,13 +1,21 @@
-"""The bytes of a snapshot on a connection: each file of its buffer, by chunks, then its values.
+"""Copies that a keeper holds, and how one travels on a connection.
 
-Both ends take the checksum of each chunk while it is in the cache: the sender of what it sends, the
-receiver of what has arrived.
+A keeper holds at most two copies of each rank's snapshots, the older one complete everywhere. A
+rank sends the copy of a save only once the copies of the save before have ended on all ranks, and
+every keeper has released what that made superfluous (`rounds.py`). So a keeper that is sent a copy
+holds one complete copy of that rank, besides the one that is arriving.
+
+What travels is each file of the snapshot's buffer, by chunks, then its values. Both ends take the
+checksum of each chunk while it is in the cache: the sender of what it sends, the receiver of what
+has arrived.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.peer_copies.connection import Connection
@@ -16,6 +24,82 @@ from outlast.async_checkpoint.storage.entries import is_count
 from outlast.async_checkpoint.storage.manifest import checksum, pieces
 from outlast.clock import Clock, MonotonicClock
 from outlast.errors import CheckpointError
+from outlast.system.shared_memory import SharedMemory
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldCopy:
+    """A complete copy: the snapshot's description, with its checksums, and its bytes."""
+
+    snapshot: SentSnapshot
+    values: bytes
+    memory: SharedMemory
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The save and the rank."""
+        return self.snapshot["save_id"], self.snapshot["rank"]
+
+
+class HeldCopies:
+    """All copies of a keeper. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, int], HeldCopy] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[HeldCopy]:
+        """The copies, the oldest first."""
+        with self._lock:
+            return list(self._copies.values())
+
+    def find(self, save_id: str, rank: int) -> HeldCopy | None:
+        """The copy of a rank's snapshot of a save."""
+        with self._lock:
+            return self._copies.get((save_id, rank))
+
+    def add(self, copy: HeldCopy) -> None:
+        """Adds a complete copy; it replaces one of the same save and rank."""
+        with self._lock:
+            before = self._copies.pop(copy.key, None)
+            self._copies[copy.key] = copy
+        if before is not None:
+            before.memory.close()
+
+    def keep_only(self, save_ids: Collection[str]) -> None:
+        """Releases the copies of other saves."""
+        self._release([copy for copy in self.all() if copy.snapshot["save_id"] not in save_ids])
+
+    def make_room(self, rank: int, folder_id: str) -> None:
+        """Before a copy of this rank arrives: releases all but the newest one of that rank. There
+        are more only after a fault that came before `keep_only`.
+        """
+        mine = [
+            copy
+            for copy in self.all()
+            if (copy.snapshot["rank"], copy.snapshot["folder_id"]) == (rank, folder_id)
+        ]
+        self._release(mine[:-1])
+
+    def _release(self, copies: Collection[HeldCopy]) -> None:
+        with self._lock:
+            released = [self._copies.pop(copy.key, None) for copy in copies]
+        for copy in released:
+            if copy is not None:
+                copy.memory.close()
+
+
+def available_bytes() -> int | None:
+    """How much memory the system can give without swapping; `None` if it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
 
 _PACED_BYTES = 256 << 10  # at once: small, so that other traffic waits for little
 
@@ -70,19 +154,35 @@ def send_content(
     return found
 
 
-def receive_content(
-    connection: Connection, snapshot: SentSnapshot, memory: memoryview, values: memoryview
-) -> Checksums:
-    """Receives the content into `memory` and `values`; returns the checksums of what arrived."""
-    found: Checksums = {}
-    for name, part in _parts(snapshot, memory, values):
-        sums = []
-        for at, size in pieces(len(part)):
-            chunk = part[at : at + size]
-            connection.receive_into(chunk)
-            sums.append(checksum(chunk))
-        found[name] = {"size_bytes": len(part), "checksums": sums}
-    return found
+def receive_copy(
+    connection: Connection,
+    said: Mapping[str, Any],
+    expected: Callable[[], Mapping[str, Any]],
+    where: str,
+) -> HeldCopy:
+    """Receives a snapshot of which the other end has `said` the description, which is checked
+    already, and the sizes; `expected` are its checksums.
+
+    Raises:
+        CheckpointError: if a byte has changed; names the file.
+    """
+    snapshot: SentSnapshot = said["snapshot"]
+    memory = SharedMemory(said["size_bytes"])
+    try:
+        values = bytearray(said["values_bytes"])
+        arrived: Checksums = {}
+        for name, part in _parts(snapshot, memory.view, memoryview(values)):
+            sums = []
+            for at, size in pieces(len(part)):
+                chunk = part[at : at + size]
+                connection.receive_into(chunk)
+                sums.append(checksum(chunk))
+            arrived[name] = {"size_bytes": len(part), "checksums": sums}
+        check_equal(arrived, expected(), where)
+    except BaseException:
+        memory.close()
+        raise
+    return HeldCopy({**snapshot, "files": arrived}, bytes(values), memory)
 
 
 def check_equal(arrived: Checksums, expected: Mapping[str, Any], where: str) -> None:

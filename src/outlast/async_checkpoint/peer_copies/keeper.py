@@ -19,19 +19,14 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.async_checkpoint.peer_copies.held_copies import HeldCopies, HeldCopy
+from outlast.async_checkpoint.peer_copies.content import HeldCopies, HeldCopy
 from outlast.async_checkpoint.peer_copies.messages import (
     Arrange,
     Arranged,
     Copies,
     DescribeCopies,
-    KeeperDone,
-    KeeperFailed,
-    KeeperGoodbye,
     KeepOnly,
     SendCopy,
-    decode,
-    encode,
 )
 from outlast.async_checkpoint.peer_copies.server import CopyServer
 from outlast.async_checkpoint.peer_copies.transfer import Transfer
@@ -41,7 +36,15 @@ from outlast.async_checkpoint.writer.handover import (
     hand_over,
     take_over,
 )
-from outlast.async_checkpoint.writer.messages import HeldSnapshot, Message
+from outlast.async_checkpoint.writer.messages import (
+    Done,
+    Goodbye,
+    HeldSnapshot,
+    Message,
+    RequestFailed,
+    decode,
+    encode,
+)
 from outlast.errors import CheckpointError
 from outlast.system.background_process import settle
 from outlast.system.channel import Channel, unpack
@@ -85,7 +88,7 @@ class Keeper:
                 return False
             request, number = decode(payload)
             match request:
-                case KeeperGoodbye():
+                case Goodbye():
                     return True
                 case SendCopy():
                     memory = SharedMemory(request.size_bytes, descriptors[0])
@@ -123,13 +126,13 @@ class Keeper:
                     return self._arrange(request)
                 case KeepOnly():
                     self.copies.keep_only(request.save_ids)
-                    return KeeperDone()
+                    return Done()
                 case DescribeCopies():
                     return Copies(copies=[copy.snapshot for copy in self.copies.all()])
                 case _:
                     raise TypeError(f"{type(request).__name__} is no request")
         except Exception as e:  # noqa: BLE001 - the main process raises it
-            return KeeperFailed(error=describe(e))
+            return RequestFailed(error=describe(e), traceback="")
 
     def _arrange(self, request: Arrange) -> Arranged:
         # First: the main process may write into its buffers once this is answered.
@@ -167,7 +170,7 @@ class Keeper:
     def _send(
         self, transfer: Transfer, request: SendCopy, memory: SharedMemory, number: int
     ) -> None:
-        answer: Message = KeeperDone()
+        answer: Message = Done()
         try:
             transfer.send(
                 (request.address, request.port),
@@ -178,9 +181,9 @@ class Keeper:
                 request.blob,
             )
         except CheckpointError as e:
-            answer = KeeperFailed(error=str(e))
+            answer = RequestFailed(error=str(e), traceback="")
         except Exception as e:  # noqa: BLE001 - the main process reports it
-            answer = KeeperFailed(error=describe(e))
+            answer = RequestFailed(error=describe(e), traceback="")
         finally:
             memory.close()
         self._answer(number, answer)

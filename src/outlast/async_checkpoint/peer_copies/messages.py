@@ -1,12 +1,10 @@
-"""The messages between a main process and its keeper, in the format of `writer/messages.py`."""
+"""The messages between a main process and its keeper, besides those of `writer/messages.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from outlast.async_checkpoint.writer.messages import Message, Request, SnapshotDescription
-from outlast.system.channel import pack, unpack
+from outlast.async_checkpoint.writer.messages import Done, Message, Request, SnapshotDescription
 
 
 class SentSnapshot(SnapshotDescription):
@@ -15,18 +13,6 @@ class SentSnapshot(SnapshotDescription):
     """
 
     index: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeeperDone(Message):
-    """The request was carried out."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeeperFailed(Message):
-    """The request failed."""
-
-    error: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +42,7 @@ class Arrange(Request[Arranged]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SendCopy(Request[KeeperDone]):
+class SendCopy(Request[Done]):
     """Sends a sealed snapshot to the keeper at `address` and `port`. The descriptor of the buffer
     is attached, `size_bytes` is its size, `blob` holds the pickled values. The answer comes when
     the copy is there and verified, or failed.
@@ -69,7 +55,7 @@ class SendCopy(Request[KeeperDone]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeepOnly(Request[KeeperDone]):
+class KeepOnly(Request[Done]):
     """Releases all copies except those of these saves."""
 
     save_ids: list[str]
@@ -78,37 +64,3 @@ class KeepOnly(Request[KeeperDone]):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DescribeCopies(Request[Copies]):
     """Lists the copies."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeeperGoodbye(Message):
-    """The main process ends normally: the keeper ends too."""
-
-
-_TYPES: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        Arrange,
-        Arranged,
-        Copies,
-        DescribeCopies,
-        KeepOnly,
-        KeeperDone,
-        KeeperFailed,
-        KeeperGoodbye,
-        SendCopy,
-    )
-}
-
-
-def encode(message: Message, number: int = 0) -> bytes:
-    """The payload of a message, or of the request or answer of this number."""
-    header: dict[str, Any] = {**vars(message), "type": type(message).__name__, "number": number}
-    return pack(header, header.pop("blob"))
-
-
-def decode(payload: bytes) -> tuple[Message, int]:
-    """The message and the number that `encode` was given."""
-    header, blob = unpack(payload)
-    number = header.pop("number")
-    return _TYPES[header.pop("type")](**header, blob=blob), number

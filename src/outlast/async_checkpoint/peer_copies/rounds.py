@@ -43,7 +43,7 @@ _CLOSED = "the checkpointer was closed"
 
 
 class Copyable(Protocol):
-    """What a round needs to know of a snapshot (`save.take_snapshot.Snapshot`)."""
+    """What a round needs to know of a snapshot (`snapshot.snapshot.Snapshot`)."""
 
     description: SnapshotDescription
     values: bytes

@@ -17,16 +17,16 @@ from typing import Any, cast
 
 from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused, listen
 from outlast.async_checkpoint.peer_copies.content import (
+    HeldCopies,
+    HeldCopy,
+    available_bytes,
     check_description,
-    check_equal,
-    receive_content,
+    receive_copy,
     send_content,
 )
-from outlast.async_checkpoint.peer_copies.held_copies import HeldCopies, HeldCopy, available_bytes
 from outlast.async_checkpoint.peer_copies.messages import SentSnapshot
 from outlast.errors import CheckpointError
 from outlast.system.error_text import describe
-from outlast.system.shared_memory import SharedMemory
 from outlast.system.units import size_text
 
 # More connections than a keeper has at any time; others wait to be accepted.
@@ -118,16 +118,8 @@ class CopyServer:
                 "memory are available"
             )
         connection.send_frame({"ok": True})
-        memory = SharedMemory(size)
-        try:
-            values = bytearray(values_size)
-            arrived = receive_content(connection, snapshot, memory.view, memoryview(values))
-            expected = connection.receive_frame()["files"]
-            check_equal(arrived, expected, f"the snapshot of step {snapshot['step']}")
-        except BaseException:
-            memory.close()
-            raise
-        copy = HeldCopy({**snapshot, "files": arrived}, bytes(values), memory)
+        where = f"the snapshot of step {snapshot['step']}"
+        copy = receive_copy(connection, offer, lambda: connection.receive_frame()["files"], where)
         self._copies.add(copy)
         self._received(copy)
         connection.send_frame({"ok": True})

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
 
 from outlast.async_checkpoint.peer_copies.connection import Connection
 from outlast.async_checkpoint.peer_copies.content import (
     Cancelled,
+    HeldCopy,
     Pace,
     check_description,
-    check_equal,
-    receive_content,
+    receive_copy,
     send_content,
 )
-from outlast.async_checkpoint.peer_copies.held_copies import HeldCopy
 from outlast.async_checkpoint.peer_copies.messages import SentSnapshot
 from outlast.errors import CheckpointError
 from outlast.system.error_text import describe
@@ -117,23 +115,15 @@ def fetch_copy(host: str, at: tuple[str, int], token: str, save_id: str, rank: i
             said = connection.receive_frame()
             if "error" in said:
                 raise CheckpointError(f"{where} cannot be fetched: {said['error']}")
-            snapshot = cast(SentSnapshot, said["snapshot"])
-            check_description(snapshot, said["size_bytes"], said["values_bytes"])
-            memory = SharedMemory(said["size_bytes"])
-            try:
-                values = bytearray(said["values_bytes"])
-                arrived = receive_content(connection, snapshot, memory.view, memoryview(values))
-                check_equal(arrived, snapshot["files"] or {}, where)
-            except BaseException:
-                memory.close()
-                raise
+            check_description(said["snapshot"], said["size_bytes"], said["values_bytes"])
+            files = said["snapshot"]["files"] or {}
+            return receive_copy(connection, said, lambda: files, where)
         finally:
             connection.close()
     except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(
             f"{where} cannot be fetched from {at[0]}:{at[1]}: {describe(e)}"
         ) from e
-    return HeldCopy(snapshot, bytes(values), memory)
 
 
 def _check_accepted(connection: Connection) -> None:

@@ -11,12 +11,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
+from outlast.async_checkpoint.peer_copies.arrangement import Arrangement, Place, holders, own_place
 from outlast.async_checkpoint.peer_copies.messages import DescribeCopies
+from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.writer.messages import HeldSnapshot
+from outlast.coordination.agreement import Agreement
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
+from outlast.events import CopySkipped, Emitter
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -104,3 +108,49 @@ def plans(
             fetches = {str(rank): held[save_id][rank] for rank in lacking}
             found[save_id] = (step, number, fetches)
     return found
+
+
+def arrange_copies(
+    session: FolderSession,
+    ranks: Agreement,
+    ledger: CallLedger,
+    emitter: Emitter,
+    bytes_per_s: float,
+) -> CopiesInReach | None:
+    """Makes the session copy its snapshots, if there are `replicas`; returns what can be restored
+    from. With a warning and no new copies if all ranks are in one failure domain. Called on all
+    ranks.
+
+    Raises:
+        ValueError: if a host is in two failure domains.
+    """
+    keeper, rank = session.keeper, ledger.rank
+    session.copies = None
+    if keeper is None:
+        return None
+    ledger = ledger.child("copies")
+    own = own_place()
+    places = [Place(*each) for each in ranks.exchange([own.host, own.domain])]
+    found = holders(places)
+    hosts = [place.host for place in places]
+    arrangement = ranks.attempt(lambda: Arrangement.begin(keeper, ledger, hosts, bytes_per_s))
+    if isinstance(arrangement, CallFailure):
+        raise CheckpointError(f"rank {arrangement.rank}: {arrangement.cause}")
+    if session.pool.has_reserved:  # by a round that a restart has ended
+        try:
+            keeper.port()  # once it has answered, it reads from no buffer
+        except CheckpointError as e:
+            log.warning("copies in this rank's memory are lost: %s", e)
+        session.pool.unreserve_all()
+    in_reach = CopiesInReach(session, arrangement, rank)
+    if found is not None:
+        session.copies = CopyRounds(session.pool, ledger, arrangement, found[rank], emitter)
+        return in_reach
+    cause = (
+        f"all ranks are in one failure domain ({own.domain}), so replicas=1 keeps no copies: the "
+        "loss of it loses all snapshots in memory"
+    )
+    if rank == 0:
+        log.warning("%s", cause)
+    emitter.emit(CopySkipped(cause=cause))
+    return in_reach

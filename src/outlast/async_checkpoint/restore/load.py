@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outlast.async_checkpoint.plain_values import decode
+from outlast.async_checkpoint.plain_decoding import decode
 from outlast.async_checkpoint.restore.fit import Index, put
 from outlast.async_checkpoint.restore.verified_read import (
     Piece,

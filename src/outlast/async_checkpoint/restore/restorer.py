@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 from outlast.async_checkpoint.environment import position
-from outlast.async_checkpoint.observers import notify_restoring
+from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.restore.fit import (
     Fit,
     Index,
+    check_mixture,
     empty_dicts,
     fill_empty,
     fit,
@@ -27,7 +28,6 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import Content, load
-from outlast.async_checkpoint.restore.mixture import check_mixture
 from outlast.async_checkpoint.restore.verified_read import StorageSource, check_sizes
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
@@ -183,7 +183,7 @@ class Restorer:
         errors: list[str] = []
         empty = empty_dicts(state_dict)
         request = _Request(state_dict, strict, optional, weights_only, empty)
-        notify_restoring()
+        notify("restoring")
         for candidate in found:
             began = self._emitter.clock.now()
             failure = self._load(candidate, snapshots, request)

@@ -1,1 +1,1 @@
-"""One save from snapshot to commit: the pipeline, and what follows a commit."""
+"""One save from snapshot to commit: begin with `save.py`."""

@@ -81,10 +81,11 @@ class SaveOutcomes:
         if error is None:
             if self._policy is not None:
                 self._policy.succeeded()
+            assert save.taken is not None
             event: Event = CheckpointCommitted(
                 step=save.step,
                 size_bytes=size_bytes,
-                own_bytes=save.snapshot.size_bytes,
+                own_bytes=save.taken.size_bytes,
                 blocked_seconds=save.blocked_s,
                 seconds=seconds,
                 queued=queued,
@@ -125,9 +126,7 @@ class SaveOutcomes:
                 allowed = dataclasses.asdict(self._session.credentials)
                 self._warn(self._session.writer.request(HideFolders(folders=names, **allowed)))
         except (CheckpointError, OSError, Dropped):
-            # The save is committed, and superfluous checkpoints only take up space.
-            level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
-            log.log(level, "%s", _NOT_REMOVED, exc_info=True)
+            self._not_removed()  # the save is committed, and old checkpoints only take up space
         else:
             for info in removable:
                 self._emitter.emit(CheckpointRemoved(step=info.step))
@@ -139,9 +138,12 @@ class SaveOutcomes:
         try:
             self._warn(self._session.writer.request(AwaitRemovals(tidy=self._session.recycles)))
         except (CheckpointError, Dropped):
-            # After an abort the writer process has ended, and the next job removes them.
-            level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
-            log.log(level, "%s", _NOT_REMOVED, exc_info=True)
+            self._not_removed()
+
+    def _not_removed(self) -> None:
+        # After an abort the writer process may have ended: the next job removes them.
+        level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
+        log.log(level, "%s", _NOT_REMOVED, exc_info=True)
 
     def _warn(self, answer: RemovalErrors) -> None:
         for error in answer.errors:

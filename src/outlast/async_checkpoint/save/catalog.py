@@ -1,7 +1,8 @@
-"""The contents of a checkpoint across all ranks, for its manifest and for plain PyTorch."""
+"""The contents of a checkpoint across all ranks: its manifest, its metadata for plain PyTorch."""
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.tree import torch_path
-from outlast.async_checkpoint.storage.entries import Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.entries import FileEntry, Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, checksum, pieces
+from outlast.errors import CheckpointError
+
+METADATA = ".metadata"
 
 
 class Catalog:
@@ -36,21 +41,49 @@ class Catalog:
         for structure in self.structures.values():
             self._add(structure)
 
-    def values(self, places: Mapping[int, Sequence[Sequence[int]]]) -> dict[str, ValueEntry]:
-        """The place of each value, from offsets and sizes that each rank has reported."""
-        found = {}
-        for rank, structure in self.structures.items():
-            for item, (at, size_bytes) in zip(structure.values, places[rank], strict=True):
-                found[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size_bytes)
-        return found
+    def manifest(
+        self, records: Sequence[bytes], step: int, save_id: str, metric: float | None
+    ) -> tuple[Manifest, bytes]:
+        """The manifest of a checkpoint, and the content of its file `METADATA`; `records` are what
+        the ranks have reported (`Save.write`).
 
-    def metadata(self, values: Mapping[str, ValueEntry]) -> bytes:
-        """The `.metadata` file of torch.distributed.checkpoint, for loading with plain PyTorch. It
-        stays the same while the values have the same sizes.
+        Raises:
+            CheckpointError: if a rank has written into another folder, or another structure.
         """
-        return self._metadata.of(dict(values), lambda: self._pickle(values))
+        files: dict[str, FileEntry] = {}
+        values: dict[str, ValueEntry] = {}
+        judged: list[list[str]] = []
+        for rank, record in enumerate(map(json.loads, records)):
+            structure = self.structures[rank]
+            if record["id"] != save_id:
+                raise CheckpointError(f"rank {rank} wrote into another folder: {record['id']}")
+            if record["structure"] != structure.digest:
+                raise CheckpointError(f"rank {rank} has saved another structure than was agreed")
+            for item, (at, size) in zip(structure.values, record["places"], strict=True):
+                values[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size)
+            if "non_finite" in record:
+                judged.append(record["non_finite"])
+            for name, entry in record["files"].items():
+                files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
+        # It stays the same while the values have the same sizes.
+        metadata = self._metadata.of(dict(values), lambda: self._pickle(values))
+        checksums = [checksum(metadata[at : at + n]) for at, n in pieces(len(metadata))]
+        files[METADATA] = FileEntry(METADATA, len(metadata), checksums)
+        manifest = Manifest(
+            step=step,
+            save_id=save_id,
+            world_size=len(records),
+            metric=metric,
+            chunk_bytes=CHUNK_BYTES,
+            files=files,
+            tensors=self.tensors,
+            values=values,
+            non_finite=sorted(set().union(*judged)) if judged else None,
+        )
+        return manifest, metadata
 
     def _pickle(self, values: Mapping[str, ValueEntry]) -> bytes:
+        """The `.metadata` file of torch.distributed.checkpoint, for loading with plain PyTorch."""
         described = dict(self._described)
         stored = dict(self._stored)
         for name, entry in values.items():

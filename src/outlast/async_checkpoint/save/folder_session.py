@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.peer_copies.arrangement import new_keeper
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
-from outlast.async_checkpoint.save.structure_exchange import StructureMemo
+from outlast.async_checkpoint.save.structures import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum

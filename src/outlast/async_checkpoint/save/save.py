@@ -1,179 +1,288 @@
-"""A save in progress, how it is committed, and how its failure is reported."""
+"""One save of one rank, from the state dict to the end: `snapshot`, `write`, `commit`.
+
+    snapshot   on the training thread: this rank's share of the state is copied into a buffer
+    write      the writer process makes this rank's files durable, during a copy that overlaps
+               with training; the rank is done once they are, and the snapshot is sealed
+    commit     once all ranks are done: rank 0 writes the manifest and renames the folder, and
+               tells the others
+
+Nothing before the commit makes anything visible. A checkpoint is never both committed and dropped:
+either needs the verdict of the save, which is claimed once. An abort claims a failure; if that
+claim wins, no rank commits. If "all ranks are done" won, the abort came too late, and the commit
+continues, on rank 0 and for all ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.save.catalog import Catalog
-from outlast.async_checkpoint.save.take_snapshot import Snapshot
-from outlast.async_checkpoint.storage.entries import FileEntry
-from outlast.async_checkpoint.storage.fence import Credentials
-from outlast.async_checkpoint.storage.manifest import (
-    CHUNK_BYTES,
-    MANIFEST,
-    Manifest,
-    checksum,
-    encode,
-    pieces,
-)
-from outlast.async_checkpoint.writer.client import WriterFailed
-from outlast.async_checkpoint.writer.messages import Commit
+from outlast.async_checkpoint.save.commit import commit_checkpoint, remove_files
+from outlast.async_checkpoint.save.failures import ABORTED, error_of, failure_from, save_name
+from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.round import SaveRound
+from outlast.async_checkpoint.save.structures import Structures
+from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
+from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
+from outlast.async_checkpoint.snapshot.structure import Structure, values_file
+from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
+from outlast.async_checkpoint.storage.manifest import Manifest
+from outlast.async_checkpoint.writer.messages import SnapshotDescription, WriteSnapshot
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import (
-    CheckpointError,
-    CheckpointTimeout,
-    OutlastError,
-    SaveCancelled,
-    StoreError,
-)
-from outlast.system.error_text import describe
+from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.errors import CheckpointError, CheckpointTimeout, SaveCancelled, StoreError
 from outlast.system.tracebacks import drop_tracebacks
-
-_METADATA = ".metadata"
-ABORTED = "aborted: it was dropped for all ranks"
-"""The cause of the failure of a save that a rank dropped (`SavePipeline.abort`)."""
 
 
 @dataclasses.dataclass
+class Shared:
+    """What all saves of a checkpointer share.
+
+    Attributes:
+        job: the ids of its saves begin with this.
+        timeout_s: how long each wait may take.
+        aborted: whether all saves are being dropped; set by another thread, once.
+    """
+
+    session: FolderSession
+    ledger: CallLedger
+    structures: Structures
+    snapshotter: Snapshotter
+    job: str
+    timeout_s: float
+    aborted: bool = False
+
+
 class Save:
-    """A save that has not ended.
+    """See the module.
 
     Attributes:
         index: of the save in its checkpointer, the same on all ranks.
-        agreed: whether the ranks have agreed on the structure already, because it is new.
-        catalog: on rank 0, what the checkpoint holds; set once the ranks have agreed.
-        began: when `Checkpointer.save` was called.
-        blocked_s: how long training waited for the snapshot.
         finite: the names of tensors whose values must be finite.
+        taken: the snapshot, if there is one.
+        began, blocked_s: when `Checkpointer.save` was called, and how long training waited.
     """
 
-    index: int
-    rank: int
-    step: int
-    metric: float | None
-    snapshot: Snapshot
-    agreed: bool
-    catalog: Catalog | None
-    handle: SaveHandle
-    began: float
-    blocked_s: float
-    finite: Collection[str] = ()
+    def __init__(
+        self,
+        shared: Shared,
+        index: int,
+        step: int,
+        metric: float | None,
+        finite: Collection[str],
+        began: float,
+    ) -> None:
+        self.index, self.step, self.metric, self.finite = index, step, metric, finite
+        self.name = save_name(step)
+        self.round = SaveRound(shared.ledger, index, self.name, shared.structures.divide)
+        self.handle = SaveHandle(step, self.seal)
+        self.taken: Snapshot | None = None
+        self.began, self.blocked_s = began, 0.0
+        self._shared = shared
+        self._structure = ""  # the digest of what is saved
+        self._catalog: Catalog | None = None  # of a rank alone
+
+    # --------------------------------------------------------------- on the training thread
+
+    def snapshot(self, state_dict: Mapping[str, Any], earlier: Sequence[Save]) -> None:
+        """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress.
+
+        Raises:
+            CheckpointError: if something cannot be saved, or a wait took too long; names it.
+        """
+        shared, session = self._shared, self._shared.session
+        signature, leaves = signature_and_leaves(state_dict)
+        structure = shared.structures.known(signature)
+        if structure is None:
+            self._await(earlier)
+            agree = shared.structures.agree
+            structure = agree(state_dict, signature, self.round, shared.timeout_s)
+        self._structure = structure.digest
+        if shared.ledger.world_size == 1:
+            self._catalog = shared.structures.catalog  # the next save may replace it
+        try:
+            buffer = session.pool.take(structure, shared.timeout_s)
+        except NoFreeBuffer:
+            raise self._not_begun(earlier) from None
+        try:
+            values, places = structure.pickle_values(state_dict)
+            description = self._describe(structure, values, places)
+            notify("saving")
+            self.taken = shared.snapshotter.take(description, values, buffer, structure, leaves)
+        except BaseException:
+            session.pool.give_back(buffer)
+            raise
+        if session.copies is not None:
+            session.copies.submit(self.index, self.step, self.taken)
+        session.pool.release_handed_over()
+
+    def seal(self) -> None:
+        """Waits for the copy of the snapshot. Called where no write to the tensors is in
+        progress.
+        """
+        if self.taken is not None:
+            self.taken.seal()
+
+    def refuse(self, error: BaseException) -> None:
+        """Fails a save that cannot go on, so that the other ranks do not wait for this one."""
+        session, rank = self._shared.session, self._shared.ledger.rank
+        if self.taken is not None:
+            session.pool.give_back(self.taken.buffer)
+        elif session.copies is not None:
+            session.copies.refuse(self.index, self.step, str(error))
+        # If the store is out of reach, it is for them too; this rank's error comes first.
+        with contextlib.suppress(StoreError):
+            self.round.refuse(failure_from(error, self.index, self.name, rank))
+
+    def _await(self, earlier: Sequence[Save]) -> None:
+        """Waits for the saves before, on rank 0: none may use the catalog while it changes."""
+        if self._shared.ledger.rank == 0 and self._shared.ledger.world_size > 1:
+            for save in earlier:
+                if not save.handle._await_end(self._shared.timeout_s):
+                    raise self._not_begun(earlier)
+
+    def _not_begun(self, earlier: Sequence[Save]) -> CheckpointTimeout:
+        """The error of a save that cannot begin, because earlier ones use all buffers."""
+        shared, steps = self._shared, ", ".join(str(save.step) for save in earlier)
+        return CheckpointTimeout(
+            f"the {self.name} could not begin: rank {shared.ledger.rank} waited "
+            f"{shared.timeout_s:g} s for a free snapshot buffer while step {steps} was being "
+            f"written to {shared.session.url} (the disk may not respond)"
+        )
+
+    def _describe(
+        self, structure: Structure, values: bytes, places: list[list[int]]
+    ) -> SnapshotDescription:
+        session, ledger = self._shared.session, self._shared.ledger
+        save_id = f"{self._shared.job}{self.index:08x}"
+        working, final = session.storage.names_for(self.step, save_id)
+        return {
+            "step": self.step,
+            "number": self.index,
+            "save_id": save_id,
+            "folder_id": session.identity,
+            "rank": ledger.rank,
+            "world_size": ledger.world_size,
+            "working": working,
+            "final": final,
+            "layout": structure.layout.files,
+            "values": values_file(ledger.rank) if values else "",
+            "places": places,
+            "socket": str(session.socket_path(ledger.rank, ledger.world_size)),
+        }
+
+    # ------------------------------------------------------------- on the thread of the saves
+
+    def complete(self) -> tuple[int, Manifest | None]:
+        """Writes and commits; returns the size of the checkpoint, and on rank 0 its manifest, if
+        old checkpoints may be removed.
+        """
+        shared = self._shared
+        late = False
+        outcome: str | CallFailure
+        try:
+            self.round.begin(shared.timeout_s)
+            outcome = self.write()
+        except StoreError:
+            raise
+        except Exception as e:  # noqa: BLE001 - every rank must know of any error
+            late = isinstance(e, CheckpointTimeout)
+            outcome = failure_from(e, self.index, self.name, shared.ledger.rank)
+            if shared.aborted:  # whatever this is, the abort caused it: it kills the writer
+                outcome = self.round.failure(ABORTED)
+            drop_tracebacks(e)  # it may stay in the snapshot: see `own_error`
+        failure = self.round.report(outcome, shared.timeout_s)
+        if failure is None:
+            return self.commit()
+        # Rank 0 does it for all; but a rank that was at another save has its own folder.
+        # A disk that did not respond is not asked again: the next job removes what is there.
+        if not late and (shared.ledger.rank == 0 or failure.name != self.name):
+            remove_files(shared.session, self._snapshot.description)
+        self.round.forget()
+        raise error_of(failure, late)
+
+    def write(self) -> str:
+        """Makes this rank's files durable; returns its record, which rank 0 needs for the
+        manifest.
+        """
+        snapshot, writer = self._snapshot, self._shared.session.writer
+        description = snapshot.description
+        request = WriteSnapshot(
+            buffer=snapshot.buffer.number,
+            save_id=snapshot.save_id,
+            folder=description["working"],
+            files=description["layout"],
+            values_file=description["values"],
+            hashed=snapshot.hashed,
+            blob=snapshot.values,
+        )
+        try:
+            with writer.exclusive:  # no `BeginSave` of another checkpointer in between
+                writer.begin_save()
+                if self._shared.aborted:
+                    raise Dropped
+                answer = writer.request(request)
+        finally:
+            # Even after an error: once the snapshot is sealed, nothing is being copied, and no hook
+            # is left. If it is torn, that is why its save was dropped.
+            snapshot.sealed.wait()
+            if snapshot.error is not None:
+                raise snapshot.error
+        record: dict[str, Any] = {
+            "id": snapshot.save_id,
+            "structure": self._structure,
+            "files": description.get("files") if snapshot.hashed else answer.files,
+            "places": description["places"],
+        }
+        if self.finite:
+            record["non_finite"] = not_finite_in(snapshot.buffer, self.finite)
+        return json.dumps(record, separators=(",", ":"))
+
+    def commit(self) -> tuple[int, Manifest | None]:
+        """Makes the checkpoint visible, on rank 0; on the others, waits until rank 0 has. See
+        `complete`.
+        """
+        shared = self._shared
+        manifest: Manifest | None = None
+        if shared.ledger.rank == 0:
+            manifest, result = commit_checkpoint(
+                shared.session, self._snapshot.description, self._manifest, lambda: shared.aborted
+            )
+            try:
+                self.round.conclude(result)
+            except StoreError:
+                if manifest is None:
+                    raise
+                # The store is gone, and the job's iteration with it; the checkpoint is committed
+                # anyway. The next checkpointer may be running: nothing old is removed.
+                return manifest.size_bytes, None
+        else:
+            notify("committing")
+            result = self.round.await_conclusion(shared.timeout_s)
+        with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
+            self.round.forget()
+        if "dropped" in result:
+            raise SaveCancelled(f"the {self.name} was {result['dropped']}")
+        if "unknown" in result:
+            text = f"it is not known whether the {self.name} was committed: {result['unknown']}"
+            raise CheckpointError(text)
+        if "error" in result:
+            raise CheckpointError(f"the {self.name} was not committed: {result['error']}")
+        return int(result["size_bytes"]), manifest
+
+    def _manifest(self) -> tuple[Manifest, bytes]:
+        catalog = self._catalog or self._shared.structures.catalog
+        save_id = self._snapshot.save_id
+        return catalog.manifest(self.round.records(), self.step, save_id, self.metric)
 
     @property
-    def name(self) -> str:
-        """Its name in messages, which differs between ranks that save different steps."""
-        return save_name(self.step)
-
-    def failure(self, cause: str, traceback: str = "") -> CallFailure:
-        """The failure of this rank."""
-        return CallFailure.here(self.index, self.name, self.rank, cause, traceback)
-
-    def failure_of(self, error: Exception) -> CallFailure:
-        """The failure of this rank by this error."""
-        if isinstance(error, Dropped | SaveCancelled):
-            return self.failure(ABORTED)
-        if isinstance(error, OutlastError):
-            traceback = error.remote_traceback if isinstance(error, WriterFailed) else ""
-            return self.failure(str(error), traceback)
-        return CallFailure.of(error, self.index, self.name, self.rank)
-
-
-def save_name(step: int) -> str:
-    """The name of the save of a step in messages."""
-    return f"save of step {step}"
-
-
-def error_from(save: Save, cause: Exception) -> CheckpointError:
-    """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
-    did not, and the other ranks cannot know without the store.
-
-    Its text says where it comes from. The frames of its traceback hold the save, whose handle holds
-    the error: until Python collected that cycle, it would keep the memory of the iteration and its
-    connections to the store. So only a bug, whose text may not be enough, keeps its traceback.
-    """
-    if isinstance(cause, OutlastError):
-        drop_tracebacks(cause)
-    if isinstance(cause, CheckpointError):
-        return cause
-    text = f"the {save.name} failed: {describe(cause)}"
-    if isinstance(cause, StoreError) and save.rank != 0:
-        text = f"it is not known whether the {save.name} was committed: {describe(cause)}"
-    error = CheckpointError(text)
-    error.__cause__ = cause
-    return error
-
-
-def no_buffer(
-    step: int, earlier: Sequence[int], rank: int, timeout_s: float, url: str
-) -> CheckpointTimeout:
-    """The error of a save that cannot begin, because saves of `earlier` steps use all buffers."""
-    return CheckpointTimeout(
-        f"the {save_name(step)} could not begin: rank {rank} waited {timeout_s:g} s for a free "
-        f"snapshot buffer while step {', '.join(map(str, earlier))} was being written to {url} "
-        "(the disk may not respond)"
-    )
-
-
-def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
-    """The error that every rank raises when one has failed or dropped the save; `late` if a wait of
-    this rank took too long.
-    """
-    if failure.cause == ABORTED:
-        return SaveCancelled(
-            f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
-        )
-    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
-    kind = CheckpointTimeout if late else CheckpointError
-    return kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
-
-
-def commit_of(
-    save: Save, parts: Sequence[bytes], credentials: Credentials
-) -> tuple[Manifest, Commit]:
-    """The manifest of a save, and the request that commits it, on rank 0; `parts` are the ranks'
-    reports on their files.
-
-    Raises:
-        CheckpointError: if a rank has written to a different folder.
-    """
-    catalog, save_id = save.catalog, save.snapshot.save_id
-    assert catalog is not None
-    files: dict[str, FileEntry] = {}
-    places = {}
-    judged: list[list[str]] = []
-    for rank, part in enumerate(map(json.loads, parts)):
-        if part["id"] != save_id:
-            raise CheckpointError(f"rank {rank} wrote into another folder: {part['id']}")
-        places[rank] = part["places"]
-        if "non_finite" in part:
-            judged.append(part["non_finite"])
-        for name, entry in part["files"].items():
-            files[name] = FileEntry(name, entry["size_bytes"], entry["checksums"])
-    values = catalog.values(places)
-    metadata = catalog.metadata(values)
-    checksums = [checksum(metadata[at : at + n]) for at, n in pieces(len(metadata))]
-    files[_METADATA] = FileEntry(_METADATA, len(metadata), checksums)
-    manifest = Manifest(
-        step=save.step,
-        save_id=save_id,
-        world_size=len(parts),
-        metric=save.metric,
-        chunk_bytes=CHUNK_BYTES,
-        files=files,
-        tensors=catalog.tensors,
-        values=values,
-        non_finite=sorted(set().union(*judged)) if judged else None,
-    )
-    content = encode(manifest)
-    return manifest, Commit(
-        working=save.snapshot.description["working"],
-        final=save.snapshot.description["final"],
-        files=[(_METADATA, len(metadata)), (MANIFEST, len(content))],  # the manifest is the last
-        blob=metadata + content,
-        writer=credentials.writer,
-        lease=credentials.lease,
-    )
+    def _snapshot(self) -> Snapshot:
+        assert self.taken is not None
+        return self.taken

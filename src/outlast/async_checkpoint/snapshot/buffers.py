@@ -10,13 +10,11 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from outlast.async_checkpoint.snapshot.device_copy import DeviceCopy
-from outlast.async_checkpoint.snapshot.eager_copy import EagerCopy
-from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
-from outlast.async_checkpoint.snapshot.pinned_memory import PinnedMemory, device_in_use
+from outlast.async_checkpoint.snapshot.device_copy import PinnedMemory, device_in_use
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import take_over
@@ -29,6 +27,13 @@ from outlast.async_checkpoint.writer.messages import (
 from outlast.system.shared_memory import SharedMemory, populate
 
 log = logging.getLogger("outlast.checkpoint")
+
+
+class InProgress(Protocol):
+    """What a buffer needs to know of the snapshot that is being taken in it (`snapshot.py`)."""
+
+    def call_off(self) -> None:
+        """Ends the copy into the buffer: when this returns, nothing is being copied."""
 
 
 class NoFreeBuffer(Exception):
@@ -44,7 +49,7 @@ class SnapshotBuffer:
         pinned: its registration with CUDA, if the process uses CUDA.
         targets: views into it, one for each tensor of the structure that it is laid out for.
         snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
-        copy: the copy into it that may still be running.
+        in_progress: the last snapshot taken in it, whose copy may still be running.
         turn: counts its users: a past user cannot give it back.
         reserved: for what no save may use it: its snapshot is being copied to another host.
     """
@@ -57,7 +62,7 @@ class SnapshotBuffer:
     busy: bool = False
     snapshot: SnapshotDescription | None = None
     values: bytes = b""
-    copy: OverlappedCopy | EagerCopy | DeviceCopy | None = None
+    in_progress: InProgress | None = None
     turn: int = 0
     reserved: object = None
 
@@ -68,9 +73,9 @@ class SnapshotBuffer:
 
     def call_off(self) -> None:
         """Ends the copy into it: when this returns, nothing is being written into it."""
-        if self.copy is not None:
-            self.copy.call_off()
-            self.copy = None
+        if self.in_progress is not None:
+            self.in_progress.call_off()
+            self.in_progress = None
 
     def drop_memory(self) -> None:
         """Releases its memory."""
@@ -249,8 +254,8 @@ class BufferPool:
         """Ends all copies: nothing is written into any buffer after this returns."""
         self._await_allocation()
         for buffer in self.buffers:
-            if buffer.copy is not None:
-                buffer.copy.call_off()
+            if buffer.in_progress is not None:
+                buffer.in_progress.call_off()
 
     def close(self) -> None:
         """Releases all memory."""

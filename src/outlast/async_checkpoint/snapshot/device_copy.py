@@ -1,11 +1,11 @@
 """Copies tensors from GPUs into a snapshot buffer: at once, or on streams of their own during
-training.
+training. Page-locks the buffers, so that a GPU copies into them at full speed, in the background.
 
 A copy from a GPU is only queued when the call returns. A restart in place may interrupt the
 training thread before the copy has ended, and the buffer must not be used again before the GPU has
-stopped writing to it. So both kinds of copy are given to the buffer before the first one is queued,
-and `call_off` waits for all that were queued. If the GPU hangs, that wait does not end, and the
-hard timeout ends the process.
+stopped writing to it. So both kinds of copy are given to the snapshot before the first one is
+queued, and `call_off` waits for all that were queued. If the GPU hangs, that wait does not end, and
+the hard timeout ends the process.
 
 `DeviceChunks` queues its copies behind the work that the training thread has queued so far, on a
 stream that does not hold up later work: the kernels of the next forward and backward pass run at
@@ -15,13 +15,20 @@ the host, until the copies have ended, so its kernels are queued afterwards.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import cuda
 
+from outlast.system.shared_memory import SharedMemory
+
+log = logging.getLogger("outlast.checkpoint")
+
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of this process
 _GROUP_BYTES = 16 << 20
 """The writer is notified, at most, whenever this much has been copied."""
 
@@ -141,3 +148,50 @@ def _groups(copies: Sequence[CopyPair]) -> list[list[CopyPair]]:
         groups[-1].append(pair)
         size += pair[0].nbytes
     return groups
+
+
+def device_in_use() -> int | None:
+    """The current CUDA device of this thread; `None` if the process has not used CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+class PinnedMemory:
+    """A registration of memory with CUDA."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._address = memory.address
+
+    @classmethod
+    def pin(cls, memory: SharedMemory, device: int) -> PinnedMemory | None:
+        """Page-locks the memory. Without it copies are slower but correct, so an error is logged.
+
+        Args:
+            device: any device that this process uses. The current one may be different in a thread
+                of this package, where the call would create a context on device 0.
+        """
+        with torch.cuda.device(device):
+            cudart = torch.cuda.cudart()
+            code = int(cudart.cudaHostRegister(memory.address, memory.size_bytes, _PORTABLE))
+            if code == 0:
+                return cls(memory)
+            _clear_error(device)
+        log.info(
+            "a snapshot buffer of %d bytes could not be page-locked (CUDA error %d): copies from "
+            "the GPU are slower",
+            memory.size_bytes,
+            code,
+        )
+        return None
+
+    def unpin(self) -> None:
+        """Ends the registration. No copy into the memory may be in progress."""
+        if torch.cuda.is_initialized():  # else this is a forked child, which must not use CUDA
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def _clear_error(device: int) -> None:
+    """Clears CUDA's last error, which the next kernel of the training would report as its own: a
+    kernel here reports it instead.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=torch.device("cuda", device)).fill_(0)

@@ -5,13 +5,13 @@ Tensors on a GPU are copied by the GPU (`snapshot/device_copy.py`); here a threa
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied by a thread during the next
 forward and backward pass, and the optimizer's `step` waits, in a torch hook, for the rest of the
-copy. All other tensors, such as batch-norm statistics, are copied eagerly (`copy_now`).
+copy. All other tensors, such as batch-norm statistics, are copied at once (`eager_copy.py`).
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
-it ends. `OverlappedCopy` therefore compares the counts not when the copy ends, but later, on the
-training thread: no write of that thread is in progress there, and every write that began before
-has been counted. Only then is the snapshot sealed. Copied bytes are written to files before that,
+it ends. So the counts are compared not when the copy ends, but later, on the training thread, when
+the snapshot is sealed: no write of that thread is in progress there, and every write that began
+before has been counted. Copied bytes are written to files before that,
 but never committed: no rank reports that it has finished before its snapshot is sealed.
 
 A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
@@ -102,14 +102,14 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class OverlappedCopy:
-    """Copies in a thread, makes the optimizers' steps wait for it, and seals the snapshot.
+    """Copies in a thread, and makes the optimizers' steps wait for it. Its owner, the `Snapshot`,
+    seals: it waits for the end, removes the hook, and asks whether what was copied is correct.
 
     Args:
         copies: from contiguous tensors to tensors in the buffer.
         chunks: make the copies, in the order of their addresses.
         optimizers: whose steps change what is copied.
-        sealed: called once, on the thread that calls `seal`, with `None` if the snapshot is
-            correct, else with the error.
+        seal: called before each step of one of them, on the training thread.
         reached: called on the copying thread from time to time, and at the end of the copy, with
             the address up to which everything is copied.
     """
@@ -119,20 +119,17 @@ class OverlappedCopy:
         copies: Sequence[CopyPair],
         chunks: Chunks | DeviceChunks,
         optimizers: Sequence[Optimizer],
-        sealed: Callable[[CheckpointError | None], None],
+        seal: Callable[[], None],
         reached: Callable[[int], None] = lambda address: None,
     ) -> None:
         self._copies = copies  # keeps the memory alive, on both sides
         self._writes: Writes | None = Writes(source for source, _ in copies)
         self._chunks: Chunks | DeviceChunks | None = chunks
         self._optimizers = optimizers
-        self._sealed = sealed
+        self._seal = seal
         self._reached = reached
         self._called_off = False
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._is_sealed = False
-        self._outcome: tuple[CheckpointError | None] | None = None
         self._ended = threading.Event()
         self._copied = False
         self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
@@ -147,41 +144,20 @@ class OverlappedCopy:
         """Whether the copy has ended."""
         return self._ended.is_set()
 
-    def seal(self) -> None:
-        """Waits for the copy to end, and checks it. Call it on the training thread, where no write
-        to the tensors is in progress; a second call does nothing.
-        """
+    def call_off(self) -> None:
+        """Makes the copy end early; it cannot be used."""
+        self._called_off = True
+
+    def end(self) -> None:
+        """Waits for the end of the copy, and lets the optimizers' steps pass."""
         if self._thread.ident is not None:  # else it never starts, or sees that it was called off
             self._await_copy()
-        self._hook.remove()  # first, and in every call: an interrupt may come at any point
-        with self._lock:
-            if self._is_sealed:
-                return
-            if self._outcome is None:
-                self._outcome = (self._found(),)
-            # Called again, with the same outcome, if an interrupt cut the first call short.
-            self._sealed(self._outcome[0])
-            self._is_sealed = True
-        # What holds the snapshot must not hold the model, and `_sealed` holds the snapshot.
-        self._copies = self._optimizers = ()
-        self._writes = self._chunks = None
-        self._sealed = self._reached = _nothing
+        self._hook.remove()
 
-    def call_off(self) -> None:
-        """Ends the copy; the snapshot cannot be used."""
-        self._called_off = True
-        self.seal()
-
-    def _await_copy(self) -> None:
-        # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
-        # (Python 3.11, bpo-45274).
-        self._ended.wait()
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if any(optimizer is each for each in self._optimizers):
-            self.seal()
-
-    def _found(self) -> CheckpointError | None:
+    def found(self) -> CheckpointError | None:
+        """Why what was copied cannot be used, after `end`. On the training thread, where no write
+        to the tensors is in progress.
+        """
         if self._called_off:
             return SaveCancelled("the snapshot was called off")
         if self._error is None and not self._copied:
@@ -194,6 +170,25 @@ class OverlappedCopy:
             "`overlap`)"
         )
 
+    def checksums(self) -> dict[str, dict[str, Any]]:
+        """`size_bytes` and `checksums` of each file; empty if the writer takes them."""
+        return {} if self._chunks is None else self._chunks.checksums()
+
+    def release(self) -> None:
+        """After the seal: what holds the snapshot must not hold the model."""
+        self._copies = self._optimizers = ()
+        self._writes = self._chunks = None
+        self._seal, self._reached = _nothing, _nothing
+
+    def _await_copy(self) -> None:
+        # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
+        # (Python 3.11, bpo-45274).
+        self._ended.wait()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(optimizer is each for each in self._optimizers):
+            self._seal()
+
     def _copy(self) -> None:
         try:
             chunks = self._chunks
@@ -205,7 +200,7 @@ class OverlappedCopy:
             if not self._called_off:
                 self._reached(sys.maxsize)
             self._copied = True
-        except BaseException as e:  # noqa: BLE001 - `seal` reports it on the training thread
+        except BaseException as e:  # noqa: BLE001 - the seal reports it on the training thread
             self._error = e
         finally:
             self._ended.set()
@@ -225,5 +220,5 @@ class OverlappedCopy:
         return chunks.fill(number, lambda: self._called_off)
 
 
-def _nothing(_: object) -> None:
+def _nothing(*_: object) -> None:
     """After the seal."""

@@ -19,6 +19,7 @@ from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import Item, Key
 from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
+from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.errors import CheckpointError, CheckpointUnsavable
 from outlast.system.shared_memory import SharedMemory
 
@@ -33,7 +34,7 @@ def values_file(rank: int) -> str:
 class Structure:
     """The parts of a state dict that this rank saves: `tensors` and `values`, from the `items`
     whose key is in `keys`. `index` says what they are and where, as JSON, for a process that takes
-    the snapshot over.
+    the snapshot over; `digest` is the hash of that.
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
@@ -43,6 +44,7 @@ class Structure:
         self.values = [i for i in items if i.kind == "value" and i.key in mine]
         self.layout: Layout = lay_out(self.tensors, rank)
         self.index = self._describe()
+        self.digest = checksum(self.index)
         self._leaves: list[int] = []
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 

@@ -34,22 +34,6 @@ from outlast.async_checkpoint.storage.read_errors import Reopened, reading
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.errors import CheckpointError, CheckpointReadError
 
-__all__ = [
-    "CheckpointInfo",
-    "Found",
-    "candidates",
-    "delete",
-    "info_of",
-    "is_committed",
-    "leftovers",
-    "list_checkpoints",
-    "read_manifest",
-    "size_error",
-    "survey",
-    "verify",
-    "verify_folder",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:

@@ -42,8 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
-from outlast.async_checkpoint.storage.position import Position
-from outlast.async_checkpoint.storage.protocol import Storage, step_of
+from outlast.async_checkpoint.storage.protocol import Position, Storage, step_of
 from outlast.errors import CheckpointError
 from outlast.system import lease_page
 from outlast.system.lease_page import LeasePage

@@ -29,13 +29,13 @@ import uuid
 from pathlib import Path
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import (
     IDENTITY,
     NEW,
     REMOVED,
     STATES,
     STEP,
+    Position,
     identity_in,
     small_content,
     step_of,

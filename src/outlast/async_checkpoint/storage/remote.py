@@ -30,11 +30,11 @@ from typing import Any
 
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.position import Position
 from outlast.async_checkpoint.storage.protocol import (
     IDENTITY,
     STEP,
     FileWriter,
+    Position,
     identity_in,
     small_content,
     step_of,

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from outlast.async_checkpoint.storage.position import Position
+from outlast.async_checkpoint.storage.protocol import Position
 from outlast.async_checkpoint.storage.remote_files import as_os_errors
 from outlast.errors import CheckpointError, FolderInUse
 

@@ -325,17 +325,14 @@ class WriterClient:
 
     def _too_late(self, process: BackgroundProcess, request: Message) -> WriterTimeout:
         _end(process)
-        self._forget_process(process)
+        with self._starting:
+            if self._process is process:
+                self._process = None
         what = _REQUESTS.get(type(request), "answer")
         return WriterTimeout(
             f"the writer process {process.pid} could not {what} in {self._config['url']} within "
             f"{self.timeout_s:g} s (the disk may not respond), and was killed"
         )
-
-    def _forget_process(self, process: BackgroundProcess) -> None:
-        with self._starting:
-            if self._process is process:
-                self._process = None
 
 
 def _share(process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes) -> None:

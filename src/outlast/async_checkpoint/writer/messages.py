@@ -61,11 +61,18 @@ class HeldSnapshot(SnapshotDescription):
     index: str
 
 
+_TYPES: dict[str, type[Message]] = {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
     """One message; `blob` holds its bytes that are not JSON."""
 
     blob: bytes = b""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _TYPES[cls.__name__] = cls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,13 +291,6 @@ class AwaitRemovals(Request[RemovalErrors]):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DescribeSnapshots(Request[Snapshots]):
     """Lists the snapshots in memory."""
-
-
-_TYPES: dict[str, type[Message]] = {
-    name: found
-    for name, found in list(globals().items())
-    if isinstance(found, type) and issubclass(found, Message)
-}
 
 
 def encode(message: Message, number: int = 0) -> bytes:

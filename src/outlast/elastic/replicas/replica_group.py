@@ -194,7 +194,7 @@ class Replicas:
         # Also join a wait that is over by now, which must not wait for a key that gets deleted.
         if wait.over.wait(self.timeout.total_seconds()):
             return wait.result()
-        missing = [rank for rank, said in enumerate(self._ledger.parts(index)) if not said]
+        missing = [rank for rank, said in enumerate(self._ledger.parts_so_far(index)) if not said]
         error = late(what, missing, self.timeout, self.rank)
         # Now there is a verdict in any case, so the wait ends.
         self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, str(error)))

@@ -337,7 +337,7 @@ class RunningFiniteCheck:
                 ledger.await_verdict(0, _OTHERS_S)
             except KeyTimeout:
                 log.debug("not all ranks have found something that is not finite")
-            parts = [part for part in ledger.parts(0) if part]
+            parts = [part for part in ledger.parts_so_far(0) if part]
         except StoreError as e:
             log.debug("what other ranks have found is not known: %s", e)
             return finding

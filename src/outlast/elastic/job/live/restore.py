@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from outlast.async_checkpoint.kept_state import KeptState
-from outlast.async_checkpoint.observers import notify_restoring
+from outlast.async_checkpoint.observers import notify
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
@@ -90,7 +90,7 @@ class LiveState:
         """The state to load, and how many bytes of it this rank has received; `None` if that failed
         on any rank: a checkpoint must be loaded then. Called on all ranks.
         """
-        notify_restoring()
+        notify("restoring")
         collected: tuple[dict[str, Any], int] | None = None
         try:
             collected = self._collect(decision)

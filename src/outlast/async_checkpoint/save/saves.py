@@ -1,49 +1,39 @@
-"""The saves of one rank, each from beginning to end.
+"""The saves of one rank, in their order: on the training thread, then on a thread of their own.
 
-`SavePipeline.save` runs on the training thread: agree who saves what, if the structure of the
-state dict is new; take the snapshot; return the handle. One thread of each rank then carries the
-saves out, one after another (`_complete`): write, seal, verdict, commit and conclusion are in
-`protocol`; at the end come buffer, handle, event, and on rank 0 the removal of old checkpoints.
+`Saves.save` runs on the training thread, takes the snapshot, and returns the handle. One thread
+then completes the saves one after another: what a save does is in `save.py`; at its end come
+buffer, handle, event, and on rank 0 the removal of old checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
+from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
+from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
+from outlast.async_checkpoint.save.failures import ABORTED, failure_from, own_error
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.protocol import SaveProtocol
-from outlast.async_checkpoint.save.save import (
-    ABORTED,
-    Save,
-    error_from,
-    no_buffer,
-    save_name,
-)
-from outlast.async_checkpoint.save.structure_exchange import StructureExchange
-from outlast.async_checkpoint.save.take_snapshot import Snapshotter
-from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
+from outlast.async_checkpoint.save.round import SaveRound
+from outlast.async_checkpoint.save.save import Save, Shared
+from outlast.async_checkpoint.save.structures import Structures
+from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
+from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.messages import (
-    DropSaves,
-    SnapshotCommitted,
-)
-from outlast.clock import Clock
+from outlast.async_checkpoint.writer.messages import DropSaves, SnapshotCommitted
 from outlast.coordination.agreement import OF_ALL_RANKS
-from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import (
-    CheckpointError,
-    CheckpointTimeout,
-    SaveCancelled,
-    StoreError,
-)
+from outlast.coordination.call_ledger import CallLedger
+from outlast.errors import CheckpointError, StoreError
+from outlast.events import Emitter
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
@@ -51,26 +41,26 @@ log = logging.getLogger("outlast.checkpoint")
 _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a save
 
 
-class SavePipeline:
-    """One rank's saves. Call i of `ledger` is save i."""
+class Saves:
+    """One rank's saves."""
 
     def __init__(
         self,
         session: FolderSession,
         ledger: CallLedger,
-        exchange: StructureExchange,
-        snapshotter: Snapshotter,
-        outcomes: SaveOutcomes,
-        clock: Clock,
+        emitter: Emitter,
+        *,
+        job: str,
+        optimizers: Sequence[Optimizer],
         timeout_s: float,
+        keep: Retention,
+        policy: FailurePolicy | None,
     ) -> None:
-        self._session = session
-        self._ledger = ledger
-        self._exchange = exchange
-        self._snapshotter = snapshotter
-        self._outcomes = outcomes
-        self._clock = clock
-        self._protocol = SaveProtocol(session, ledger, exchange, timeout_s)
+        structures = Structures(session.memo, ledger.rank, ledger.world_size)
+        snapshotter = Snapshotter(session.writer, optimizers)
+        self.shared = Shared(session, ledger, structures, snapshotter, job, timeout_s)
+        self._outcomes = SaveOutcomes(session, keep, policy, emitter)
+        self._clock = emitter.clock
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
@@ -96,50 +86,24 @@ class SavePipeline:
         """Takes a snapshot and begins its save. See `Checkpointer.save`."""
         began = self._clock.now()
         self.seal_all()
-        index, timeout_s = self._next_index(), self._protocol.timeout_s
+        earlier = self.pending
+        save = Save(self.shared, self._next_index(), step, metric, finite, began)
         try:
             # On other ranks the earlier save may have ended: this one counts, and fails on all.
-            if any(save.step == step for save in self.pending):
+            if any(each.step == step for each in earlier):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
-            agreed = self._exchange.agree(index, state_dict)
-            snapshot = self._snapshotter.take(
-                index, step, state_dict, agreed.structure, agreed.leaves, timeout_s
-            )
-        except NoFreeBuffer:
-            earlier = [save.step for save in self.pending]
-            error = no_buffer(step, earlier, self._ledger.rank, timeout_s, self._session.url)
-            self._refuse(index, step, error)
-            raise error from None
-        except StoreError as e:
-            raise CheckpointError(f"the {save_name(step)} failed: {describe(e)}") from e
-        except BaseException as e:
-            if not isinstance(e, OF_ALL_RANKS):
-                self._refuse(index, step, e)
-            raise
-        save = Save(
-            index=index,
-            rank=self._ledger.rank,
-            step=step,
-            metric=metric,
-            snapshot=snapshot,
-            agreed=agreed.new,
-            catalog=agreed.catalog,
-            handle=SaveHandle(step, snapshot.seal),
-            began=began,
-            blocked_s=self._clock.now() - began,
-            finite=finite,
-        )
-        try:
+            save.snapshot(state_dict, earlier)
+            save.blocked_s = self._clock.now() - began
             self._outcomes.watch(save.handle)
             self._enqueue(save)
-        except BaseException as e:  # else a later save would wait forever for the buffer
-            if save not in self.pending:
-                self._session.pool.give_back(snapshot.buffer)
-                if not isinstance(e, OF_ALL_RANKS):
-                    self._refuse(index, step, e)
+        except StoreError as e:
+            raise CheckpointError(f"the {save.name} failed: {describe(e)}") from e
+        except BaseException as e:
+            if save not in self.pending and not isinstance(e, OF_ALL_RANKS):
+                save.refuse(e)
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
-        self._outcomes.raise_unseen()
+        self.raise_unseen()
         return save.handle
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
@@ -148,38 +112,33 @@ class SavePipeline:
         """
         if self._count:
             return
-        index = self._next_index()
+        shared = self.shared
+        index, name = self._next_index(), "preparation of saves"
+        agreement = SaveRound(shared.ledger, index, name, shared.structures.divide)
         try:
-            agreed = self._exchange.agree(index, state_dict)
+            signature = signature_and_leaves(state_dict)[0]
+            timeout_s = shared.timeout_s
+            structure = shared.structures.agree(state_dict, signature, agreement, timeout_s)
+            agreement.forget()
         except BaseException as e:
             if not isinstance(e, OF_ALL_RANKS):
                 with contextlib.suppress(StoreError):
-                    self._exchange.refuse(index, str(e) or describe(e))
+                    agreement.refuse(failure_from(e, index, name, shared.ledger.rank))
             if not isinstance(e, CheckpointError | ValueError):
                 raise
             # The first save raises the same error.
             log.debug("saves were not prepared: %s", e)
         else:
-            self._session.pool.preallocate(agreed.structure)
+            shared.session.pool.preallocate(structure)
 
     def seal_all(self) -> None:
         """Seals every snapshot; on the training thread, which writes to no tensor meanwhile."""
         for save in self.pending:
-            save.snapshot.seal()
+            save.seal()
 
     def _next_index(self) -> int:
         self._count += 1
         return self._count - 1
-
-    def _refuse(self, index: int, step: int, error: BaseException) -> None:
-        """Fails a save without a snapshot, so that the other ranks do not wait for this one."""
-        self._snapshotter.refuse(index, step, error)
-        # If the store is out of reach, it is for them too; this rank's error comes first.
-        with contextlib.suppress(StoreError, CheckpointTimeout):
-            self._exchange.refuse(index, str(error) or describe(error))
-            failure = CallFailure.of(error, index, save_name(step), self._ledger.rank)
-            self._ledger.fail(index, failure)
-            self._ledger.forget(index)
 
     def _enqueue(self, save: Save) -> None:
         with self._lock:
@@ -195,7 +154,7 @@ class SavePipeline:
         try:
             while (save := self._queue.get()) is not None:
                 self._complete(save)
-            if not self._protocol.aborted:
+            if not self.shared.aborted:
                 self._outcomes.await_removals()
         finally:
             self._thread_ends.set()
@@ -205,18 +164,19 @@ class SavePipeline:
         manifest: Manifest | None = None
         error: Exception | None = None
         try:
-            size_bytes, manifest = self._protocol.carry_out(save)
+            size_bytes, manifest = save.complete()
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
-            error = error_from(save, e)
+            error = own_error(save.name, self.shared.ledger.rank, e)
         with self._lock:
             self._pending.remove(save)
             queued = len(self._pending)
-        buffer = save.snapshot.buffer
+        taken, session = save.taken, self.shared.session
+        assert taken is not None
         if error is None:
-            save.snapshot.description["committed"] = True
-            done = SnapshotCommitted(buffer=buffer.number, save_id=save.snapshot.save_id)
-            self._session.writer.tell(done)
-        self._session.pool.give_back(buffer, save.snapshot.turn)
+            taken.description["committed"] = True
+            number = taken.buffer.number
+            session.writer.tell(SnapshotCommitted(buffer=number, save_id=taken.save_id))
+        session.pool.give_back(taken.buffer, taken.turn)
         save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
         # Last, so that nothing waits for it.
@@ -225,23 +185,37 @@ class SavePipeline:
 
     # ----------------------------------------------------------------------------- ending
 
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits until all saves have ended. See `Checkpointer.wait`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in self.pending:
+            save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        self.raise_unseen()
+
+    def raise_unseen(self) -> None:
+        """Raises the error of a save that no caller has seen."""
+        self._outcomes.raise_unseen()
+
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks. Does not wait: the store may be out of reach.
 
         Can be called again, because an interrupt may have cut it short.
         """
-        self._protocol.aborted = True
+        self.shared.aborted = True
         self._outcomes.abandon()
         pending = self.pending
         for save in pending:
-            save.snapshot.call_off(SaveCancelled(ABORTED))
+            if save.taken is not None:
+                save.taken.call_off()
         if pending:
-            self._session.writer.tell(DropSaves())
+            self.shared.session.writer.tell(DropSaves())
             threading.Thread(
                 target=self._claim_abort, args=(pending,), name="outlast-abort", daemon=True
             ).start()
         self._queue.put(None)
-        self._snapshotter.abandon()
+        if self.shared.session.copies is not None:
+            self.shared.session.copies.abandon()
+        self.shared.snapshotter.abandon()
 
     def check_not_in_callback(self) -> None:
         """Raises `RuntimeError` on the thread of the saves, which cannot wait for its own end."""
@@ -261,10 +235,9 @@ class SavePipeline:
 
     def _claim_abort(self, saves: list[Save]) -> None:
         try:
-            late = [s for s in saves if not self._ledger.fail(s.index, s.failure(ABORTED))]
+            late = [save for save in saves if not save.round.fail(save.round.failure(ABORTED))]
             for save in late:
                 if not save.handle._await_end(_CONCLUDE_S):
-                    result = {"unknown": "rank 0 did not report it before the restart"}
-                    self._ledger.conclude(save.index, json.dumps(result).encode())
+                    save.round.conclude({"unknown": "rank 0 did not report it before the restart"})
         except StoreError:
             pass  # the thread of the saves, which waits on the store, gets the same error

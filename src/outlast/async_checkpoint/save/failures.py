@@ -1,0 +1,69 @@
+"""How the failure of a save is reported: to the other ranks, and by each rank to its caller."""
+
+from __future__ import annotations
+
+from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.write_files import Dropped
+from outlast.coordination.call_ledger import CallFailure
+from outlast.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    OutlastError,
+    SaveCancelled,
+    StoreError,
+)
+from outlast.system.error_text import describe
+from outlast.system.tracebacks import drop_tracebacks
+
+ABORTED = "aborted: it was dropped for all ranks"
+"""The cause of the failure of a save that a rank dropped (`Saves.abort`)."""
+
+
+def save_name(step: int) -> str:
+    """The name of the save of a step in messages, which differs between ranks that save different
+    steps.
+    """
+    return f"save of step {step}"
+
+
+def failure_from(error: BaseException, index: int, name: str, rank: int) -> CallFailure:
+    """The failure of this rank by this error."""
+    if isinstance(error, Dropped | SaveCancelled):
+        return CallFailure.here(index, name, rank, ABORTED)
+    if isinstance(error, OutlastError):
+        traceback = error.remote_traceback if isinstance(error, WriterFailed) else ""
+        return CallFailure.here(index, name, rank, str(error) or describe(error), traceback)
+    return CallFailure.of(error, index, name, rank)
+
+
+def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
+    """The error that every rank raises when one has failed or dropped the save; `late` if a wait of
+    this rank took too long.
+    """
+    if failure.cause == ABORTED:
+        return SaveCancelled(
+            f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
+        )
+    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
+    kind = CheckpointTimeout if late else CheckpointError
+    return kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+
+
+def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
+    """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
+    did not, and the other ranks cannot know without the store.
+
+    Its text says where it comes from. The frames of its traceback hold the save, whose handle holds
+    the error: until Python collected that cycle, it would keep the memory of the iteration and its
+    connections to the store. So only a bug, whose text may not be enough, keeps its traceback.
+    """
+    if isinstance(cause, OutlastError):
+        drop_tracebacks(cause)
+    if isinstance(cause, CheckpointError):
+        return cause
+    text = f"the {name} failed: {describe(cause)}"
+    if isinstance(cause, StoreError) and rank != 0:
+        text = f"it is not known whether the {name} was committed: {describe(cause)}"
+    error = CheckpointError(text)
+    error.__cause__ = cause
+    return error
