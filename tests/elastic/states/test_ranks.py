@@ -121,7 +121,7 @@ def test_a_sync_that_a_replica_does_not_reach(
     messages = said(job, "raised", "message")
     for rank in (0, 2):
         assert "rank 1 did not make the call within 0:00:01" in messages[rank][0]
-        assert said(job, "raised", "type")[rank] == ["TimeoutError"]
+        assert said(job, "raised", "type")[rank] == ["RankTimeout"]
     if when == "later":
         assert "rank 1 did not make the call" in messages[1][0]  # reported when it arrived
         assert names_in(folder) == ["states-00000001"]
