@@ -236,8 +236,8 @@ class Machine:
         ender = await self.membership.end_of_job()
         if ender is not None:
             self.cause = await cause_of_abort(self.membership, faults, self.cause)
-            if self.cause is not None and self.cause.member == ender.member:
-                self.cause = dataclasses.replace(self.cause, traceback="")  # that rank shows it
+            if self.cause is not None and self.cause.cause == ender.reason:
+                self.cause = dataclasses.replace(self.cause, traceback="")  # that rank raises it
             where = self._describe_member(ender.member)
             raise RestartAbort(f"{where} ended the job: {ender.reason}")
         cause, earlier = first_cause(faults), self.cause

@@ -84,10 +84,10 @@ async def cause_of_abort(
 ) -> FaultRecord | None:
     """The cause with which a `RestartAbort` is raised. A member's giving up is the cause only if no
     other fault, in this iteration or (`earlier`) in those before, made it give up. What the end of
-    the job overtook did not.
+    the job overtook did not, nor the connections that broke because it left.
     """
     enders = {record.member for record in await membership.ledger() if record.ends_job}
-    others = [f for f in faults if f.member not in enders and not f.overtaken]
+    others = [f for f in faults if f.member not in enders and not (f.overtaken or f.consequence)]
     return first_cause(others) or earlier or first_cause(faults)
 
 
