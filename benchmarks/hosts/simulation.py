@@ -19,11 +19,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.lib.members import Member
-from outlast.coordination import Link, MembershipProtocol, barrier, membership, view
+from outlast.coordination import Link, ViewRecord, barrier, membership
+from outlast.coordination.decisions import deciding
+from outlast.coordination.decisions.decision import Decision, decode_record, encode_record
 from outlast.coordination.ops import Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.recovery import waits
 from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.launch.hosts.server.combining import Combiner
@@ -176,7 +179,7 @@ class _Upstream:
 class _SimulatedMember(Member):
     """A member whose function waits for the fault of the last member, after all have started."""
 
-    def assign(self, record: view.ViewRecord, member: int) -> AssignedRank:
+    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         return AssignedRank(member, len(record.slots()))  # no member is lost here
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
@@ -191,7 +194,7 @@ class _Task:
         member = _SimulatedMember(rank, job.size, 0, lambda iteration: None)
         self.member = member
         machine = Machine(member, Link("c/"), job.size)
-        machine.record = job.first  # shared: it keeps the set of its members
+        machine.decision = job.first  # shared: it keeps the set of its members
         self._machine: Coroutine[Any, Any, Any] = machine.run()
 
     def resume(self, value: Any) -> None:
@@ -247,7 +250,7 @@ class _Job:
     def __init__(self, hosts: int, ranks: int, model: Model, *, combined: bool) -> None:
         self.size, self.model, self.time = hosts * ranks, model, _Time()
         self.leader = _Leader(self.time, model)
-        self.first = view.ViewRecord(0, tuple(range(self.size)))
+        self.first = Decision(ViewRecord(0, tuple(range(self.size))))
         self.inside: list[_Task] = []
         self.tasks: list[_Task] = []
         for host in range(hosts):
@@ -319,24 +322,8 @@ def _shared_results() -> Iterator[None]:
     """Pure functions of equal arguments are computed once, and not once for each member: the
     simulation of 16,384 members has one processor, and the members have one each.
     """
-    rosters: dict[bytes, tuple[dict[int, int], int]] = {}
-    decided: dict[int, view.ViewRecord] = {}
     dense: dict[int, bool] = {}
-    decide, same_view = view.decide, Machine._same_view
-
-    async def roster(self: MembershipProtocol, iteration: int) -> tuple[dict[int, int], int]:
-        done = await self.link.read(barrier.done_key(f"start/{iteration}"))
-        assert done is not None
-        if done not in rosters:
-            said = barrier.summary(done).values()
-            places = {each["rank"]: each["member"] for each in said}
-            rosters[done] = places, max(each["world_size"] for each in said)
-        return rosters[done]
-
-    def decide_once(iteration: int, *others: Any) -> view.ViewRecord:
-        if iteration not in decided:
-            decided[iteration] = decide(iteration, *others)
-        return decided[iteration]
+    same_view, decode = Machine._same_view, functools.lru_cache(decode_record)
 
     def same_view_once(self: Machine, arrived: dict[int, dict[str, Any]]) -> bool:
         if id(arrived) not in dense:
@@ -347,11 +334,10 @@ def _shared_results() -> Iterator[None]:
         stack.enter_context(mock.patch.object(where, name, new))
 
     with contextlib.ExitStack() as stack:
-        patch(view.ViewRecord, "decode", staticmethod(functools.lru_cache(view.ViewRecord.decode)))
-        patch(view.ViewRecord, "encode", functools.lru_cache(view.ViewRecord.encode))
-        patch(view.ViewRecord, "slots", functools.lru_cache(view.ViewRecord.slots))
+        for module in (deciding, waits):
+            patch(module, "decode_record", decode)
+        patch(membership, "encode_record", functools.lru_cache(encode_record))
+        patch(ViewRecord, "slots", functools.lru_cache(ViewRecord.slots))
         patch(barrier, "summary", functools.lru_cache(barrier.summary))
-        patch(membership, "decide", decide_once)
-        patch(MembershipProtocol, "roster", roster)
         patch(Machine, "_same_view", same_view_once)
         yield

@@ -96,12 +96,10 @@ class Member(MinimalHost):
         alive = [m for m in record.slots() if m is not None]
         return AssignedRank(alive.index(member), len(alive))
 
-    async def publish(self, link: Link, iteration: int) -> None:
-        if self.preferred_rank == 0:
-            await link.put(f"store/{iteration}", b"127.0.0.1:1")
+    def serve(self) -> str | None:
+        return "127.0.0.1:1" if self.preferred_rank == 0 else None
 
-    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
-        await link.read(f"store/{iteration}")
+    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:

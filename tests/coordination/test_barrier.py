@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.coordination import Link, LostRecord, MemoryStore, drive, perform_on
-from outlast.coordination.barrier import LEDGER, arrivals, arrive, check, done_key, summary
+from outlast.coordination.barrier import LEDGER, arrive, complete, done_key, missing, summary
 from outlast.coordination.ops import Op
 from outlast.coordination.records import to_line
 
@@ -23,7 +23,7 @@ async def come(link: Link, member: int, expected: frozenset[int]) -> None:
 
 async def lose(link: Link, member: int, expected: frozenset[int]) -> None:
     await link.append(LEDGER, to_line(LostRecord(member, "gone")))
-    await check(link, "b", expected)
+    await complete(link, "b", expected)
 
 
 class Run:
@@ -155,12 +155,13 @@ def test_who_is_missing_and_what_was_said() -> None:
     link, expected = Link(), frozenset({3, 5, 7})
     run = perform_on(store)
     drive(come(link, 3, expected), run)
-    assert drive(check(link, "b", expected), run) == {5, 7}
+    assert drive(missing(link, "b", expected), run) == {5, 7}
     drive(lose(link, 7, expected), run)
-    assert drive(check(link, "b", expected), run) == {5}
+    assert drive(missing(link, "b", expected), run) == {5}
+    assert drive(complete(link, "b", expected), run) is None
     drive(come(link, 5, expected), run)
-    assert drive(check(link, "b", expected), run) == frozenset()
-    assert drive(arrivals(link, "b"), run) == {
+    assert drive(missing(link, "b", expected), run) == frozenset()
+    assert summary(drive(complete(link, "b", expected), run)) == {
         3: {"member": 3, "rank": 3},
         5: {"member": 5, "rank": 5},
     }
@@ -171,13 +172,12 @@ def test_all_that_pass_read_the_same_and_not_the_log() -> None:
     link, expected = Link(), frozenset({0, 1, 2})
     run = perform_on(store)
     for member in (0, 2):
-        drive(arrive(link, "b", member, expected, {"step": 5 + member}, rank=member), run)
+        drive(arrive(link, "b", member, expected, most={"step": 5 + member}, rank=member), run)
     drive(lose(link, 1, expected), run)
     done = store.read(done_key("b"))
     assert done is not None
-    drive(arrive(link, "b", 1, expected, {"step": 90}, rank=1), run)  # it was mistaken for lost
-    assert store.read(done_key("b")) == done
-    assert drive(arrivals(link, "b"), run) == summary(done)
+    late = arrive(link, "b", 1, expected, most={"step": 90}, rank=1)  # it was mistaken for lost
+    assert drive(late, run) == store.read(done_key("b")) == done
     assert summary(done) == {
         0: {"member": 0, "rank": 0, "step": 7},
         2: {"member": 2, "rank": 2, "step": 7},
@@ -189,14 +189,14 @@ def test_what_all_members_read_does_not_grow_with_their_number(size: int) -> Non
     store, expected = MemoryStore(), frozenset(range(size))
     lines = [b'{"member":%d,"rank":%d,"world_size":%d}\n' % (m, m, size) for m in range(size)]
     store.put("b/arrived", b"".join(lines))
-    assert drive(check(Link(), "b", expected), perform_on(store)) == frozenset()
-    assert len(store.read(done_key("b")) or b"") < 100
+    done = drive(complete(Link(), "b", expected), perform_on(store))
+    assert done is not None
+    assert len(done) < 100
 
 
 def test_nobody_is_waited_for_in_an_empty_view() -> None:
     store = MemoryStore()
-    assert drive(check(Link(), "b", frozenset()), perform_on(store)) == frozenset()
-    assert store.read(done_key("b")) is not None
+    assert drive(complete(Link(), "b", frozenset()), perform_on(store)) is not None
 
 
 @pytest.mark.parametrize("size", [4, 16, 64, 256])
@@ -207,5 +207,5 @@ def test_the_operations_of_a_member_do_not_grow_with_the_size(size: int) -> None
         before = Counter(store.ops)
         drive(come(Link(), member, expected), perform_on(store))
         worst = max(worst, (store.ops - before).total())
-    assert worst == 5  # of the last: append, add, two reads, put; then the wait
-    assert store.ops.total() == 3 * size + 2
+    assert worst == 4  # of the last: append, add, read, claim
+    assert store.ops.total() == 3 * size + 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outlast.coordination import MemoryStore, drive, perform_on
-from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.lost_host import enter_host, report_host_lost, report_killed
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
@@ -133,9 +132,9 @@ def test_another_reporter_finishes_what_a_dead_one_began(steps: int) -> None:
         job(job.enter(rank, f"p{rank}", "ab"[rank // 2]))
     for member in (0, 1):
         expected = job(job.membership.view(0)).expected
-        job(arrive(job.membership.link, "term/0", member, expected))
+        job(job.membership.leave(0, member, expected, {}))
     job.steps(report_host_lost(job.membership, "b", range(2, 4), CAUSE), steps)
     job.lose("b", range(2, 4))
     assert set(job.ledger) == {2, 3}
     assert job(job.membership.over(0)) == RESTART
-    assert "call/" + done_key("term/0") in job.store.table
+    assert job(job.membership.view(1)).expected == {0, 1}

@@ -30,6 +30,8 @@ def mutate(
     if path:
         monkeypatch.setattr(getattr(module, path), name, made[name])
         return
-    for user in [m for m in sys.modules.values() if m.__name__.startswith("outlast.")]:
+    for user in [
+        m for m in sys.modules.values() if m.__name__.startswith(("outlast.", "simulation."))
+    ]:
         if getattr(user, name, None) is function:  # even if imported by `from ... import`
             monkeypatch.setattr(user, name, made[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from outlast.coordination.view import Joiner, ViewRecord, decide
+from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter

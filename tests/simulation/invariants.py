@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.membership import COMPLETED
-from outlast.coordination.records import FaultRecord, lines
-from outlast.coordination.view import ViewRecord
+from outlast.coordination.decisions.decision import Decision
+from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.membership import COMPLETED, MembershipProtocol, decision_key
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import FaultRecord, ends, lines
 from outlast.errors import RankLostError, RestartAbort, RestartError, UnrecoverableFault
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from simulation.fault_budget import Schedule
@@ -28,6 +30,8 @@ class Invariants:
         self.finished: dict[int, set[int]] = {}
         self.known: dict[int, tuple[frozenset[int], list[int]]] = {}
         self.told_to_stop: dict[int, bool] = {}  # before the view was decided
+        self.failed_in: dict[int, bool] = {}  # whether a rank reported a fault
+        self._newest = 0  # the newest iteration that is decided
         self.last: set[int] = set()  # the iterations that began with a request to stop
         self.suspected: set[int] = set()
         self.causes: dict[int, int] = {}
@@ -61,6 +65,8 @@ class Invariants:
             size == assigned.world_size, f"R1: world sizes {size}, {assigned.world_size} in {k}"
         )
         lost = self._ledger()
+        if host.member in lost:
+            return  # mistaken for lost: no other member waits for it
         for other in self.members.values():
             if other is host or other.leaving or other.member in lost:
                 continue
@@ -73,20 +79,36 @@ class Invariants:
                 f"R1: {other.name} is alive, and not in the view of {k}",
             )
 
-    def deciding(self, k: int) -> None:
-        """A member is about to decide the view of k+1: all have left k (R2), and the view must
-        contain what is known by now.
+    def watch(self) -> None:
+        """Called between all steps. Notes what is known when the last member has left an iteration:
+        the decision must contain it. R2: until then there is none.
         """
+        table, k = self.sim.store.table, self._newest
+        before = self._decision(k)
+        if before is None:
+            return
+        arrived = self._read(f"term/{k}/arrived")
         lost = self._ledger()
-        for other in self.members.values():
-            inside = other.inside and other.iteration == k and not other.leaving
-            self.must(
-                not inside or other.member in lost,
-                f"R2: what follows {k} is decided while {other.name} is in it",
-            )
-        asked = [said["member"] for said in self._read("joins")]
-        self.known.setdefault(k + 1, (lost, asked))
-        self.told_to_stop.setdefault(k + 1, "stop" in self.sim.store.table)
+        left = before.view.expected <= lost | {said["member"] for said in arrived}
+        if left and k + 1 not in self.known:
+            asked = [said["member"] for said in self._read("joins")]
+            self.known[k + 1] = lost, asked
+            self.told_to_stop[k + 1] = "stop" in table
+            faults = [FaultRecord(**said) for said in self._read(f"fault/{k}")]
+            self.failed_in[k] = any(not (ends(f) or f.may_be_harmless) for f in faults)
+        if decision_key(k + 1, 0) in table:
+            self.must(left, f"R2: what follows {k} is decided before all have left it")
+            for other in self.members.values():
+                inside = other.inside and other.iteration == k and not other.leaving
+                self.must(
+                    not inside or other.member in lost,
+                    f"R2: what follows {k} is decided while {other.name} is in it",
+                )
+            if self._decision(k + 1) is not None:
+                self._newest += 1
+
+    def _decision(self, k: int) -> Decision | None:
+        return drive(MembershipProtocol(Link(), 0).decision(k), perform_on(self.sim.store))
 
     def decided(self, record: ViewRecord) -> None:
         """R1 of a view, when a member follows it. A request to stop is in the next view, and no
@@ -107,16 +129,26 @@ class Invariants:
         self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, which asked before")
 
     def caused(self, iteration: int, cause: FaultRecord | None) -> None:
-        """R6: all members name the same first cause. Not checked once a live member was reported as
-        lost: it may still arrive at the barrier while the others read the faults.
-        """
-        if self.suspected:
-            return
+        """R6: all members name the same first cause, a fault of that iteration."""
         member = -1 if cause is None else cause.member
         named = self.causes.setdefault(iteration, member)
         self.must(named == member, f"R6: the cause of {iteration} is member {named}, and {member}")
-
-        self.must(self.stopped_at is None, f"R5: {iteration} goes on, {self.stopped_at} stopped")
+        # A late joiner may still follow the decisions before that.
+        goes_on = self.stopped_at is None or iteration < self.stopped_at
+        self.must(goes_on, f"R5: {iteration} goes on, {self.stopped_at} stopped")
+        decision = self._decision(iteration + 1)
+        if decision is None or not decision.view.expected:
+            return  # it is forgotten
+        grows = bool(decision.view.joiners)
+        failed = self.failed_in.get(iteration, False)
+        self.must(cause is not None or grows or not failed, f"R6: {iteration} has no cause")
+        # A live member that was reported as lost may arrive after the decision.
+        if cause is not None and not self.suspected:
+            arrived = {said["member"] for said in self._read(f"term/{iteration}/arrived")}
+            view = self._decision(iteration)
+            late = member in arrived or (view is not None and member not in view.view.expected)
+            own = cause.iteration == iteration and not (ends(cause) and late)
+            self.must(own, f"R6: {cause} is not the cause of the end of {iteration}")
 
     def stopped(self, iteration: int, cause: FaultRecord, reports: bool) -> None:
         """R5 and R6: all members end with the same iteration, no member goes on, and at most one
@@ -134,21 +166,17 @@ class Invariants:
 
     def check_holds(self) -> None:
         """R5: a hold for replacements times out only if the job is not full, and not decided."""
-        table = self.sim.store.table
         for task, key in self.sim.timeouts[self.timeouts_seen :]:
             self.timeouts_seen += 1
             if key.startswith("resume/"):
                 continue  # a pause between equal faults
-            if not key.startswith("joined/"):
+            if not key.startswith("decision/") or key.endswith("/0"):
                 self.must(False, f"R5: it took a timeout of the wait for {key}")
             elif (host := self.members.get(task)) is not None:
                 k = host.iteration
                 known = self._read("joins") + self._read(f"start/{k}/arrived")
                 present = {said["member"] for said in known} - self._ledger()
                 full = len(present) >= self.schedule.members
-                told = range(1, int(table.get("joined", b"0")) + 1)
-                if not all(f"joined/{number}" in table for number in told):
-                    continue  # the member that was to end the hold died before it could
                 self.must(not full, f"R5: the restart of {k} was held, and the job was full")
                 ahead = any(other.iteration > k for other in self.members.values())
                 self.must(not ahead, f"R5: {k} was held, and was decided")

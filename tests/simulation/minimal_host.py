@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
-from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
 
 
@@ -17,6 +18,7 @@ class MinimalHost:
     host_id = ""
     member = -1
     fault_came_back = False
+    rules = Rules()
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
         return None
@@ -27,7 +29,13 @@ class MinimalHost:
     async def settle(self, iteration: int) -> None:
         return None
 
-    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    def serve(self) -> str | None:
+        return ""
+
+    def may_have_hung(self, iteration: int) -> bool:
+        return False
+
+    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         return None
 
     def least_ranks(self) -> int:
@@ -50,9 +58,7 @@ class MinimalHost:
     def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
         return None
 
-    def restarting(
-        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
-    ) -> None:
+    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
         return None
 
     def leaves_with(self, error: BaseException) -> None:

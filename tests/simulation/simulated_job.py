@@ -51,6 +51,7 @@ class SimulatedJob:
 
     def before_step(self) -> None:
         """Deaths, of hosts, main processes and reporting monitors, suspicions, and joiners."""
+        self.invariants.watch()
         self.invariants.check_holds()
         assert not self.invariants.broken
         if not self.members or self.hosts.before_step():
@@ -92,7 +93,7 @@ class SimulatedJob:
 
     async def _monitor(self, host: SimulatedMember) -> None:
         """The monitor of a dead member reports its death."""
-        membership = MembershipProtocol(Link(), self.schedule.members)
+        membership = MembershipProtocol(Link(), self.schedule.members, host.rules)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
         rank, token, member = host.preferred_rank, host.token, host.member
         await report_killed(membership, host.host_id, rank, token, member, fault)

@@ -6,14 +6,16 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
+from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.decisions.repeated_faults import RepeatedFaults
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
-from outlast.coordination.view import ViewRecord
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
+    GrowPolicy,
     Interrupted,
     Limits,
     Raised,
@@ -34,6 +36,15 @@ STOPPED = 143  # the exit code of a job that was told to stop
 PAUSE_S = 0.25  # between equal faults
 
 
+def rules_of(schedule: Schedule) -> Rules:
+    """The rules of all members of a schedule, and of their monitors."""
+    repeated = None
+    if schedule.max_equal:
+        repeated = RepeatedFaults(schedule.max_equal, backoff=PAUSE_S, max_backoff=PAUSE_S)
+    size = schedule.members if schedule.await_full else 0
+    return Rules(schedule.grow is not GrowPolicy.NEVER, repeated, size)
+
+
 class SimulatedMember(MinimalHost):
     """The rank-local side of a simulated member; its function is an operation whose result the
     scheduler chooses. `name` is its token too.
@@ -51,11 +62,8 @@ class SimulatedMember(MinimalHost):
         self.name, self.token = name, name
         self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
-        size = schedule.members if schedule.await_full else 0
-        repeated = None
-        if schedule.max_equal:
-            repeated = RepeatedFaults(schedule.max_equal, backoff=PAUSE_S, max_backoff=PAUSE_S)
-        self.limits = Limits(120.0, 120.0, await_size=size, await_seconds=HOLD_S, repeated=repeated)
+        self.limits = Limits(120.0, 120.0, await_seconds=HOLD_S)
+        self.rules = rules_of(schedule)
         self.machine = _Machine(self, Link(), schedule.members)
         self.iteration, self.member = -1, -1
         self.assigned: AssignedRank | None = None
@@ -73,8 +81,6 @@ class SimulatedMember(MinimalHost):
         if state is RecoveryState.INITIALIZE:
             self.invariants.started(self)
             self.inside = True
-        elif state is RecoveryState.DECIDE:
-            self.invariants.deciding(iteration)
         elif state is RecoveryState.DONE:
             self.inside = False
 
@@ -92,10 +98,11 @@ class SimulatedMember(MinimalHost):
         self.assigned = AssignedRank(rank, size, rank < active)
         return self.assigned
 
-    async def publish(self, link: Link, iteration: int) -> None:
-        self.maybe_leave("publish")
+    def serve(self) -> str | None:
+        self.maybe_leave("serve")
+        return self.name if self.assigned is not None and self.assigned.rank == 0 else None
 
-    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
+    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
         self.maybe_leave("initialize")
         if self.budget.spend("faults", 0.05):
             return self.fault(iteration, Interruption.EXCEPTION, "initialize")
@@ -104,6 +111,8 @@ class SimulatedMember(MinimalHost):
         return None
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+        if self.assigned is not None and self.assigned.rank == 0:  # as its monitor does, later
+            await self.machine.membership.forget_before(iteration)
         outcome = await request(Op("function", f"over/{iteration}"))
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
@@ -124,13 +133,11 @@ class SimulatedMember(MinimalHost):
         self.maybe_leave("finalize")
         self.inside = False
 
-    def restarting(
-        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
-    ) -> None:
+    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
         self.invariants.caused(self.iteration, cause)
 
     def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
-        self.invariants.stopped(self.iteration, cause, reports)
+        self.invariants.stopped(self.machine.record.iteration - 1, cause, reports)
 
     def give(self, error: BaseException) -> BaseException:
         """The error that this member is to end with."""

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate
-from outlast.coordination import barrier, view
+from outlast.coordination import barrier
+from outlast.coordination.decisions import view
+from outlast.coordination.decisions.decision import Facts, next_record
 from outlast.coordination.lost_host import report_host_lost, report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
-from outlast.inprocess.recovery.admission import hold_for_replacements
-from outlast.inprocess.recovery.faults.fault_history import agreed_faults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.state_machine import Machine
+from outlast.inprocess.recovery.waits import _next_record, end_iteration_to_join
 from simulation.fault_budget import Schedule
 from simulation.simulate import Result, simulate
 
@@ -92,8 +93,8 @@ def test_a_request_to_stop_ends_the_job_after_one_restart() -> None:
 
 STOP_MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a decision does not read the request": (
-        MembershipProtocol.propose,
-        "if stop is not None:",
+        next_record,
+        "if facts.stop is not None:",
         "if False:",
     ),
     "the job is restarted more than once": (
@@ -117,21 +118,30 @@ def test_the_simulation_of_stops_finds(name: str, monkeypatch: pytest.MonkeyPatc
             stopped(seed)
 
 
+_RECORD = 'await link.append(f"{name}/arrived", record)\n    '
+_READ = "await lost_members(link)"
+_COUNT = """\
+count = await link.add(f"{name}/count", 1)
+    return count >= len(expected) or (
+        count + len(expected & await lost_members(link)) >= len(expected)
+    )
+"""
+
 # Each: the function, a text in its source, and the replacement.
 MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a loss does not check start": (
         MembershipProtocol.wake_for_lost,
-        'await barrier.check(self.link, f"start/{at}", view.expected)',
+        'await barrier.complete(self.link, f"start/{at}", view.expected)',
         "pass",
     ),
-    "a loss does not check term": (
+    "a loss decides nothing": (
         MembershipProtocol.wake_for_lost,
-        'await barrier.check(self.link, f"term/{at}", view.expected)',
+        "await self.decide(at)",
         "pass",
     ),
     "a loss does not check goodbye": (
         MembershipProtocol.wake_for_lost,
-        'await barrier.check(self.link, "goodbye", view.expected)',
+        'await barrier.complete(self.link, "goodbye", view.expected)',
         "pass",
     ),
     "a loss does not end the iteration": (
@@ -149,9 +159,6 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         'await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))\n'
         "    failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
         "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"
-        "    if failed:\n"
-        "        await self.wake_holders()  # one of them may be mistaken for lost, and has to "
-        "leave\n"
         "    await self.wake_for_lost(iteration, failed, discarded)\n",
         "failed = frozenset(lost.member for lost in losses if not lost.discarded)\n"
         "    discarded = frozenset(lost.member for lost in losses if lost.discarded)\n"
@@ -159,39 +166,39 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         '    await self.link.append(barrier.LEDGER, b"".join(map(to_line, losses)))\n',
     ),
     "who arrives does not read the ledger": (
-        barrier.arrive,
-        "lost = await lost_members(link)",
-        "lost = frozenset()",
+        barrier.record_arrival,
+        "await lost_members(link)",
+        "frozenset()",
     ),
     "who arrives reads the ledger before": (
-        barrier.arrive,
-        "    lost = await lost_members(link)\n",
-        "",
+        barrier.record_arrival,
+        _RECORD + _COUNT,
+        "lost = await lost_members(link)\n    " + _RECORD + _COUNT.replace(_READ, "lost"),
     ),
     "who arrives last does not complete the barrier": (
         barrier.arrive,
-        "await check(link, name, expected, lost)",
+        "return await complete(link, name, expected)",
         "pass",
     ),
     "who arrives is counted before it stands in the log": (
-        barrier.arrive,
-        '    await link.append(f"{name}/arrived", record)\n'
-        '    count = await link.add(f"{name}/count", 1)\n'
-        "    lost = await lost_members(link)\n",
-        '    count = await link.add(f"{name}/count", 1)\n'
-        "    lost = await lost_members(link)\n"
-        '    await link.append(f"{name}/arrived", record)\n',
+        barrier.record_arrival,
+        _RECORD + _COUNT,
+        _COUNT.replace("return ", "may = ") + "    " + _RECORD + "return may\n",
     ),
-    "a barrier does not wait for all": (barrier.check, "if not missing:", "if True:"),
+    "a barrier does not wait for all": (
+        barrier.complete,
+        "if absent and absent - await lost_members(link):",
+        "if False:",
+    ),
     "a barrier does not leave the lost out": (
-        barrier.check,
-        "missing = expected - gone",
-        "missing = expected",
+        barrier.complete,
+        "absent - await lost_members(link)",
+        "absent",
     ),
     "a start with gaps is a start": (
         Machine._start,
-        "self._same_view(arrived) and await",
-        "await",
+        "if self._same_view(arrived):",
+        "if True:",
     ),
     "a decision does not know the lost": (
         view.decide,
@@ -205,29 +212,69 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a decision takes in who is in": (view.decide, "j.member not in inside and", ""),
     "a decision forgets the newcomers": (
-        MembershipProtocol.propose,
-        "joiners = await self.joiners() if grow else []",
-        "joiners = []",
+        next_record,
+        "facts.joiners if rules.grow else []",
+        "[]",
     ),
-    "everyone decides for itself": (
-        MembershipProtocol.propose,
-        'ViewRecord.decode(await self.link.claim(f"view/{iteration}", mine.encode()))',
-        'mine; await self.link.put(f"view/{iteration}", mine.encode())',
+    "a decision is not claimed but written": (
+        MembershipProtocol.decide,
+        "data = await self.link.claim(key, encode_record(record))",
+        "data = encode_record(record); await self.link.put(key, data)",
+    ),
+    "everyone follows its own decision": (
+        MembershipProtocol.decide,
+        "claimed = decode_record(data)",
+        "claimed = record",
+    ),
+    "a decision is made before all have left": (
+        MembershipProtocol._facts,
+        "if before.view.expected - arrived.keys() - {record.member for record in ledger}:",
+        "if not arrived:",
+    ),
+    "a decision does not leave the lost out": (
+        MembershipProtocol._facts,
+        " - {record.member for record in ledger}:",
+        ":",
+    ),
+    "a decision follows a job that is complete": (
+        MembershipProtocol._facts,
+        "if not arrived and await self.over(iteration) == COMPLETED:",
+        "if False:",
+    ),
+    "a decision is read from the iteration before": (
+        _next_record,
+        "decision_key(iteration + 1, number)",
+        "decision_key(iteration, number)",
+    ),
+    "a decision has the faults of the iteration before": (
+        MembershipProtocol._facts,
+        "await self.faults(iteration)",
+        "await self.faults(iteration - 1)",
+    ),
+    "the last to leave decides nothing": (
+        MembershipProtocol.leave,
+        "record = await self.decide(iteration)",
+        "record = None",
+    ),
+    "who asks to join decides nothing": (
+        end_iteration_to_join,
+        "await membership.decide(iteration)",
+        "pass",
     ),
     "the last word on an iteration counts": (
         MembershipProtocol.end,
         'return await self.link.claim(f"over/{iteration}", how)',
         'await self.link.put(f"over/{iteration}", how)\n    return how',
     ),
-    "nobody waits for all to have left": (
+    "nobody leaves before it says so": (
         Machine._settle,
-        'await self._pass(f"term/{k}", self.record.expected)',
+        "await self.host.settle(k)",
         "pass",
     ),
     "left is said before it is so": (
         Machine._settle,
         "    await self.host.settle(k)\n",
-        '    await barrier.arrive(self.link, f"term/{k}", self.member, self.record.expected)\n'
+        "    await self.membership.leave(k, self.member, self.record.expected, {})\n"
         "    await self.host.settle(k)\n",
     ),
     "one who has finished is enough": (MembershipProtocol.finish, ">= members", ">= 1"),
@@ -255,51 +302,46 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "isinstance(error, RestartAbort))",
         "False)",
     ),
-    "an ended job goes on": (Machine._decide, "if ender is not None:", "if False:"),
+    "an ended job goes on": (next_record, "last_cause, ended_by,", "last_cause, None,"),
+    "who leaves an ended job restarts": (
+        Machine._follow,
+        "if (ender := decision.ended_by) is not None:",
+        "if False:",
+    ),
     "two processes take one place": (
         MembershipProtocol.register,
         "if held == token.encode() else None",
         "",
     ),
     "who dies before it is known is not told": (
-        MembershipProtocol.report_killed,
-        "await self.register(rank, token)",
+        report_killed,
+        "await membership.register(rank, token)",
         "None",
     ),
     "a newcomer that dies before it is known is not told": (
-        MembershipProtocol.report_killed,
+        report_killed,
         "if j.token == token",
         "if False",
     ),
     "an iteration is forgotten while some are in it": (
-        Machine._run,
-        "self.iteration - 8",
-        "self.iteration - 0",
-    ),
-    "an end that is told late is a cause": (
-        agreed_faults,
-        "if any(ends(fault) for fault in faults):",
-        "if False:",
-    ),
-    "the end of a newcomer on its way is a cause": (
-        agreed_faults,
-        "fault.member in missing:",
-        "fault.member not in came:",
-    ),
-    "the first cause is reported by everyone": (
-        Machine._stop_or_pause,
-        "reporter == self.member",
-        "True",
-    ),
-    "who decides does not end the holds of others": (
-        Machine._decide,
-        "await self.membership.wake_holders()",
+        MembershipProtocol.forget_before,
+        "iteration -= _KEPT",
         "pass",
     ),
-    "a hold looks before it knows where to go on": (
-        hold_for_replacements,
-        'seen = int(await membership.link.read("joined") or b"0")',
-        "seen = 0",
+    "an end that is told late is a cause": (
+        Facts.own_faults,
+        " if not ends(fault) or fault.member in missing",
+        "",
+    ),
+    "the end of a newcomer on its way is a cause": (
+        Facts.own_faults,
+        "fault.member in missing",
+        "fault.member not in self.arrived",
+    ),
+    "the first cause is reported by everyone": (
+        Machine._follow,
+        "decision.reporter == self.member",
+        "True",
     ),
 }
 
@@ -344,7 +386,7 @@ MUTATIONS |= {
     ),
     "a monitor claims a rank for no host": (
         report_killed,
-        "if host and member < 0:",
+        "if host:",
         "if False:",
     ),
     "a process registers before it enters its host": (
@@ -354,7 +396,7 @@ MUTATIONS |= {
     ),
     "a member that counts as lost asks to join": (
         Machine._decide,
-        "    await self._leave_if_lost()\n    return RecoveryState.JOIN",
+        "    await leave_if_lost(self.membership, self.member)\n    return RecoveryState.JOIN",
         "    return RecoveryState.JOIN",
     ),
 }

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
+    from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
     from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
     from outlast.coordination.ops import Link, Op, drive, perform_on
     from outlast.coordination.records import FaultRecord, LostRecord, first_cause
     from outlast.coordination.stores.memory_store import MemoryStore
     from outlast.coordination.stores.store import KeyTimeout, Store
     from outlast.coordination.stores.torch_store import TorchStore
-    from outlast.coordination.view import Joiner, ViewRecord, decide
 
 __all__ = [
     "COMPLETED",
@@ -46,7 +46,7 @@ _NAMES = {
     "stores.memory_store": ("MemoryStore",),
     "stores.store": ("KeyTimeout", "Store"),
     "stores.torch_store": ("TorchStore",),
-    "view": ("Joiner", "ViewRecord", "decide"),
+    "decisions.view": ("Joiner", "ViewRecord", "decide"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

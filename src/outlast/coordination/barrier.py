@@ -6,8 +6,9 @@ when it is in the log, or in the ledger of lost members.
 
 A process that finds every member accounted for claims `done`, with a summary of the log. So the
 members that pass have all read the same summary, and not the log, whose size grows with their
-number: only those that complete the barrier read it. That at least one process does so follows
-from the order of two steps on either side:
+number: only those that complete the barrier read it. (At the barrier that ends an iteration, what
+is claimed instead of `done` is the decision about the next one: `MembershipProtocol.decide`.) That
+at least one process does so follows from the order of two steps on either side:
 
     an arriving member:               append to `arrived`,  then read the ledger
     a process that records a loss:    append to the ledger, then read `arrived`
@@ -20,8 +21,8 @@ last one to add gets a number that, plus the number of lost members, is not belo
 process that dies between its append and its check is recorded by its monitor, which checks again;
 if a recorder dies too, the waiting members check when their backstop expires.
 
-Operations: four for a member that is not the last (append, add, read, wait), so a constant number
-per member, whatever the size.
+Operations: four for a member that is not the last (append, add, read, wait) and four for the last
+(append, add, read, claim), whatever the size.
 """
 
 from __future__ import annotations
@@ -47,20 +48,15 @@ async def lost_members(link: Link) -> frozenset[int]:
     return frozenset(record["member"] for record in lines(await link.read(LEDGER)))
 
 
-async def arrivals(link: Link, name: str) -> dict[int, dict[str, Any]]:
-    """The record of each member that has arrived; once the barrier is complete, of each that had
-    arrived by then. The values in `most` of `arrive` are the greatest of all members.
-    """
-    done = await link.read(done_key(name))
-    return await _log(link, name) if done is None else summary(done)
-
-
 def summary(done: bytes) -> dict[int, dict[str, Any]]:
-    """The arrivals, from the value of the key `done`."""
+    """The record of each member that has arrived, from the value of the key `done`."""
     return {record["member"]: record for record in runs.unpack_records(done)}
 
 
-async def _log(link: Link, name: str) -> dict[int, dict[str, Any]]:
+async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
+    """The record of each member that has arrived so far. The values in `most` of `arrive` are the
+    greatest of all members.
+    """
     records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda said: said["member"])
     most: dict[str, int] = {}
     for record in records:
@@ -69,39 +65,53 @@ async def _log(link: Link, name: str) -> dict[int, dict[str, Any]]:
     return {record["member"]: record | most for record in records}
 
 
-async def arrive(
+async def record_arrival(
     link: Link,
     name: str,
     member: int,
     expected: frozenset[int],
     most: Mapping[str, int] | None = None,
     **said: Any,
-) -> None:
-    """Records the arrival of `member`, and completes the barrier if it is the last.
+) -> bool:
+    """Records the arrival of `member`; returns whether it may be the last, which then has to check.
 
     Args:
         most: numbers of which only the greatest of all members counts.
-        said: what the others learn of this member.
+        said: what the others learn of this member; `None` stands for nothing.
     """
-    line = {"member": member, **said, **({"most": dict(most)} if most else {})}
+    known = {key: value for key, value in said.items() if value is not None}
+    line = {"member": member, **known, **({"most": dict(most)} if most else {})}
     record = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)
     count = await link.add(f"{name}/count", 1)
-    lost = await lost_members(link)
-    if count + len(expected & lost) >= len(expected):
-        await check(link, name, expected, lost)
+    return count >= len(expected) or (
+        count + len(expected & await lost_members(link)) >= len(expected)
+    )
 
 
-async def check(
-    link: Link, name: str, expected: frozenset[int], lost: frozenset[int] | None = None
-) -> frozenset[int]:
-    """Completes the barrier if every member of `expected` is accounted for; returns the missing
-    ones. `lost` is the ledger, if it was read after this process's own last append.
+async def arrive(
+    link: Link, name: str, member: int, expected: frozenset[int], **said: Any
+) -> bytes | None:
+    """Records the arrival of `member`, and completes the barrier if it is the last: then returns
+    the value of `done`.
     """
-    gone = await lost_members(link) if lost is None else lost
-    arrived = await _log(link, name)
-    missing = expected - gone
-    missing -= frozenset(arrived)
-    if not missing:
-        await link.claim(done_key(name), runs.pack_records(list(arrived.values())))
-    return missing
+    if await record_arrival(link, name, member, expected, **said):
+        return await complete(link, name, expected)
+    return None
+
+
+async def complete(link: Link, name: str, expected: frozenset[int]) -> bytes | None:
+    """Completes the barrier if every member of `expected` is accounted for; returns the value of
+    `done`, or `None` if a member is missing.
+    """
+    arrived = await log(link, name)
+    absent = expected - arrived.keys()
+    if absent and absent - await lost_members(link):
+        return None
+    return await link.claim(done_key(name), runs.pack_records(list(arrived.values())))
+
+
+async def missing(link: Link, name: str, expected: frozenset[int]) -> frozenset[int]:
+    """The members that are not accounted for."""
+    arrived = await log(link, name)
+    return expected - arrived.keys() - await lost_members(link)

@@ -43,16 +43,27 @@ async def report_killed(
     member: int,
     fault: FaultRecord,
 ) -> None:
-    """`MembershipProtocol.report_killed` on a job with many hosts. The process may have died before
-    it entered its host; the claim of its rank that its monitor makes for it must not come first, or
-    the loss of the host in the middle of this report would leave a claim that belongs to no host.
+    """Records that a process ended without leaving the job; called by its monitor.
 
     Args:
         host: of the process and its monitor; empty on a job with one host.
+        rank, token: with which the process registers. If it did not know its member ID yet, the
+            monitor claims its rank of the first view for it, so that the others do not wait for a
+            process that will never arrive. It enters the host first: the loss of the host in the
+            middle of this report would leave a claim that belongs to no host.
+        member: its ID; -1 if it is not known.
+        fault: what is known of its end; the member is filled in.
     """
-    if host and member < 0:
-        await enter_host(membership.link, host, token)
-    await membership.report_killed(rank, token, member, fault)
+    if member < 0:
+        if host:
+            await enter_host(membership.link, host, token)
+        registered = await membership.register(rank, token)
+        asked = (j.member for j in await membership.joiners() if j.token == token)
+        member = next(asked, -1) if registered is None else registered
+    if member < 0:
+        return  # a joiner that had not asked yet: no member waits for it
+    fault = dataclasses.replace(fault, member=member)
+    await membership.report_lost(LostRecord(member, fault.cause), fault.iteration, fault)
 
 
 async def report_host_lost(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 JOINED, HOST_LOST, DIED = "new ranks joined", "host lost", "died"
 HANGS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
@@ -84,11 +83,6 @@ def describe_restarts(counts: Iterable[RestartCount]) -> str:
         return ""
     causes = ", ".join(f"{each.count} x {each.what}{_on(each.ranks)}" for each in totals)
     return f"{number} restart{'' if number == 1 else 's'}: {causes}"
-
-
-def decode_counts(records: Iterable[dict[str, Any]]) -> tuple[RestartCount, ...]:
-    """The counts from the values that `dataclasses.asdict` made of them."""
-    return tuple(RestartCount(r["what"], r["count"], tuple(r["ranks"])) for r in records)
 
 
 def _on(ranks: tuple[int, ...]) -> str:

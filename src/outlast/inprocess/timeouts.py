@@ -70,3 +70,9 @@ class Timeouts:
         """The soft timeout; if it is adaptive, its upper bound."""
         soft = self.soft_timeout
         return soft.initial if isinstance(soft, Adaptive) else soft
+
+    @property
+    def least_soft(self) -> Duration:
+        """The soft timeout; if it is adaptive, its lower bound."""
+        soft = self.soft_timeout
+        return soft.floor if isinstance(soft, Adaptive) else soft

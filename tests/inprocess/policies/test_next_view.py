@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inprocess.view_strategies import ViewChange, state_of, states_in_view, view_changes
-from outlast.coordination.view import Joiner, ViewRecord, decide
+from outlast.coordination.decisions.decision import Decision, decode_record, encode_record
+from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.rank_assignment import (
@@ -78,7 +79,8 @@ def test_a_newcomer_has_the_empty_place_it_asks_for_unless_another_was_first(
 
 @given(view_changes())
 def test_a_record_comes_back_from_the_store_as_it_was(change: ViewChange) -> None:
-    assert ViewRecord.decode(change.record.encode()) == change.record
+    decision = Decision(change.record)
+    assert decode_record(encode_record(decision)) == decision
 
 
 def test_the_replacement_of_each_lost_rank_takes_its_place() -> None:

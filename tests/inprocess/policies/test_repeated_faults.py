@@ -7,8 +7,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
+from outlast.coordination.decisions.repeated_faults import (
+    FaultHistory,
+    RepeatedFaults,
+    add_fault,
+    signature_of,
+)
 from outlast.coordination.records import FaultRecord
 from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse, FolderUnusable
 from outlast.events.restart_causes import describe_restarts
@@ -19,12 +26,6 @@ from outlast.inprocess.interruption.permanent_error import (
     AT_START,
     is_mistake,
     permanence,
-)
-from outlast.inprocess.recovery.faults.repeated_faults import (
-    FaultHistory,
-    RepeatedFaults,
-    add_fault,
-    signature_of,
 )
 from outlast.system.arguments import check_int
 
@@ -37,13 +38,13 @@ def fault(cause: str = "ValueError: bad", **changes: Any) -> FaultRecord:
 
 
 def after(faults: Sequence[FaultRecord | None], policy: RepeatedFaults = POLICY) -> FaultHistory:
-    """The history after iterations with these first causes; as claimed in the store."""
+    """The history after iterations with these first causes; as read from the store."""
     history = FaultHistory()
     for each in faults:
         assert not history.stop, "the job goes on after it has ended"
         step, pinged = (0, False) if each is None else (each.step, each.pings > 0)
         made = add_fault(history, each, step, pinged, policy)
-        history = FaultHistory.decode(made.encode())
+        history = msgspec.json.decode(msgspec.json.encode(made), type=FaultHistory)
         assert history == made
     return history
 

@@ -62,19 +62,6 @@ def test_abort_raises_and_the_restart_goes_on(ranks: Ranks) -> None:
         assert "a planned fault in abort" in job.errors(1)
 
 
-def test_a_rank_that_had_not_entered_the_function_aborts_too(ranks: Ranks) -> None:
-    with ranks("phases", "is_late_at_the_start") as job:
-        job.start_all()
-        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
-        assert views(job) == {0: [(1, 2)], 1: full(2)}
-        for rank in (0, 1):
-            phases = [(x["phase"], x["iteration"]) for x in events(job, rank, "phase")]
-            assert [phase for phase in phases if phase[0] != "initialize"] == [
-                ("abort", 0),
-                ("finalize", 0),
-            ]
-
-
 @pytest.mark.parametrize(
     ("phase", "error"),
     [
@@ -140,3 +127,11 @@ def test_a_rank_is_killed_before_it_registers(ranks: Ranks) -> None:
         assert job.wait_all() == {0: 0, 1: KILLED, 2: 0}, errors(job)
         seen = views(job)
         assert seen[max(seen)] == full(2)
+        # No rank has entered the function; each aborts and finalizes all the same.
+        assert min(seen) == 1
+        for rank in (0, 2):
+            phases = [(x["phase"], x["iteration"]) for x in events(job, rank, "phase")]
+            assert [phase for phase in phases if phase[0] != "initialize"] == [
+                ("abort", 0),
+                ("finalize", 0),
+            ]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from typing import Any
 
 from rank import main, say, scenario, wrapped
 from rank_actions import SHORT, Finalized, Told, die, finish, join_group, rank, wait_forever
@@ -22,7 +20,6 @@ from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.state_machine import Machine
 
 # The phase in which rank 1 fails, and how. It fails once; in `initialize` at iteration 1, so that
 # the fault occurs during a restart.
@@ -154,30 +151,6 @@ def dies_at_the_barrier() -> None:
 
 
 @scenario
-def is_late_at_the_start() -> None:
-    """Rank 1 raises while rank 0 still waits at the barrier before the function."""
-    passed = Machine._pass
-
-    async def late(self: Machine, name: str, expected: frozenset[int]) -> dict[int, Any]:
-        arrived = await passed(self, name, expected)
-        while name == "start/0" and await self.membership.over(0) is None:
-            time.sleep(0.01)
-        return arrived
-
-    if FIRST_RANK == 0:
-        Machine._pass = late  # type: ignore[method-assign]
-
-    @wrapped(initialize=Init(), abort=Abort(), finalize=Final())
-    def train(call: CallWrapper) -> int:
-        if call.iteration == 0:
-            raise ValueError("a planned fault")
-        join_group()
-        return finish()
-
-    train()
-
-
-@scenario
 def dies_before_it_registers() -> None:
     """Rank 1 dies when its monitor has started and nothing else has happened."""
     register, main_process = MembershipProtocol.register, os.getpid()
@@ -190,7 +163,7 @@ def dies_before_it_registers() -> None:
     if FIRST_RANK == 1:
         MembershipProtocol.register = registering  # type: ignore[assignment,method-assign]
 
-    @wrapped()
+    @wrapped(initialize=Init(), abort=Abort(), finalize=Final())
     def train(call: CallWrapper) -> int:
         join_group()
         return finish()

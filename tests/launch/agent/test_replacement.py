@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
+from outlast.coordination import LostRecord
+from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
 from procs import NET_S
 
 
@@ -191,9 +195,19 @@ def test_members_learn_which_ranks_are_given_up(tmp_path: Path) -> None:
         first[1].kill()
         second = run.ready(1)
         assert store.read("outlast/gone") is None
+        membership = MembershipProtocol(Link("call/"), 2, Rules(await_size=2))
+        members, perform = frozenset({0, 1}), perform_on(store)
+        for rank in members:
+            drive(membership.register(rank, str(rank)), perform)
+        drive(membership.report_lost(LostRecord(1, "killed"), 0), perform)
+        drive(membership.leave(0, 0, members, {}), perform)  # the restart is held
+        assert drive(membership.decision(1), perform) is None
         second.kill()
-        store.wait_for("call/joined/1", NET_S)  # what wakes the members
+        store.wait_for("call/decision/1/1", NET_S)
         assert store.read("outlast/gone") == b"[1]\n"
+        decision = drive(membership.decision(1), perform)
+        assert decision is not None
+        assert decision.view.expected == {0}
         assert run.complete(first[0]) == 0
 
 

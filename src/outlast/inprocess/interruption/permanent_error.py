@@ -5,14 +5,8 @@ from __future__ import annotations
 import bdb
 import dis
 
+from outlast.coordination.decisions.repeated_faults import ALWAYS, AT_START
 from outlast.errors import FolderInUse, OutlastError
-
-ALWAYS = "always"
-AT_START = "at start"
-"""Permanent if it is raised before the first ping or step of the job. Later it may pass, and counts
-like any other error: an error in the program may depend on the data, and the folder may be locked
-by a lost host of this job.
-"""
 
 _AT_START = (TypeError, NameError, SyntaxError, ImportError, FolderInUse)
 _MISTAKES = (

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from outlast.coordination.decisions.decision import Rules
 from outlast.inprocess.progress.shared_page import SharedPage
 from outlast.inprocess.store import StoreMixin
 
@@ -18,7 +19,7 @@ class MonitorPlan:
         factory, kwargs, endpoint: of the store.
         serve: whether this monitor serves the store.
         ready: the key that the store's server sets for this call, or an empty string.
-        rank, world_size, token: the values with which the main process registers.
+        rank, world_size, token, rules: the values with which the main process registers.
         interval: time between two heartbeats.
         heartbeat: a member without a heartbeat for this long counts as lost.
         soft, hard, ping: the timeouts.
@@ -52,3 +53,4 @@ class MonitorPlan:
     address: str = ""
     host_id: str = ""
     host_ring: bool = False
+    rules: Rules = dataclasses.field(default_factory=Rules)

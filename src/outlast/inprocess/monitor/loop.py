@@ -51,6 +51,7 @@ class MonitorLoop:
         self._poll.register(end, select.POLLIN)
         self._threads: set[int] = set()  # pidfds of threads of the main process
         self._store = StoreAccess(plan, self._clock)
+        self._forgot = 0  # the iteration before which old ones were forgotten
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
@@ -120,7 +121,18 @@ class MonitorLoop:
                 self._timeouts.check()
                 self._frozen.check()
                 self._ring.beat()
+                self._forget()
         return False
+
+    def _forget(self) -> None:
+        """Deletes the keys of old iterations, for the job: while rank 0 is in its function, so that
+        no restart waits for it.
+        """
+        page = self._page
+        in_function = page.rank == 0 and page.activity == Activity.FUNCTION
+        if in_function and page.iteration > self._forgot:
+            self._forgot = page.iteration
+            self._store.perform(self._store.membership.forget_before(self._forgot))
 
     def _wait(self) -> list[int]:
         """Waits for an event, or until something is due; notices if this process was stopped."""

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from outlast.clock import Clock
 from outlast.coordination.barrier import lost_members
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on
-from outlast.coordination.view import ViewRecord
 from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.connection import Connection, connect
 from outlast.inprocess.monitor.config import MonitorPlan
@@ -26,7 +26,7 @@ class StoreAccess:
     def __init__(self, plan: MonitorPlan, clock: Clock) -> None:
         self._plan, self._clock = plan, clock
         self.link = Link(plan.prefix)
-        self.membership = MembershipProtocol(self.link, plan.world_size)
+        self.membership = MembershipProtocol(self.link, plan.world_size, plan.rules)
         self._connection: Connection | None = None
 
     @property

@@ -8,6 +8,7 @@ import threading
 
 from outlast.clock import Clock
 from outlast.coordination.barrier import done_key
+from outlast.coordination.membership import decision_key
 from outlast.errors import RankTimeout, StoreError
 from outlast.inprocess.distributed.connection import connect
 from outlast.inprocess.monitor.config import MonitorPlan
@@ -52,7 +53,7 @@ class StoreService:
         except (StoreError, RuntimeError) as e:
             write_line(e)
             return
-        self._stay_until(done_key(f"term/{self._page.iteration}"), deadline)
+        self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
         del server
 
     def serve_until_goodbye(self) -> None:

@@ -1,1 +1,1 @@
-"""The recovery of a rank: session, state machine, rank host, admission, views, launcher notices."""
+"""The recovery of a rank: session, state machine, rank host, waits, views, launcher notices."""

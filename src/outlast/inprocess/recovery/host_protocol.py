@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from outlast.clock import Clock
+from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
-from outlast.coordination.view import ViewRecord
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 
 
 class RecoveryState(enum.Enum):
@@ -47,10 +47,7 @@ class Limits:
     completion: float  # from the return of this rank to the return of all
     computing: float = 600.0  # the same while one of the others is at work
     backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
-    await_size: int = 0  # a restart is held until there are this many members,
-    await_seconds: float = 0.0  # for this long at most
-    await_chosen: bool = False  # whether the program has said so, by `AwaitReplacements`
-    repeated: RepeatedFaults | None = None  # `None`: the job restarts without limit
+    await_seconds: float = 0.0  # a restart is held for replacements for this long at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +89,7 @@ class Host(Protocol):
     preferred_rank: int
     grow: GrowPolicy
     limits: Limits
+    rules: Rules
     fault_came_back: bool  # the last one is equal to one before it, without progress in between
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
@@ -106,11 +104,13 @@ class Host(Protocol):
     def assign(self, record: ViewRecord, member: int) -> AssignedRank:
         """Applies the rank assignment and the rank filter to the view."""
 
-    async def publish(self, link: Link, iteration: int) -> None:
-        """Publishes the iteration's store, which the others need before they start."""
+    def serve(self) -> str | None:
+        """Serves the iteration's own store if this is rank 0; returns its address."""
 
-    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
-        """Runs initialize and the first health check; returns the fault if one of them raised."""
+    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+        """Runs initialize and the first health check; returns the fault if one of them raised.
+        `store` is the address of the iteration's own store.
+        """
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
         """Runs the function until it is left."""
@@ -121,7 +121,10 @@ class Host(Protocol):
     async def settle(self, iteration: int) -> None:
         """Waits for the abort, releases resources, and runs finalize and the health check."""
 
-    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    def may_have_hung(self, iteration: int) -> bool:
+        """Whether this member made no progress for long before the iteration ended."""
+
+    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
     def progress(self) -> tuple[int, int]:
@@ -141,11 +144,9 @@ class Host(Protocol):
         the last restart; `reports` on the one member that is to show it to the user.
         """
 
-    def restarting(
-        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
-    ) -> None:
-        """Called when every member has left iteration k, with the faults that ended it; `reports`
-        on the one member that is to show the cause to the user.
+    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
+        """Called when every member has left iteration k, with the first cause of its end; `reports`
+        on the one member that is to show it to the user.
         """
 
     def leaves_with(self, error: BaseException) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.records import FaultRecord
-from outlast.coordination.view import ViewRecord
 from outlast.errors import RestartAbort
 from outlast.inprocess.environment import Launch
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
@@ -19,7 +20,19 @@ from outlast.inprocess.state import State
 _REPLACEMENT_LIMIT_S = 600.0
 
 
-def hold(settings: Settings, launch: Launch) -> tuple[int, float]:
+def rules(settings: Settings, launch: Launch) -> tuple[Rules, float]:
+    """On what decisions depend; and for how many seconds a restart is held at most."""
+    size, hold_s = _hold(settings, launch)
+    return Rules(
+        grow=settings.grow_policy is not GrowPolicy.NEVER,
+        repeated=settings.stops_repeated_faults,
+        await_size=size,
+        chosen_s=settings.await_replacements or 0.0,
+        hosts=bool(launch.host_id),
+    ), hold_s
+
+
+def _hold(settings: Settings, launch: Launch) -> tuple[int, float]:
     """The number of members for which a restart is held, and for how many seconds; 0 for none.
 
     `AwaitReplacements` decides, if there is one. Otherwise a restart is held under `outlast run`,

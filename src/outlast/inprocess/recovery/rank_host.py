@@ -17,9 +17,9 @@ from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination import restarts
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, StopRecord
-from outlast.coordination.view import ViewRecord
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
     Admitted,
@@ -43,7 +43,6 @@ from outlast.inprocess.interruption.monitor_thread import IterationWatch, Monito
 from outlast.inprocess.interruption.torch_modes import TorchModes
 from outlast.inprocess.observers import notify_recovering
 from outlast.inprocess.progress.shared_page import Activity, SharedPage
-from outlast.inprocess.recovery.faults.rank_faults import RankFaults
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
@@ -53,7 +52,8 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.iteration_store import IterationStore
-from outlast.inprocess.recovery.job_size import SizeRequirement, hold
+from outlast.inprocess.recovery.job_size import SizeRequirement, rules
+from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.ranks.next_view import state_in_view
 from outlast.inprocess.recovery.ranks.value_exchange import exchange_values
 from outlast.inprocess.recovery.settings import Settings, assignment_parts
@@ -104,24 +104,21 @@ class RankHost(RankFaults):
         self.token, self.pid = secrets.token_hex(8), os.getpid()
         self.host_id, self.preferred_rank = launch.host_id, launch.rank
         self.grow = settings.grow_policy
-        await_size, await_seconds = hold(settings, launch)
+        self.rules, await_seconds = rules(settings, launch)
         t = settings.timeouts
         self.limits = Limits(
             barrier=seconds(t.barrier_timeout),
             completion=seconds(t.completion_timeout),
             computing=max(seconds(t.completion_timeout), seconds(t.ping_timeout)),
             backstop=max(1.0, seconds(t.monitor_thread_interval)),
-            await_size=await_size,
             await_seconds=await_seconds,
-            await_chosen=settings.await_replacements is not None,
-            repeated=settings.stops_repeated_faults,
         )
         self.ping_timeout = seconds(t.ping_timeout)
+        self.least_hang = min(seconds(t.least_soft), self.ping_timeout) / 2
         self.size = SizeRequirement(settings, launch)
         self.stop: StopRecord | None = None
         self.cause: FaultRecord | None = None
-        self.releaser = Releaser()
-        self.torch_modes = TorchModes()
+        self.releaser, self.torch_modes = Releaser(), TorchModes()
         self.watch: IterationWatch | None = None
         self.error: BaseException | None = None
         self.joining = False
@@ -136,7 +133,8 @@ class RankHost(RankFaults):
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
 
     def least_ranks(self) -> int:
-        return self.size.least if self.size.known or self.limits.await_chosen else -1
+        chosen = self.settings.await_replacements is not None
+        return self.size.least if self.size.known or chosen else -1
 
     async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
         slots = record.slots()
@@ -193,17 +191,15 @@ class RankHost(RankFaults):
         )
         return AssignedRank(state.rank, state.world_size, state.active)
 
-    async def publish(self, link: Link, iteration: int) -> None:
-        if self.state.rank == 0:
-            where = self.iteration_store.serve()
-            self.page.store_port = self.iteration_store.endpoint[1]
-            await link.put(f"store/{iteration}", where.encode())
+    def serve(self) -> str | None:
+        if self.state.rank != 0:
+            return None
+        where = self.iteration_store.serve()
+        self.page.store_port = self.iteration_store.endpoint[1]
+        return where
 
-    async def initialize(self, link: Link, iteration: int) -> FaultRecord | None:
-        address = await link.read(f"store/{iteration}")
-        if address is None:
-            raise InternalError(f"rank 0 published no store for iteration {iteration}")
-        self.iteration_store.where = address.decode()
+    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+        self.iteration_store.where = store
         self.replace_lost_monitor()
         self.atomic_section.reset()
         self.page.pings = self.page.step = self.pings = 0
@@ -313,9 +309,7 @@ class RankHost(RankFaults):
             ) from e
         self.replace_lost_monitor()
 
-    def restarting(
-        self, cause: FaultRecord | None, faults: list[FaultRecord], *, reports: bool
-    ) -> None:
+    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
         # Only now, when every rank has left: a torch client that finds no server retries forever,
         # in C++, where no interrupt reaches it.
         self.iteration_store.close()

@@ -292,6 +292,7 @@ class _Session:
             rank=self.launch.rank,
             world_size=self.launch.world_size,
             token=self.host.token,
+            rules=self.host.rules,
             interval=seconds(t.monitor_process_interval),
             heartbeat=seconds(t.heartbeat_timeout),
             soft=seconds(t.soft),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outlast.coordination.decisions.repeated_faults import RepeatedFaults
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.ending import Completion, Terminate
@@ -15,7 +16,6 @@ from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.faults.repeated_faults import RepeatedFaults
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
 from outlast.inprocess.timeouts import Timeouts

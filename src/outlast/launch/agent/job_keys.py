@@ -97,7 +97,9 @@ class JobKeys:
 
     def end_probe(self, key: str) -> None:
         """Let the members go on that wait for the result under this key."""
-        self._store.put(key, b"1")
+        prefix, _, iteration = key.rpartition("links/")
+        work = MembershipProtocol(Link(prefix), 0).links_known(int(iteration))
+        drive(work, perform_on(self._store))
 
     def take_back(self, ranks: range) -> None:
         """These ranks have processes again."""

@@ -249,7 +249,7 @@ class Call:
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
         def likely(fault: ev.Fault) -> tuple[bool, bool]:
-            """As the ranks themselves decide (`recovery/faults` of the wrapper)."""
+            """As the ranks themselves decide (`coordination/decisions`)."""
             return fault.consequence or (fault.overtaken and bool(hung)), fault.overtaken
 
         def cause_first(faults: list[ev.Fault]) -> tuple[tuple[bool, bool], bool, int, int]:

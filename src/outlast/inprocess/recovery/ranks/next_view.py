@@ -7,7 +7,7 @@ consistent assignment (R1) without communication.
 
 from __future__ import annotations
 
-from outlast.coordination.view import ViewRecord
+from outlast.coordination.decisions.view import ViewRecord
 from outlast.errors import RestartError
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter

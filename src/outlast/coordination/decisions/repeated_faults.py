@@ -1,8 +1,8 @@
 """Faults that come back: which faults are equal, what counts as progress, when the job ends.
 
-The members agree on a `FaultHistory` for each iteration: the first cause of the iteration that
-ended is added to the history before it, and the result is claimed in the store (`agreed_history`).
-So all members, including those that join later, stop or pause together.
+Each decision contains the `FaultHistory` of the job: the first cause of the iteration that ended is
+added to the history before it. So all members, including those that join later, stop or pause
+together.
 
 *Equal* are exceptions (and hangs) of the same type, message and place, on any rank: a program fails
 on the rank that happens to be first. Numbers in the message may differ: a loss, a step, an address.
@@ -28,20 +28,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import re
-from typing import Any
 
 from outlast.coordination.records import FaultRecord, ends
 from outlast.events.restart_causes import (
     JOINED,
     RestartCount,
     add_up,
-    decode_counts,
     what_failed,
 )
-from outlast.inprocess.interruption.permanent_error import ALWAYS, AT_START
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
+
+ALWAYS = "always"
+AT_START = "at start"
+"""Permanent if it is raised before the first ping or step of the job. Later it may pass, and counts
+like any other error: an error in the program may depend on the data, and the folder may be locked
+by a lost host of this job.
+"""
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _SIGNATURE_CHARS = 300
@@ -132,23 +135,6 @@ class FaultHistory:
     def without_end(self) -> FaultHistory:
         """The same faults, which neither end the job nor delay the restart."""
         return dataclasses.replace(self, stop="", cause=None, pause=0.0)
-
-    def encode(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, data: bytes | None) -> FaultHistory:
-        if data is None:
-            return cls()
-        values: dict[str, Any] = json.loads(data)
-        values["seen"] = tuple(EqualFaults(**each) for each in values["seen"])
-        mistakes = values["mistakes"]
-        values["mistakes"] = tuple(
-            Mistake(**each | {"came": tuple(each["came"])}) for each in mistakes
-        )
-        values["restarts"] = decode_counts(values["restarts"])
-        values["cause"] = FaultRecord(**values["cause"]) if values["cause"] else None
-        return cls(**values)
 
 
 def add_fault(

@@ -1,18 +1,17 @@
 """Views: the members of an iteration. Pure functions, no store.
 
-A *member* is one process in the job, with an id for life. The decision for iteration k+1 is a
-`ViewRecord`: the ranks of iteration k, the members lost since, and the joiners. Every member
-computes the same slots from it: a replacement takes the slot of a lost member, first the one that
-it asks for (a launcher starts the replacement of rank 2 as rank 2), so that survivors keep their
-ranks; further joiners are appended. Slots that stay empty are the *terminated ranks*, which the
-rank assignment then closes.
+A *member* is one process in the job, with an id for life. The decision about iteration k+1
+contains a `ViewRecord`: the ranks of iteration k, the members lost since, and the joiners. Every
+member computes the same slots from it: a replacement takes the slot of a lost member, first the one
+that it asks for (a launcher starts the replacement of rank 2 as rank 2), so that survivors keep
+their ranks; further joiners are appended. Slots that stay empty are the *terminated ranks*, which
+the rank assignment then closes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 from outlast.coordination import runs
@@ -33,7 +32,7 @@ class ViewRecord:
     """The agreed facts from which iteration `iteration` starts."""
 
     iteration: int
-    base: tuple[int | None, ...]  # at each rank of the iteration before; `None`: an empty slot
+    base: tuple[Any, ...]  # the member at each rank of the iteration before; `None`: no member
     lost: frozenset[int] = frozenset()  # members of `base` that are out of the job
     joiners: tuple[Joiner, ...] = ()  # in the order in which they asked
     stop: StopRecord | None = None  # the request to stop, if it was known at the decision
@@ -59,30 +58,13 @@ class ViewRecord:
         slots.extend(joiner.member for joiner in waiting[len(empty) :])
         return tuple(slots)
 
-    def encode(self) -> bytes:
-        return json.dumps(
-            {
-                "iteration": self.iteration,
-                "base": runs.pack(self.base),
-                "lost": sorted(self.lost),
-                "joiners": [[j.member, j.preferred] for j in self.joiners],
-                **({} if self.stop is None else {"stop": dataclasses.asdict(self.stop)}),
-                **({"ends_job": True} if self.ends_job else {}),
-            },
-            separators=(",", ":"),
-        ).encode()
+    def packed(self) -> ViewRecord:
+        """With `base` as runs: what all members read must not grow with their number."""
+        return dataclasses.replace(self, base=tuple(runs.pack(self.base)))
 
-    @classmethod
-    def decode(cls, data: bytes) -> ViewRecord:
-        values: dict[str, Any] = json.loads(data)
-        return cls(
-            iteration=values["iteration"],
-            base=tuple(runs.unpack(values["base"])),
-            lost=frozenset(values["lost"]),
-            joiners=tuple(Joiner(m, p) for m, p in values["joiners"]),
-            stop=StopRecord(**values["stop"]) if "stop" in values else None,
-            ends_job=values.get("ends_job", False),
-        )
+    def unpacked(self) -> ViewRecord:
+        """The inverse of `packed`."""
+        return dataclasses.replace(self, base=tuple(runs.unpack(self.base)))
 
     def with_stop(self, stop: StopRecord, before: ViewRecord | None) -> ViewRecord:
         """This view under a request to stop.

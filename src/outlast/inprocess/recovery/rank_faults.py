@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 
+from outlast.coordination.decisions.repeated_faults import signature_of
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.errors import NO_RESTART, RestartAbort
 from outlast.events import Emitter
@@ -18,7 +19,6 @@ from outlast.inprocess.interruption.permanent_error import advice, is_mistake, p
 from outlast.inprocess.interruption.stack_sample import StackSample
 from outlast.inprocess.monitor.fault_reports import fault_event
 from outlast.inprocess.progress.shared_page import SharedPage
-from outlast.inprocess.recovery.faults.repeated_faults import signature_of
 from outlast.inprocess.state import State
 from outlast.system.error_text import first_line
 from outlast.system.notices import notice
@@ -36,7 +36,7 @@ class RankFaults:
         state: the state of this rank in the current iteration.
         sample: the function's thread when the last iteration ended.
         pings: those in the function, in this iteration.
-        ping_timeout: of the settings, in seconds.
+        ping_timeout: of the settings, in seconds; `least_hang`: half of the shortest timeout.
         announce_abort: tells the launcher that the job is aborted; set by the session.
         fault_came_back: whether the last fault of the job is equal to one before it, without
             progress in between; set by the state machine.
@@ -47,6 +47,7 @@ class RankFaults:
     announce_abort: Callable[[], None]
     fault_came_back = False
     ping_timeout = math.inf
+    least_hang = 0.0
 
     def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
         self.page, self.emitter, self.state = page, emitter, state
@@ -143,7 +144,16 @@ class RankFaults:
             fault,
         )
 
-    def testimony(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    def may_have_hung(self, iteration: int) -> bool:
+        """Whether this rank made no progress for as long as a hung one: half of the shortest
+        timeout that any rank can have.
+        """
+        sample = self.sample
+        if sample is None:
+            return False
+        return self.page.reported_soft == iteration or sample.unpinged >= self.least_hang
+
+    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
         """This rank's hang report, if the rank made no progress when a soft timeout ended the
         iteration: its position and its progress.
         """

@@ -1,0 +1,255 @@
+"""What the members do after an iteration: one `Decision`, a pure function of what the store says.
+
+`next_record` is called by a process that has found that every member has left iteration k
+(`Decisions.decide`, which reads the `Facts` and claims the result). It returns the
+decision, or a `Held` note if the restart waits: for the launchers, which find out whether a link
+between two hosts is broken, or for the replacements of lost ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import msgspec
+
+from outlast.coordination.decisions.repeated_faults import FaultHistory, RepeatedFaults, add_fault
+from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
+from outlast.coordination.records import (
+    FaultRecord,
+    LostRecord,
+    SizeRecord,
+    StopRecord,
+    ends,
+    first_cause,
+    suspects_link,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The arguments of the wrapped call on which decisions depend: the same on all members.
+
+    Attributes:
+        grow: whether new processes are admitted.
+        repeated: `None`: the job restarts without limit.
+        await_size: a restart is held until there are this many members; 0: it is not held.
+        chosen_s: for how long it is held at most, if the program says so, by `AwaitReplacements`.
+        hosts: whether launchers look for broken links between the hosts of the job.
+    """
+
+    grow: bool = True
+    repeated: RepeatedFaults | None = None
+    await_size: int = 0
+    chosen_s: float = 0.0
+    hosts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The agreed facts with which an iteration starts, or with which the job ends.
+
+    Attributes:
+        view: the members of the iteration, and the request to stop.
+        history: the faults so far; `history.stop` says why they end the job.
+        last_cause: the first cause of the last iteration that ended because of a fault.
+        ended_by: the member that has ended the job.
+        unreplaced: the ranks for which a restart was held until the time was over: they are not
+            waited for again.
+    """
+
+    view: ViewRecord
+    history: FaultHistory = dataclasses.field(default_factory=FaultHistory)
+    last_cause: FaultRecord | None = None
+    ended_by: LostRecord | None = None
+    unreplaced: frozenset[int] = frozenset()
+
+    @property
+    def cause(self) -> FaultRecord | None:
+        """Why the iteration before this one ended; `None` if no rank failed."""
+        last = self.last_cause
+        return last if last is not None and last.iteration == self.view.iteration - 1 else None
+
+    @property
+    def ends(self) -> bool:
+        """Whether no iteration follows: every member that reads this leaves."""
+        return bool(self.history.stop) or self.ended_by is not None or self.view.ends_job
+
+    @functools.cached_property
+    def survivors(self) -> frozenset[int]:
+        """The members of the iteration before that are left."""
+        return self.view.expected - {joiner.member for joiner in self.view.joiners}
+
+    @property
+    def reporter(self) -> int:
+        """The member that shows the user what was decided: the one that failed, or if it has ended,
+        the first that is left.
+        """
+        cause = self.cause
+        if cause is not None and cause.member in self.survivors:
+            return cause.member
+        return min(self.survivors or self.view.expected, default=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The note that a restart waits; its members wait for the next record.
+
+    Attributes:
+        links: whether it waits for the launchers; otherwise for replacements.
+        lost: the members of the iteration that count as lost. One that was mistaken for lost leaves
+            the job at once: it is replaced only once its process has ended.
+        ranks: those that it waits for, as numbered by the launcher.
+        size: what the launchers are told.
+    """
+
+    links: bool
+    lost: frozenset[int] = frozenset()
+    ranks: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    size: SizeRecord | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def what(self) -> str:
+        """The name of the wait."""
+        return "links" if self.links else "replacements"
+
+
+def encode_record(record: Decision | Held) -> bytes:
+    """A record for the store."""
+    if isinstance(record, Decision):
+        record = dataclasses.replace(record, view=record.view.packed())
+    return msgspec.json.encode(record)
+
+
+def decode_record(data: bytes) -> Decision | Held:
+    """The inverse of `encode_record`."""
+    if data.startswith(b'{"links"'):
+        return msgspec.json.decode(data, type=Held)
+    decision = msgspec.json.decode(data, type=Decision)
+    return dataclasses.replace(decision, view=decision.view.unpacked())
+
+
+def forgotten(iteration: int) -> bytes:
+    """What is left of a decision when no member can still be in the iteration: an empty view."""
+    return msgspec.json.encode({"view": {"iteration": iteration, "base": []}})
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the store says about iteration k when every member has left it.
+
+    Attributes:
+        before: the decision with which the iteration started.
+        roster: the member at each rank of the iteration, and `world_size` its size.
+        arrived: what each member has said when it left the iteration.
+        faults: those of the iteration, and of members that ended later.
+        joiners: all processes that ever asked to join.
+        given_up: the ranks that no launcher replaces; read only if a rank is missing.
+        links_known: whether the launchers have found out which links are broken.
+    """
+
+    before: Decision
+    roster: dict[int, int]
+    world_size: int
+    arrived: dict[int, dict[str, Any]]
+    ledger: list[LostRecord]
+    faults: list[FaultRecord]
+    joiners: list[Joiner]
+    stop: StopRecord | None
+    given_up: frozenset[int] = frozenset()
+    links_known: bool = False
+
+    @functools.cached_property
+    def lost(self) -> frozenset[int]:
+        return frozenset(record.member for record in self.ledger)
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The members that can be in the next view."""
+        asked = {joiner.member for joiner in self.joiners}
+        return frozenset(self.roster.values()) - self.lost | (asked - self.lost)
+
+    def own_faults(self) -> list[FaultRecord]:
+        """The faults with which the iteration can have ended. The end of a member that had left it
+        before, or that took no part in it, is not one of them.
+        """
+        missing = self.before.view.expected - self.arrived.keys()
+        return [fault for fault in self.faults if not ends(fault) or fault.member in missing]
+
+
+def next_record(
+    facts: Facts, rules: Rules, last: Held | None = None, expired: Held | None = None
+) -> Decision | Held:
+    """The decision that follows from `facts`, or a note that it waits.
+
+    Args:
+        last: the note before, if there is one. A restart waits for the launchers first.
+        expired: the note whose wait has lasted too long.
+    """
+    k, before = facts.before.view.iteration, facts.before
+    joiners = facts.joiners if rules.grow else []
+    view = decide(k + 1, facts.roster, facts.world_size, facts.lost, joiners)
+    faults = facts.own_faults()
+    cause = first_cause(faults)
+    if cause is not None and cause.may_be_harmless and view.joiners:
+        cause = None  # no rank failed: connections broke because the job is made to grow
+    history = _history(facts, cause, faults, rules.repeated)
+    ended_by = next((record for record in facts.ledger if record.ends_job), None)
+    last_cause, unreplaced = cause or before.last_cause, before.unreplaced
+    if facts.stop is not None:
+        view = view.with_stop(facts.stop, before.view)
+        history = history.without_end()  # the job ends with its exit code
+    if history.stop:
+        ended_by = None
+    elif ended_by is not None:
+        last_cause = _cause_of_abort(facts, faults) or before.last_cause or cause
+    elif facts.stop is None:
+        lost = facts.lost & before.view.expected
+        ask = rules.hosts and cause is not None and suspects_link(cause) and not facts.links_known
+        if ask and (last is None or last.links) and not (expired is not None and expired.links):
+            return Held(True, lost)
+        missing = _missing(facts, rules)
+        unreplaced &= missing  # a rank that has come back is waited for again
+        awaited = missing - unreplaced - facts.given_up
+        if len(facts.present) < rules.await_size and awaited:
+            if expired is None or expired.links:
+                return Held(False, lost, tuple(sorted(awaited)), _size(facts, rules))
+            unreplaced |= missing
+    return Decision(view, history, last_cause, ended_by, unreplaced)
+
+
+def _history(
+    facts: Facts,
+    cause: FaultRecord | None,
+    faults: list[FaultRecord],
+    policy: RepeatedFaults | None,
+) -> FaultHistory:
+    said = facts.arrived.values()
+    step = max([0, *(each.get("step", 0) for each in said), *(fault.step for fault in faults)])
+    # The first ping often stands at the top of the loop, before the code that has never run.
+    pings = [each.get("pings", 0) for each in said] + [fault.pings for fault in faults]
+    return add_fault(facts.before.history, cause, step, max(pings, default=0) > 1, policy)
+
+
+def _cause_of_abort(facts: Facts, faults: list[FaultRecord]) -> FaultRecord | None:
+    """Why the job was ended. A member's giving up is the cause only if no other fault made it give
+    up. What the end of the job overtook did not, nor the connections that broke because it left.
+    """
+    enders = {record.member for record in facts.ledger if record.ends_job}
+    others = [fault for fault in faults if fault.member not in enders]
+    return first_cause([fault for fault in others if not fault.may_be_harmless])
+
+
+def _missing(facts: Facts, rules: Rules) -> frozenset[int]:
+    """The ranks that are not there, as numbered by the launcher. The first members were started as
+    the ranks of the first view, which are their IDs.
+    """
+    started_as = {joiner.member: joiner.preferred for joiner in facts.joiners}
+    there = {started_as.get(member, member) for member in facts.present}
+    return frozenset(range(rules.await_size)) - there
+
+
+def _size(facts: Facts, rules: Rules) -> SizeRecord:
+    least = max((each.get("least", -1) for each in facts.arrived.values()), default=-1)
+    return SizeRecord(len(facts.present), least, rules.chosen_s)

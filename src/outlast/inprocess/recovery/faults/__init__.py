@@ -1,1 +1,0 @@
-"""Faults of a rank: how they are recorded and agreed on, and which ones come back."""
