@@ -266,7 +266,22 @@ def test_a_decision_that_ends_the_job_has_no_successor() -> None:
     assert decision.last_cause == raised(1)
     call(call.membership.report_lost(LostRecord(1, "it was told to"), 1))
     assert call(call.membership.decision(2)) is None
-    assert call(call.membership.restart_counts()) == (RestartCount("ValueError", 1, (1,)),)
+    assert call(call.membership.restart_counts()) == ()
+
+
+def test_an_end_of_the_job_is_no_restart() -> None:
+    call, once = Call(), (RestartCount("ValueError", 1, (1,)),)
+    call(call.membership.register(0, "a"))
+    call.start(0, 0, 1)
+    call(call.membership.report_fault(raised(1)))
+    call.leave(0, 0, 1)
+    assert call(call.membership.restart_counts()) == once
+    call.start(1, 0, 1)
+    call(call.membership.report_fault(raised(1, 1)))
+    call(call.membership.report_lost(LostRecord(1, "enough", ends_job=True), 1))
+    call.leave(1, 0)
+    assert call(call.membership.decision(2)).ends
+    assert call(call.membership.restart_counts()) == once
 
 
 def test_a_job_that_is_complete_has_no_decision_after_it() -> None:

@@ -10,12 +10,38 @@ from pathlib import Path
 import pytest
 
 from events.pages import Page, hostile_run, large_run
+from events.synthetic_run import SyntheticRun
+from events.test_goodput import own
 from events.test_report_hosts import run_without_a_host
+from outlast.events import CheckpointRestored
 from outlast.events.report import build, render_html
 
 pytestmark = pytest.mark.slow
 
 _NET_S = 120
+
+_PHONE = """<!doctype html><body><p></p><iframe width="360" src="measured.html"></iframe><script>
+addEventListener("message", (event) => document.querySelector("p").append(event.data));
+</script></body>"""
+
+_MEASURE = """
+const tables = [...document.querySelectorAll(".scroll")].filter((each) => each.clientWidth > 0);
+const scrolled = tables.filter((each) => each.scrollWidth > each.clientWidth);
+const broken = [];
+for (const cell of tables.flatMap((each) => [...each.querySelectorAll("th, td")])) {
+  for (const text of [...cell.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE)) {
+    for (const word of text.data.matchAll(/\\w+/g)) {
+      const range = document.createRange();
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      if (range.getClientRects().length > 1) broken.push(word[0]);
+    }
+  }
+}
+const named = (names) => names.join(", ") || "none";
+const labels = scrolled.map((each) => each.getAttribute("aria-label"));
+parent.postMessage(`scrolled: ${named(labels)}; broken: ${named(broken)}`, "*");
+"""
 
 
 @pytest.fixture
@@ -75,3 +101,19 @@ def test_the_policy_stops_what_was_not_escaped(browser: str, tmp_path: Path) -> 
     free = spoiled.replace("Content-Security-Policy", "nothing")
     _, _, asked = opened(browser, free, folder)
     assert asked == ["http://a.test/x"]
+
+
+def test_tables_fit_a_phone_without_broken_words(browser: str, tmp_path: Path) -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=10.0)
+    run.restart(at=10.0)
+    own(run, 0, CheckpointRestored(step=10, source="ranks", seconds=0.0109), 11.0)
+    run.complete(at=20.0)
+    page = render_html(build(run.events), title="a run")
+    page = page.replace("Content-Security-Policy", "nothing")  # which forbids to measure it
+    measured = page.replace("</body>", f"<script>{_MEASURE}</script></body>")
+    (tmp_path / "measured.html").write_text(measured, encoding="utf-8")
+    shown, _, _ = opened(browser, _PHONE, tmp_path)
+    ten_columns = "The recovery of each restart"
+    assert shown.text.strip() == f"scrolled: {ten_columns}; broken: none"

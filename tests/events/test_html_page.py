@@ -137,7 +137,7 @@ def test_the_page_of_a_large_run_is_bounded() -> None:
     page = Page(text)
     assert len(text) < 1_500_000
     assert len(page.elements) < 8_000
-    assert "The 100 longest of 300 restarts" in page.text
+    assert "The 100 longest of 300 faults" in page.text
 
 
 def test_the_page_of_many_ranks_is_bounded() -> None:

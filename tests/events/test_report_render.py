@@ -140,7 +140,7 @@ def test_a_large_job_makes_short_sentences(tmp_path: Path) -> None:
     run.restart(at=1.0, lost=range(20), joiners=["a"] * 20)
     text = " ".join(printed(log(run, tmp_path)).split())
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 31 more failed: xxx" in text
-    assert "rank 7 on a (EXCEPTION) and 12 more." in text
+    assert "rank 8 on a and 11 more (EXCEPTION)." in text
     assert max(len(sentence) for sentence in text.split(". ")) < 900
 
 

@@ -100,3 +100,12 @@ def test_copies_are_named_with_their_ranks_and_hosts() -> None:
     assert "step 5 from memory (ranks 2, 3 from their copies on host c)" in text
     assert "1 save copied to other hosts' memory: 10.0 MB from rank 0 in 500.0 ms" in text
     assert "step 6, rank 3 on b: too slow" in text
+
+
+def test_one_save_has_no_median() -> None:
+    saves = build([committed(10, rank=0, blocked=0.1, seconds=0.2, at=1.0)]).saves
+    assert saves is not None
+    assert describe_saves(saves)[0] == (
+        "1 checkpoint of 10.0 MB committed: it blocked training for 100.0 ms and was durable after "
+        "200.0 ms."
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 
 import pytest
+from rich.console import Console
 
 from events.pages import Page
 from events.synthetic_run import (
@@ -27,9 +30,11 @@ from outlast.events import (
     WorkerExited,
     WorkerStarted,
 )
-from outlast.events.report import build, render_html
+from outlast.events.report import build, render_html, render_report, to_json
 from outlast.events.report.builder import distribution
+from outlast.events.report.views.sentences import describe_restart
 from outlast.events.report.views.totals import (
+    describe_end,
     describe_goodput,
     describe_injected,
     describe_no_restart,
@@ -203,3 +208,46 @@ def test_a_planned_fault_that_any_launcher_saw_has_fired() -> None:
         ("planned-1", False),
     ]
     assert describe_injected(report)[1] == "Never due, so not fired: hang on rank 1 (step 9)."
+
+
+def ended_by_its_second_fault() -> SyntheticRun:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=10.0)
+    run.restart(at=10.0)
+    run.fault(1, at=20.0)
+    for member in (0, 1):
+        reason = "UnrecoverableFault: rank 1 on a: ValueError (the job ended after a mistake)"
+        run.write(member, Lost(reason=reason), 21.0)
+    return run
+
+
+def test_the_fault_that_ends_the_job_is_listed_and_is_no_restart() -> None:
+    report = build(ended_by_its_second_fault().events)
+    assert [restart.resumed for restart in report.restarts] == [True, False]
+    assert json.loads(to_json(report))["restart_count"] == 1
+    assert "Ended after 1 restart:" in describe_end(report)
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    render_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "2 ranks · 1 host · 1 restart · " in console.file.getvalue()
+    page = Page(render_html(report, title="a run")).text
+    assert "1 restart\n" in page
+    assert "2 restarts" not in page
+    assert "2 x ValueError" in page, "its faults are all listed"
+
+
+def test_a_job_that_its_first_fault_ended_had_no_restart() -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=10.0)
+    page = Page(render_html(build(run.events), title="a run")).text
+    assert "0 restarts" in page
+    assert "There was no restart." in page
+
+
+def test_the_reason_that_ranks_share_is_named_once() -> None:
+    report = build(ended_by_its_second_fault().events)
+    text = " ".join(describe_restart(report.restarts[1], report))
+    reason = "UnrecoverableFault: rank 1 on a: ValueError (the job ended after a mistake)"
+    assert f"Lost: rank 0 on a and rank 1 on a ({reason})." in text

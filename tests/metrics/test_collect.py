@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
-from outlast.events import Fault, JsonlSink, Seen
+from outlast.events import Fault, JsonlSink, LauncherEnded, Seen
 from outlast.events.report import Restart, build
 from outlast.metrics import instruments
 from outlast.metrics.collect import Collector, Labels, Listener, time_states
@@ -165,3 +166,14 @@ def test_names() -> None:
     assert len({each.prometheus_name for each in INSTRUMENTS}) == len(INSTRUMENTS)
     assert instruments.TIME.prometheus_name == "outlast_time_seconds_total"
     assert instruments.TIME.opentelemetry_name == "outlast.time"
+
+
+def test_a_fault_that_ends_the_job_is_no_restart(tmp_path: Path) -> None:
+    run, logs = SyntheticRun(hosts=["a", "a"]), Logs(tmp_path / "run")
+    run.begin(at=100.0)
+    run.fault(1, at=110.0)
+    logs.write([*run.events, LauncherEnded(host="a", pid=1, time=111.0, exit_code=93)])
+    metrics = collector(logs.folder, alive=False)
+    heard = Heard(metrics)
+    assert metrics.values()[instruments.RESTARTS] == {}
+    assert heard.restarts == 1, "its trace is sent"

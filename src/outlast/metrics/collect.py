@@ -46,7 +46,7 @@ class Listener:
         """A histogram has a new observation."""
 
     def restarted(self, restart: Restart) -> None:
-        """A restart is over, and was counted."""
+        """A restart is over and was counted, or a fault has ended the job."""
 
 
 class Collector:
@@ -114,7 +114,8 @@ class Collector:
         )
 
     def _count(self, restart: Restart) -> None:
-        self._restarts[cause_label(restart)] += 1
+        if restart.resumed:
+            self._restarts[cause_label(restart)] += 1
         for phase, name in PHASE_FIELDS.items():
             seconds = getattr(restart.phases, name)
             if seconds is not None:

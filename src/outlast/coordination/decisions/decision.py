@@ -216,7 +216,11 @@ def next_record(
             if expired is None or expired.links:
                 return Held(False, lost, tuple(sorted(awaited)), _size(facts, rules))
             unreplaced |= missing
-    return Decision(view, history, last_cause, ended_by, unreplaced)
+    decision = Decision(view, history, last_cause, ended_by, unreplaced)
+    if decision.ends:  # no restart follows
+        history = dataclasses.replace(history, restarts=before.history.restarts)
+        decision = dataclasses.replace(decision, history=history)
+    return decision
 
 
 def _history(

@@ -78,6 +78,7 @@ def build(events: Iterable[ev.Event]) -> Report:
         hosts=hosts,
         world_size=course.world_size,
         restarts=restarts,
+        restart_count=len(redone),
         lost=lost,
         joined=joined,
         replaced=min(lost, joined),

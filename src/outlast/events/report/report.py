@@ -29,8 +29,8 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class CauseCount:
-    """Restarts with the same first cause (`what`), the ranks and hosts on which it was with their
-    numbers, and the positions of these restarts in the report, from 0.
+    """Restarts and ends of the job with the same first cause (`what`), the ranks and hosts on which
+    it was with their numbers, and the positions in `Report.restarts`, from 0.
     """
 
     what: str
@@ -202,6 +202,7 @@ class Report:
             one of all processes, and `rank` is the launcher's; `checkpoints`: not even those are
             known.
         restarts: every iteration that ended in a restart, or should have.
+        restart_count: those of them that the job `resumed` from: not a fault that ended it.
         replaced: number of members that joined in place of lost ones.
         recovery_seconds: sum of the totals of the restarts.
         goodput: of the host with the longest wall time.
@@ -237,6 +238,7 @@ class Report:
     hosts: tuple[HostTime, ...]
     world_size: int
     restarts: tuple[Restart, ...]
+    restart_count: int
     lost: int
     joined: int
     replaced: int

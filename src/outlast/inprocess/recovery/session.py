@@ -50,6 +50,7 @@ from outlast.inprocess.running_call import set_running_call
 from outlast.inprocess.state import State
 from outlast.inprocess.store import PrefixStore, TCPStore
 from outlast.system.arguments import seconds
+from outlast.system.error_text import describe
 from outlast.system.fast_exit import exit_fast
 from outlast.system.notices import notice
 from outlast.system.sockets import address_towards
@@ -191,7 +192,7 @@ class _Session:
             value = drive(machine.run(), perform)
         except BaseException as e:
             log.debug("rank %d: leaving the call: %r", host.state.rank, e)
-            self.emitter.emit(Lost(reason=repr(e)))
+            self.emitter.emit(Lost(reason=describe(e)))
             if not isinstance(e, StoreError | GeneratorExit):
                 self._end_watch()
                 self._tell_restarts("ended", direct)

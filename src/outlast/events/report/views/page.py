@@ -82,7 +82,7 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         parts=PARTS,
         part_names={name: words for name, (words, _) in PARTS.items()},
         faults=[(count, _faults(count, dict(shown_restarts), report)) for count in report.causes],
-        faults_left_out=_left_out(shown_restarts, numbered),
+        faults_left_out=_left_out(shown_restarts, numbered, "fault"),
         timeline=timeline_rows(report),
         states=STATES,
         marks=MARKS,
@@ -90,7 +90,7 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         phases=PHASES,
         percentiles={BACK: "fault to function", **PHASES, "total": "all of it"},
         recoveries=_longest(known, _BARS),
-        recoveries_left_out=_left_out(_longest(known, _BARS), known),
+        recoveries_left_out=_left_out(_longest(known, _BARS), known, "restart"),
         cause_text=cause_text,
         save_times=_save_times(report.saves.each if report.saves else ()),
         save_bars=_save_bars(report.saves.each if report.saves else ()),
@@ -178,8 +178,8 @@ def _longest(restarts: Sequence[Numbered], limit: int) -> list[Numbered]:
     return sorted(longest, key=lambda each: each[0])
 
 
-def _left_out(shown: Sequence[Numbered], all_: Sequence[Numbered]) -> str:
-    count = plural(len(all_), "restart")
+def _left_out(shown: Sequence[Numbered], all_: Sequence[Numbered], noun: str) -> str:
+    count = plural(len(all_), noun)
     text = f"The {len(shown)} longest of {count}; all are in the JSON report."
     return text if len(shown) < len(all_) else ""
 

@@ -136,8 +136,13 @@ def _failure(cause: Cause) -> str:
 
 
 def _parties(parties: Iterable[Party], known: set[str]) -> str:
-    def reason(party: Party) -> str:
-        shown = party.reason and party.reason not in known
-        return f" ({one_line(party.reason)})" if shown else ""
-
-    return listed([f"rank {p.rank} on {one_line(p.host)}{reason(p)}" for p in parties])
+    """The ranks with their hosts, grouped by the reason, which is named once unless it is known."""
+    groups: dict[str, list[str]] = {}
+    for party in parties:
+        reason = "" if party.reason in known else one_line(party.reason)
+        groups.setdefault(reason, []).append(f"rank {party.rank} on {one_line(party.host)}")
+    texts = [
+        f"{listed(ranks)} ({reason})" if reason else listed(ranks)
+        for reason, ranks in groups.items()
+    ]
+    return listed(texts)

@@ -82,7 +82,7 @@ def render_report(report: Report, console: Console) -> None:
 
 def _summary(report: Report) -> Text:
     counts = (report.world_size, "rank"), (len(report.hosts), "host")
-    parts = [plural(count, noun) for count, noun in (*counts, (len(report.restarts), "restart"))]
+    parts = [plural(count, noun) for count, noun in (*counts, (report.restart_count, "restart"))]
     if report.source == "wrapper":  # otherwise all processes are restarted together
         parts.append(f"{report.lost} lost, {report.replaced} replaced")
     if report.goodput is not None:

@@ -112,7 +112,7 @@ def describe_stop(stop: Stop) -> str:
 
 def describe_redone(report: Report) -> str:
     """A sentence about redone steps; empty if there are none."""
-    if not any(restart.resumed for restart in report.restarts):
+    if not report.restart_count:
         return ""
     if not report.redone_known:
         return (
@@ -132,10 +132,13 @@ def describe_saves(saves: Saves) -> list[str]:
     found = []
     if saves.committed:
         count = plural(saves.committed, "checkpoint")
+        many = saves.committed > 1
+        each = ": each" if many else ": it"
+        worst = f" (median; {duration_text(saves.blocked_worst)} at worst)" if many else ""
         found.append(
-            f"{count} of {size_text(saves.size_bytes)} committed: each blocked training for "
-            f"{duration_text(saves.blocked_median)} (median; {duration_text(saves.blocked_worst)} "
-            f"at worst) and was durable after {duration_text(saves.durable_median)}."
+            f"{count} of {size_text(saves.size_bytes)} committed{each} blocked training for "
+            f"{duration_text(saves.blocked_median)}{worst} and was durable after "
+            f"{duration_text(saves.durable_median)}."
         )
         found.append(f"The newest checkpoint is that of step {saves.newest}.")
     if saves.copied:
